@@ -1,0 +1,1 @@
+"""Profile, fuse, check, keep what pays: the public API."""

@@ -1,0 +1,126 @@
+"""The kernel IR: what one fused kernel computes, with no word about how a backend writes it down.
+
+A :class:`Program` is a loop nest over :attr:`Program.dims` (outermost first) whose body is a list of SSA values in order. The
+last dim may be reduced; then a ``reduce_*`` value is a number per row and everything after it may use both. Loads and stores
+address tensors by one stride per dim plus an offset, all in elements, so every view (transpose, slice, expand, split) has
+already been folded into the address and no template needs to know what a view is.
+
+``lower`` makes Programs from captured op chains and from kernel references alike, ``match`` compares their :func:`structure`,
+the backends print them. Rendered kernels take sizes and strides as arguments: two Programs with the same
+:func:`layout_key` share one compiled kernel.
+
+Op names (``Value.op``):
+
+- ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0
+- ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64
+- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
+  pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
+- reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
+
+Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``, ``bool``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor argument of the kernel; inputs come before outputs."""
+
+    name: str
+    """A valid identifier from the allow-list: ``x``, ``weight``, ``residual``, ``in0``, ``out0``."""
+    dtype: str
+    is_output: bool = False
+    element_count: int = 0
+    """Distinct elements that the kernel touches: what it moves, in elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One SSA value; its position in :attr:`Program.values` is its number."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    dtype: str = "float32"
+    constant: float | int | bool | None = None
+    constant_name: str = ""
+    """Set when a kernel's manifest names the constant (``eps``): it becomes a kernel argument-like literal with that name."""
+    operand: int = -1
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    guard: int | None = None
+    """Number of the boolean value that says where this load may read."""
+    dim: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """One output: ``value`` is converted to the operand's dtype and written."""
+
+    operand: int
+    value: int
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A loop nest with a straight-line body.
+
+    Attributes:
+        dims: sizes, outermost first, already collapsed as far as every address allows.
+        is_reduced: whether the last dim is reduced by some ``reduce_*`` value. Values that a reduction feeds are per row;
+            a store whose stride over the last dim is 0 then writes one element per row.
+    """
+
+    dims: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    values: tuple[Value, ...]
+    stores: tuple[Store, ...]
+    is_reduced: bool = False
+
+    @property
+    def moved_bytes(self) -> int:
+        """Each input read once, each output written once."""
+        return sum(o.element_count * ITEM_BYTES[o.dtype] for o in self.operands)
+
+    def depends_on(self) -> tuple[frozenset[int], ...]:
+        """For each value, the dims it varies over (a reduction drops the last dim)."""
+        last = len(self.dims) - 1
+        found: list[frozenset[int]] = []
+        for value in self.values:
+            dims: set[int] = set()
+            for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
+                dims |= found[arg]
+            if value.op == "load":
+                dims |= {i for i, stride in enumerate(value.strides) if stride != 0 and self.dims[i] != 1}
+            elif value.op == "index":
+                dims.add(value.dim)
+            elif value.op in REDUCTIONS:
+                dims.discard(last)
+            found.append(frozenset(dims))
+        return tuple(found)
+
+
+def layout_key(program: Program) -> str:
+    """Text that two Programs share exactly when one compiled kernel serves both: sizes and strides other than 0 and 1 are arguments."""
+
+    def strides(values: tuple[int, ...]) -> str:
+        return "".join(str(s) if s in (0, 1) else "s" for s in values)
+
+    parts = [f"{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
+    parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
+    for v in program.values:
+        where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}?{v.guard}" if v.op == "load" else ""
+        parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op == 'index' else ''}")
+    parts += [f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}" for s in program.stores]
+    return ";".join(parts)

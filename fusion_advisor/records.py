@@ -1,0 +1,460 @@
+"""The records that flow between stages: frozen, keyword-only, units in every numeric name.
+
+One direction only: ``capture`` makes a :class:`Capture`, ``chains`` turns it into :class:`Chain` rows, ``library`` answers each
+row with a :class:`Match` or a :class:`NoMatch`, ``fuse`` turns those into :class:`Fusion` rows with an outcome, ``report`` shows a
+:class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop.
+
+Units: ``_ns`` is an integer number of nanoseconds, ``_bytes`` an integer number of bytes, ``share`` a fraction from 0 to 1,
+``speedup`` before divided by after.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Layout of one tensor value; ``stride`` and ``offset`` count elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix: ``float32``, ``bfloat16``, ``int64``, ``bool``."""
+    offset: int = 0
+    device: str = "cpu"
+    """Device type only (``cpu``, ``cuda``): a plan is not tied to a device index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """An argument that is the value of another op."""
+
+    index: int
+    """:attr:`OpNode.index` of the producer."""
+
+
+Arg = Ref | int | float | bool | str | None | tuple["Arg", ...]
+"""What an op's argument may be; lists become tuples, dtypes become ``dtype:float32``, devices ``device:cuda``."""
+
+
+class OpClass(enum.StrEnum):
+    """What an op is to the advisor; decided by what it computes and aliases, never by a kernel's name."""
+
+    INPUT = "input"
+    VIEW = "view"
+    """Runs no kernel: its value aliases one of its inputs."""
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    """A reduction or a normalisation along trailing dims (sum, mean, softmax, layer_norm …)."""
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MEMORY = "memory"
+    """Moves data without arithmetic: copy, cat, gather, embedding, index_copy_."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpNode:
+    """One ATen op of a captured graph, or one of the graph's inputs."""
+
+    index: int
+    """Position in :attr:`Capture.ops`; unique over all regions."""
+    region: int
+    """Which captured graph it belongs to: 0 unless dynamo broke the graph."""
+    target: str
+    """``aten.mul.Tensor``; for an input its qualified name (``model.layers.0.mlp.weight``, ``input_ids``)."""
+    op_class: OpClass
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[TensorMeta, ...] = ()
+    alias_of: int | None = None
+    """Index of the op that owns the storage this value is a view of; None when it owns its storage."""
+    mutates: tuple[int, ...] = ()
+    """Indices of the ops whose storage this op writes into."""
+    role: str = "op"
+    """``op``, ``input``, ``parameter``, ``buffer``, ``constant`` or ``output``."""
+    module_path: str = ""
+    """``model.layers.0.mlp.act_fn``; empty at the top level."""
+    source_file: str = ""
+    """Path relative to site-packages or the working directory."""
+    source_line: int = 0
+    source_text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One device kernel (on a CPU: one ATen op call that computes), joined to the op that launched it."""
+
+    kernel_name: str
+    op_index: int | None
+    """None: the kernel could not be joined to an op."""
+    duration_ns: int
+    start_ns: int = 0
+    """Since the first kernel of the step."""
+    stream: int = 0
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    category: str = "other"
+    """An :class:`OpClass` value, or ``fused`` for one of our kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What was run: a model, its inputs and how they were made."""
+
+    model_id: str
+    phase: str
+    dtype: str
+    device: str
+    batch: int
+    seq_len: int
+    """Tokens, or image patches' source size for vision models; 0 where it does not apply."""
+    seed: int
+    revision: str = ""
+    weights: str = "random"
+    """``hub``, ``local``, ``random`` or ``user`` (a factory or a live model made them)."""
+    layers: int | None = None
+    """Set when the layer count was cut for a quick look."""
+    total_layers: int | None = None
+    inputs: tuple[tuple[str, TensorMeta], ...] = ()
+    parameter_bytes: int = 0
+    parameter_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where it was run. Host names, users and variables are left out on purpose."""
+
+    device_name: str
+    device_kind: str
+    """``cuda`` or ``cpu``."""
+    capability: str = ""
+    """``9.0``; empty on a CPU."""
+    device_memory_bytes: int = 0
+    python: str = ""
+    torch: str = ""
+    triton: str = ""
+    transformers: str = ""
+    cuda: str = ""
+    driver: str = ""
+    compiler: str = ""
+    os: str = ""
+    cores: int = 0
+    tool: str = ""
+    """fusion-advisor's own version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Repeated measurements of one thing; ``times_ns`` keeps them all."""
+
+    times_ns: tuple[int, ...]
+    median_ns: int
+    ci_low_ns: int
+    ci_high_ns: int
+    """95 % bootstrap interval of the median."""
+    method: str
+    """``wall``, ``cuda_graph`` or ``cuda_events``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """Ceilings measured on this device in this run."""
+
+    copy_bytes_per_s: int
+    """A large copy, counting bytes read plus bytes written."""
+    launch_ns: int
+    """The smallest kernel's duration (CPU: the smallest op's)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """A place where dynamo split the model, or a part it could not capture."""
+
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataQuality:
+    """Whether the trace can be trusted; every figure is checked before a share is printed."""
+
+    launches: int
+    kernels: int
+    joined_share: float
+    """Share of captured device time that is joined to an op, a module path and a source line."""
+    eager_device_ns: int
+    captured_device_ns: int
+    reconciliation: str
+    """One sentence: what makes the captured step's device time differ from eager's."""
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """Everything that was seen; enough to find, rank, match and plan with no GPU (``capture.json``)."""
+
+    workload: Workload
+    environment: Environment
+    ops: tuple[OpNode, ...]
+    launches: tuple[Launch, ...]
+    """The captured step, op by op: shares come from these."""
+    eager_launches: tuple[Launch, ...]
+    """The eager step: totals and categories only (``op_index`` is None)."""
+    eager_step: Timing
+    bandwidth: Bandwidth
+    quality: DataQuality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One place where a chain occurs."""
+
+    op_indices: tuple[int, ...]
+    """In topological order; views that only glue the chain together are included."""
+    module_path: str
+    source_file: str
+    source_line: int
+    source_text: str
+    device_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Equal op chains of different layers, folded into one row."""
+
+    id: str
+    """``C1`` … in rank order."""
+    ops: tuple[str, ...]
+    """Short op names of one site: ``mul``, ``pow``, ``tanh`` …, views left out."""
+    sites: tuple[Site, ...]
+    launches: int
+    """Kernels of all sites together."""
+    device_ns: int
+    share: float
+    """Of the captured step's device time."""
+    moved_bytes: int
+    """What the unfused ops read and write, all sites together."""
+    floor_bytes: int
+    """Each outer input read once, each outer output written once, all sites together."""
+    floor_ns: int
+    """floor_bytes over the measured copy bandwidth, plus one smallest launch for each site."""
+    saving_bound_ns: int
+    """device_ns − floor_ns: an upper bound, not additive between chains."""
+    is_reduction: bool
+    dtype: str
+    shape: tuple[int, ...]
+    """Iteration shape of one site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A kernel for a chain."""
+
+    chain_id: str
+    kernel: str
+    """Library kernel's name, or ``generated`` name derived from the chain (``mul_pow_tanh_1a2b``)."""
+    is_library: bool
+    variant: str = ""
+    """Which reference of the kernel matched."""
+    constants: tuple[tuple[str, float], ...] = ()
+    """Constants bound from the graph, e.g. ``("eps", 1e-06)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoMatch:
+    """Why a chain gets no kernel; the reason reaches the report."""
+
+    chain_id: str
+    code: str
+    """``FA6xx``, explained by ``fusion-advisor explain``."""
+    reason: str
+
+
+class Status(enum.StrEnum):
+    """What became of a rewrite. A timing may exist only where numbers passed."""
+
+    PLANNED = "planned"
+    KEPT = "kept"
+    WITHIN_NOISE = "within noise"
+    SLOWER = "slower"
+    WRONG_NUMBERS = "wrong numbers"
+    BUILD_FAILED = "build failed"
+    NOT_MATCHED = "not matched"
+    NOT_REPLACED = "not replaced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
+
+    oracle: str
+    """``float64`` or ``float32``."""
+    fused_max_abs: float
+    eager_max_abs: float
+    fused_rel_l2: float
+    """‖out − oracle‖ / ‖oracle‖."""
+    eager_rel_l2: float
+    elements: int
+    limit: str
+    """The rule in words, with its figures."""
+    is_passed: bool
+    nonfinite_mismatches: int = 0
+    """Positions where exactly one of fused and oracle is NaN or Inf."""
+    inputs: str = ""
+    """What was tried: ``the site's own tensors; random ×3``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a fusion did to the live model: the answer to "it silently did nothing"."""
+
+    sites_found: int
+    sites_matched: int
+    sites_replaced: int
+    launches_before: int
+    launches_after: int
+    """Seen in the after-trace under the kernel's name; 0 where nothing was kept."""
+    refusals: tuple[str, ...] = ()
+    """One sentence for each site that was found and not replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedKernel:
+    """A kernel's source as it was built."""
+
+    name: str
+    """Entry point, ``fa_<kernel>_<hash>``."""
+    backend: str
+    """``triton``, ``cuda`` or ``cpp``."""
+    path: str
+    """Relative to the run directory."""
+    source: str
+    origin: str
+    """``library: gelu_tanh`` or ``generated from the chain``."""
+    build_ns: int = 0
+    tuning: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """One rewrite of kind "chain": from its plan to its verdict."""
+
+    id: str
+    """``F1`` …"""
+    chain_id: str
+    kernel: str
+    status: Status
+    reason: str
+    """Why this status, in one sentence."""
+    receipt: Receipt
+    rendered: tuple[RenderedKernel, ...] = ()
+    numerics: Numerics | None = None
+    chain_before: Timing | None = None
+    """One site: the original ops, alone."""
+    chain_after: Timing | None = None
+    """One site: the fused kernel, alone."""
+    step_delta_ns: int | None = None
+    """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
+    step_delta_ci_ns: tuple[int, int] | None = None
+    predicted_saving_ns: int = 0
+    """device_ns of the chain minus what its kernel took alone × sites; known before the step was timed."""
+    original_source: tuple[tuple[int, str], ...] = ()
+    """Lines of the model's own source around the chain: (line number, text)."""
+
+    def __post_init__(self) -> None:
+        passed = self.numerics is not None and self.numerics.is_passed
+        if (self.chain_after is not None or self.step_delta_ns is not None) and not passed:
+            raise ValueError(f"{self.id}: a timing may exist only where numbers passed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRewrite:
+    """One rewrite that needs no kernel: constant folding, attention masks."""
+
+    id: str
+    """``R1`` …"""
+    name: str
+    status: Status
+    reason: str
+    sites: int
+    step_delta_ns: int | None = None
+    step_delta_ci_ns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """One side of the comparison."""
+
+    label: str
+    """``eager``, ``captured`` or ``fused``."""
+    device_ns: int
+    """Sum of raw kernel events of one step."""
+    launches: int
+    categories: tuple[tuple[str, int, int], ...]
+    """(category, kernels, ns), largest first."""
+    kernels: tuple[tuple[str, str, int, int], ...]
+    """(kernel name, category, count, ns), largest first."""
+    wall: Timing | None = None
+    """Un-profiled wall time of the step as the user calls it."""
+    device: Timing | None = None
+    """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCheck:
+    """Whole-model numerics: fused and eager outputs against a higher-precision run of the original."""
+
+    oracle: str
+    """``float64 copy``, ``float32 copy``, or ``eager`` where no copy fits."""
+    outputs: tuple[str, ...]
+    fused_rel_l2: float
+    eager_rel_l2: float
+    fused_max_abs: float
+    eager_max_abs: float
+    fused_vs_eager_max_abs: float
+    cosine: float
+    argmax_agreement: float | None
+    """Share of positions where fused and eager choose the same token; None for non-logits."""
+    nonfinite_mismatches: int
+    limit: str
+    is_passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The truth of a run; views compute nothing."""
+
+    run_id: str
+    config_hash: str
+    status: str
+    """``profiled``, ``applied``, ``interrupted`` or ``failed``."""
+    command: str
+    workload: Workload
+    environment: Environment
+    quality: DataQuality
+    bandwidth: Bandwidth
+    before: StepProfile
+    captured: StepProfile | None
+    after: StepProfile | None
+    chains: tuple[Chain, ...]
+    answers: tuple[Match | NoMatch, ...]
+    fusions: tuple[Fusion, ...] = ()
+    rewrites: tuple[GraphRewrite, ...] = ()
+    model_check: ModelCheck | None = None
+    noise_share: float | None = None
+    """A/A: half-width of the interval of a step compared with itself, over the step."""
+    step_before: Timing | None = None
+    """The keep rule's own measurement: the captured step without any rewrite …"""
+    step_after: Timing | None = None
+    """… and with all kept ones, interleaved with it."""
+    durations_s: tuple[tuple[str, float], ...] = ()
+    """Seconds per phase of the run."""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    """How it was measured, in sentences."""
