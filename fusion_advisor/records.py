@@ -1,8 +1,8 @@
 """The records that flow between stages: frozen, keyword-only, units in every numeric name.
 
 One direction only: ``capture`` makes a :class:`Capture`, ``chains`` turns it into :class:`Chain` rows, ``library`` answers each
-row with a :class:`Match` or a :class:`NoMatch`, ``fuse`` turns those into :class:`Fusion` rows with an outcome, ``report`` shows a
-:class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop.
+row with a :class:`Match` or a :class:`NoMatch`, ``fuse`` turns those into :class:`Fusion` rows with an outcome, ``report``
+shows a :class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop.
 
 Units: ``_ns`` is an integer number of nanoseconds, ``_bytes`` an integer number of bytes, ``share`` a fraction from 0 to 1,
 ``speedup`` before divided by after.

@@ -12,7 +12,8 @@ the backends print them. Rendered kernels take sizes and strides as arguments: t
 Op names (``Value.op``):
 
 - ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0
-- ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64
+- ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's extent in
+  the value's dtype (a mean is reduce_sum divided by size, so it serves every width)
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
   pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
@@ -112,7 +113,10 @@ class Program:
 
 
 def layout_key(program: Program) -> str:
-    """Text that two Programs share exactly when one compiled kernel serves both: sizes and strides other than 0 and 1 are arguments."""
+    """Text that two Programs share exactly when one compiled kernel serves both.
+
+    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments.
+    """
 
     def strides(values: tuple[int, ...]) -> str:
         return "".join(str(s) if s in (0, 1) else "s" for s in values)
@@ -121,6 +125,6 @@ def layout_key(program: Program) -> str:
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
     for v in program.values:
         where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}?{v.guard}" if v.op == "load" else ""
-        parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op == 'index' else ''}")
+        parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     parts += [f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}" for s in program.stores]
     return ";".join(parts)

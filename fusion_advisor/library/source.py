@@ -117,8 +117,14 @@ def entry_name(program: Program, title: str, *extra: str) -> str:
 def environment() -> jinja2.Environment:
     """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""
     loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])
-    env = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True,
-                             keep_trailing_newline=True)  # fmt: skip
+    env = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     filters: dict[str, Any] = {"identifier": identifier}
     env.filters.update(filters)
     return env

@@ -1,0 +1,3 @@
+"""From a MODEL_ID to a model and its inputs."""
+
+from __future__ import annotations
