@@ -1,0 +1,291 @@
+"""The one tracer: dynamo's graph, retraced into ATen ops that still read like the model.
+
+TorchDynamo hands its graph to a backend; that graph is retraced pre-dispatch on dynamo's own fake tensors. Every op then is an
+ATen op (``linear``, ``layer_norm`` and ``scaled_dot_product_attention`` stay whole, so cuBLAS and cuDNN still run them), knows
+its module path and its source line, and in-place writes stay in place and in order: nothing is functionalised. Dynamo supplies
+guards, graph breaks and fallback. AOTAutograd (post-dispatch) was tried and is worse here: it decomposes linear and attention.
+
+What aliases what is read off the fake tensors' storages, so a view is a view whatever its op is called, and a ``to`` or
+``dropout`` that changes nothing is one too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.errors import CannotCapture
+from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
+
+
+@dataclass(slots=True)
+class Region:
+    """One captured graph, live: the ATen graph and the tensors it was called with.
+
+    Attributes:
+        graph: placeholders are the region's inputs in call order (parameters and buffers included).
+        original: dynamo's own graph, which runs the model's ops unchanged.
+        names: one qualified name per placeholder, known after the first call.
+        roles: ``input``, ``parameter`` or ``buffer`` per placeholder.
+        example_args: the tensors of the first call.
+    """
+
+    index: int
+    graph: GraphModule
+    original: GraphModule
+    names: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    example_args: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True)
+class LiveCapture:
+    """All regions of one call of a model, in the order they ran, and what dynamo could not capture."""
+
+    regions: list[Region] = field(default_factory=list)
+    breaks: list[GraphBreak] = field(default_factory=list)
+    output: Any = None
+
+
+def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
+    """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
+    return torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
+
+
+def retrace(graph_module: GraphModule) -> GraphModule:
+    """Retrace a dynamo graph into ATen ops that keep their module paths and source lines."""
+    interpreter = torch.fx.Interpreter(graph_module)
+    return torch_internals.retrace_to_aten(lambda *args: interpreter.run(*args), torch_internals.placeholder_values(graph_module))
+
+
+def capture_regions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str = "model") -> LiveCapture:
+    """Run the model once under dynamo and return its graphs with the tensors they were called with.
+
+    Args:
+        model: any module; it is called as ``model(*args, **kwargs)`` and left as it was.
+        model_id: for the error message only.
+
+    Raises:
+        CannotCapture: dynamo captured no graph at all.
+    """
+    live = LiveCapture()
+
+    def collect(graph_module: GraphModule, _example_inputs: list[Any]) -> Callable[..., Any]:
+        region = Region(index=len(live.regions), graph=retrace(graph_module), original=graph_module)
+        reason = torch_internals.break_reason(graph_module)
+        if reason is not None:
+            live.breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
+        live.regions.append(region)
+
+        def run(*call_args: Any) -> Any:
+            if not region.example_args:
+                region.example_args = call_args
+            return graph_module.forward(*call_args)
+
+        return run
+
+    call = torch.compile(torch_internals.original_call(model), backend=collect, dynamic=False)
+    try:
+        with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+            live.output = call(*args, **kwargs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+    live.regions = [region for region in live.regions if region.example_args or not _placeholders(region.graph)]
+    if not live.regions:
+        raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
+    known = _known_tensors(model, args, kwargs)
+    for region in live.regions:
+        region.names, region.roles = _name_inputs(region, known)
+    return live
+
+
+def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
+    """Turn a live graph into records.
+
+    Args:
+        region: its placeholders must have been named (``capture_regions`` does).
+        first_index: index of the region's first record.
+
+    Returns:
+        The records in execution order and the index of each fx node.
+    """
+    ops: list[OpNode] = []
+    index_of: dict[Node, int] = {}
+    owner: dict[int, int] = {}  # storage -> index of the op that made it
+    placeholder = 0
+    for node in region.graph.graph.nodes:
+        index = first_index + len(ops)
+        index_of[node] = index
+        metas = _metas(node)
+        if node.op == "placeholder":
+            role = region.roles[placeholder] if region.roles else "input"
+            target = region.names[placeholder] if region.names else str(node.target)
+            placeholder += 1
+            op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
+        elif node.op == "get_attr":
+            op = OpNode(index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant")
+        elif node.op == "output":
+            op = OpNode(
+                index=index,
+                region=region.index,
+                target="output",
+                op_class=OpClass.OTHER,
+                args=tuple(_encode(argument, index_of) for argument in node.args),
+                role="output",
+            )
+        else:
+            op = _describe_op(node, index, region.index, index_of, owner, metas)
+        for key in _storages(node):
+            owner.setdefault(key, index)
+        ops.append(op)
+    return ops, index_of
+
+
+def _describe_op(
+    node: Node, index: int, region: int, index_of: dict[Node, int], owner: dict[int, int], metas: tuple[TensorMeta, ...]
+) -> OpNode:
+    target = _target_name(node)
+    storages = _storages(node)
+    mutates = tuple(sorted({owner[key] for key in _written_storages(node) if key in owner}))
+    owners = [owner.get(key) for key in storages]
+    is_view = bool(storages) and not mutates and all(found is not None for found in owners)
+    file, line, text = _source(node)
+    return OpNode(
+        index=index,
+        region=region,
+        target=target,
+        op_class=OpClass.VIEW if is_view or target == "getitem" else _computed_class(target),
+        args=tuple(_encode(argument, index_of) for argument in node.args),
+        kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
+        outputs=metas,
+        alias_of=owners[0] if is_view else None,
+        mutates=mutates,
+        module_path=module_path(node),
+        source_file=file,
+        source_line=line,
+        source_text=text,
+    )
+
+
+def _computed_class(target: str) -> OpClass:
+    # A view op that did not return a view (reshape of a strided tensor, a contiguous() that copied) moved memory.
+    found = class_of(base_name(target))
+    return OpClass.MEMORY if found is OpClass.VIEW else found
+
+
+def _target_name(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, tuple | list) else []
+
+
+def _metas(node: Node) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(
+            shape=tuple(int(size) for size in value.shape),
+            stride=tuple(int(stride) for stride in value.stride()),
+            dtype=str(value.dtype).removeprefix("torch."),
+            offset=int(value.storage_offset()),
+            device=value.device.type,
+        )
+        for value in _tensors(node.meta.get("val"))
+    )
+
+
+def _storages(node: Node) -> list[int]:
+    return [torch_internals.storage_key(value) for value in _tensors(node.meta.get("val"))]
+
+
+def _written_storages(node: Node) -> list[int]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written: list[int] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        for item in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(item, Node):
+                written += _storages(item)
+    return written
+
+
+def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
+    if isinstance(value, Node):
+        return Ref(index=index_of[value])
+    if isinstance(value, list | tuple):
+        return tuple(_encode(item, index_of) for item in value)
+    if isinstance(value, dict):
+        return tuple(_encode(item, index_of) for item in value.values())
+    if isinstance(value, torch.dtype):
+        return f"dtype:{str(value).removeprefix('torch.')}"
+    if isinstance(value, torch.device):
+        return f"device:{value.type}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"{type(value).__name__}:{value}"
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    return path.replace("L['self']", "").replace("['", ".").replace("']", "").lstrip(".")
+
+
+def _source(node: Node) -> tuple[str, int, str]:
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    for position in range(len(lines) - 1, -1, -1):
+        line = lines[position].strip()
+        if line.startswith('File "'):
+            file, _, rest = line.removeprefix('File "').partition('", line ')
+            text = lines[position + 1].strip() if position + 1 < len(lines) else ""
+            return relative_path(file), int(rest.split(",")[0]), text
+    return "", 0, ""
+
+
+def relative_path(path: str) -> str:
+    """Return a path without this machine's folders: relative to an import root or the working directory, where it is inside one."""
+    roots = sorted({str(Path(root).resolve()) for root in [*sys.path, "."]}, key=len, reverse=True)
+    for root in roots:
+        if path.startswith(root + "/"):
+            return path[len(root) + 1 :]
+    return path
+
+
+def _placeholders(graph: GraphModule) -> list[Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:
+    known: dict[int, tuple[str, str]] = {}
+    for position, value in enumerate(args):
+        known.update({id(tensor): (f"args.{position}", "input") for tensor in _tensors(value)})
+    for name, value in kwargs.items():
+        known.update({id(tensor): (name, "input") for tensor in _tensors(value)})
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        known.setdefault(id(tensor), (name, "buffer"))
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        known.setdefault(id(tensor), (name, "parameter"))
+    return known
+
+
+def _name_inputs(region: Region, known: Mapping[int, tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    found = [known.get(id(value), (f"input.{position}", "input")) for position, value in enumerate(region.example_args)]
+    return tuple(name for name, _ in found), tuple(role for _, role in found)

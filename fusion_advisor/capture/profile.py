@@ -1,0 +1,172 @@
+"""Run a model and write down what happened: eager for the truth, the captured graph node by node for who spent the time.
+
+Captured is not eager (a traced causal mask is built where eager skips it, and attention pays for it), so both are measured and
+:func:`reconcile` says in one sentence what makes the difference. Speedups refer to the eager step; shares of ops to the captured
+one. Every wall time comes from runs without a profiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import nvtx
+import torch
+
+from fusion_advisor.capture import graph, stopwatch, timeline
+from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
+from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
+
+NVTX_DOMAIN = "fusion_advisor"
+_TRACED_STEPS = 3
+
+
+class NodeRunner(torch.fx.Interpreter):
+    """Runs a graph op by op, each op inside a profiler range that carries its index (and an NVTX range with its module)."""
+
+    def __init__(self, region: graph.Region, index_of: Mapping[torch.fx.Node, int], *, with_nvtx: bool = False) -> None:
+        super().__init__(region.graph)
+        self._index_of = index_of
+        self._with_nvtx = with_nvtx
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        """Run one node inside its range."""
+        if node.op != "call_function":
+            return super().run_node(node)
+        with torch.profiler.record_function(f"{OP_RANGE}{self._index_of[node]}"):
+            if not self._with_nvtx:
+                return super().run_node(node)
+            with nvtx.annotate(f"{graph.module_path(node) or 'model'} {node.name}", domain=NVTX_DOMAIN):
+                return super().run_node(node)
+
+
+def profile_model(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    workload: Workload,
+    environment: Environment,
+    bandwidth: Bandwidth,
+    warmup: int = 10,
+    runs: int = 50,
+    budget_s: float = 3.0,
+    with_nvtx: bool = False,
+    trace_to: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> tuple[Capture, graph.LiveCapture]:
+    """Profile one step of a model.
+
+    Args:
+        model: called as ``model(*args, **kwargs)`` under ``no_grad``.
+        workload: what the inputs are; goes into the record.
+        environment: where this runs; goes into the record.
+        bandwidth: ceilings measured on this device.
+        warmup: eager runs before anything is measured (bounded by ``budget_s``).
+        runs: wall-time runs of the eager step at most.
+        budget_s: seconds spent on eager wall times.
+        with_nvtx: open NVTX ranges per phase and module.
+        trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
+        note: told one sentence per finished part.
+
+    Returns:
+        The record, and the live graphs that ``fuse`` rewrites.
+
+    Raises:
+        CannotCapture: dynamo captured nothing.
+    """
+    on_cuda = environment.device_kind == "cuda"
+
+    def eager() -> Any:
+        return model(*args, **kwargs)
+
+    with torch.no_grad():
+        with nvtx.annotate("fa:baseline", domain=NVTX_DOMAIN) if with_nvtx else contextlib.nullcontext():
+            times = stopwatch.wall_times(eager, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=_warmups(eager, warmup))
+        eager_step = stopwatch.as_timing(times, "wall")
+        note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
+        with nvtx.annotate("fa:trace", domain=NVTX_DOMAIN) if with_nvtx else contextlib.nullcontext():
+            eager_trace = median_step(timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to), on_cuda=on_cuda)
+        note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
+        live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
+        ops, runners = describe_all(live, with_nvtx=with_nvtx)
+
+        def captured() -> None:
+            for region, runner in zip(live.regions, runners, strict=True):
+                runner.run(*region.example_args)
+
+        captured()
+        captured_trace = median_step(timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda), on_cuda=on_cuda)
+    note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
+    capture = Capture(
+        workload=workload,
+        environment=environment,
+        ops=tuple(ops),
+        launches=captured_trace.launches,
+        eager_launches=eager_trace.launches,
+        eager_step=eager_step,
+        bandwidth=bandwidth,
+        quality=_quality(eager_trace, captured_trace, ops, live),
+    )
+    return capture, live
+
+
+def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[list[OpNode], list[NodeRunner]]:
+    """Return the records of all regions, numbered through, and one runner per region."""
+    ops: list[OpNode] = []
+    runners: list[NodeRunner] = []
+    for region in live.regions:
+        described, index_of = graph.describe(region, first_index=len(ops))
+        ops += described
+        runners.append(NodeRunner(region, index_of, with_nvtx=with_nvtx))
+    return ops, runners
+
+
+def _warmups(step: Callable[[], Any], wanted: int) -> int:
+    """Warm up at least twice; fewer than asked for when one step already takes over a tenth of a second."""
+    first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1)
+    return max(0, min(wanted, int(1e9 / max(first[-1], 1))))
+
+
+def _quality(eager: Step, captured: Step, ops: list[OpNode], live: graph.LiveCapture) -> DataQuality:
+    joined = sum(
+        launch.duration_ns
+        for launch in captured.launches
+        if launch.op_index is not None and ops[launch.op_index].source_line > 0 and ops[launch.op_index].role == "op"
+    )
+    warnings = []
+    if eager.calls != len(eager.launches):
+        warnings.append(f"the eager trace has {len(eager.launches)} kernels for {eager.calls} launches: the profiler dropped some")
+    if captured.calls != len(captured.launches):
+        warnings.append(f"the captured trace has {len(captured.launches)} kernels for {captured.calls} launches")
+    return DataQuality(
+        launches=eager.calls,
+        kernels=len(eager.launches),
+        joined_share=joined / max(captured.device_ns, 1),
+        eager_device_ns=eager.device_ns,
+        captured_device_ns=captured.device_ns,
+        reconciliation=reconcile(eager, captured, ops),
+        graph_breaks=tuple(live.breaks),
+        warnings=tuple(warnings),
+    )
+
+
+def reconcile(eager: Step, captured: Step, ops: list[OpNode]) -> str:
+    """Say what makes the captured step's device time differ from eager's, by category, and which source lines are new."""
+    delta_ns = captured.device_ns - eager.device_ns
+    share = delta_ns / max(eager.device_ns, 1)
+    head = f"captured {captured.device_ns / 1e6:.3f} ms against eager {eager.device_ns / 1e6:.3f} ms of device time ({share:+.1%})"
+    by_category: Counter[str] = Counter()
+    for launch in captured.launches:
+        by_category[launch.category] += launch.duration_ns
+    for launch in eager.launches:
+        by_category[launch.category] -= launch.duration_ns
+    changed = [(name, ns) for name, ns in by_category.most_common() if abs(ns) > 0.002 * max(eager.device_ns, 1)]
+    parts = [f"{name} {ns / 1e3:+.0f} µs" for name, ns in sorted(changed, key=lambda item: -abs(item[1]))[:4]]
+    masks = {op.source_file for op in ops if "mask" in Path(op.source_file).name and op.op_class is not OpClass.VIEW}
+    if masks:
+        parts.append(f"the traced model builds its attention mask ({', '.join(sorted(masks))}), which eager may skip")
+    return f"{head}: {'; '.join(parts)}" if parts else head

@@ -1,0 +1,67 @@
+"""Repeated timing without a profiler: wall time of calls, and the interval of a median.
+
+Intervals come from order statistics (the binomial interval of the median), which needs no distribution, no resampling and no
+random numbers, so a report can be recomputed from its raw times.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fusion_advisor.records import Timing
+
+_Z = {0.9: 1.645, 0.95: 1.96, 0.99: 2.576}
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Return (median, low, high) where low and high bound the median with at least ``confidence``.
+
+    Below six values the interval is the whole range: no order statistic reaches 95 %.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    middle = ordered[count // 2] if count % 2 else (ordered[count // 2 - 1] + ordered[count // 2]) / 2
+    half = _Z.get(confidence, 1.96) * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - half))
+    high = min(count - 1, math.ceil(count / 2 + half) - 1 + (count % 2 == 0))
+    return middle, ordered[low], ordered[max(high, low)]
+
+
+def as_timing(times_ns: Sequence[int], method: str) -> Timing:
+    """Summarise raw times."""
+    middle, low, high = median_interval(times_ns)
+    return Timing(times_ns=tuple(times_ns), median_ns=round(middle), ci_low_ns=round(low), ci_high_ns=round(high), method=method)
+
+
+def wall_times(call: Callable[[], object], *, runs: int, budget_s: float, on_cuda: bool, warmup: int = 2) -> list[int]:
+    """Time ``call`` from the host's side, waiting for the device after each run.
+
+    Args:
+        call: the work.
+        runs: the most runs; at least five are made whatever the budget says.
+        budget_s: stop once this much time has been measured.
+        on_cuda: synchronise the device.
+        warmup: runs before the first timed one.
+
+    Returns:
+        One duration in nanoseconds per run.
+    """
+    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else _nothing
+    for _ in range(warmup):
+        call()
+    wait()
+    times: list[int] = []
+    while len(times) < runs and (len(times) < 5 or sum(times) < budget_s * 1e9):
+        start = time.perf_counter_ns()
+        call()
+        wait()
+        times.append(time.perf_counter_ns() - start)
+    return times
+
+
+def _nothing() -> None:
+    return None

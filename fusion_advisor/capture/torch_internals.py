@@ -1,0 +1,106 @@
+"""Every private torch API that the project leans on, each behind a function of ours and each with a test.
+
+When a torch release moves one of them, this file and its test are the only places to mend. Tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+
+def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
+    """Return the fake tensors that dynamo traced a graph's placeholders with (``example_value``), in order."""
+    return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return the fake mode that ``values`` belong to.
+
+    It is not the tracing context's own mode: dynamo replaces that one before it calls a backend, and mixing both is an error.
+    """
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+def retrace_to_aten(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:
+    """Trace ``function`` on fake tensors into ATen ops as the model calls them, before autograd and decomposition.
+
+    Source lines and module stacks of the nodes that are being interpreted are kept (``preserve_node_meta``).
+    """
+    with preserve_node_meta(), fake_mode_of(fake_inputs), _outside_tracing_context():
+        traced: torch.fx.GraphModule = make_fx(function, pre_dispatch=True)(*fake_inputs)
+    return traced
+
+
+@contextlib.contextmanager
+def _outside_tracing_context() -> Iterator[None]:
+    # make_fx looks for a fake mode in the tracing context first, and inside a dynamo backend that is a different one.
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    before = context.fake_mode
+    context.fake_mode = None
+    try:
+        yield
+    finally:
+        context.fake_mode = before
+
+
+def fake_tensors(values: list[Any]) -> list[Any]:
+    """Return fake copies of real tensors (all of one new mode); other values pass through."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def storage_key(value: torch.Tensor) -> int:
+    """Return a key that two (fake or real) tensors share exactly when they share storage."""
+    return int(value.untyped_storage()._cdata)
+
+
+def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Return why dynamo ended this graph early as (reason, ``file:line``), or None when it ended with the function."""
+    compile_reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if compile_reason is None or not getattr(compile_reason, "graph_break", False):
+        return None
+    frames = list(getattr(compile_reason, "user_stack", None) or [])
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return str(compile_reason.reason).strip().splitlines()[0], where
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Make ``module(...)`` run ``call`` on this instance only, as ``nn.Module.compile`` does; None undoes it.
+
+    Returns what was set before, so that an earlier ``module.compile()`` can be put back.
+    """
+    before: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+    return before
+
+
+def original_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the call that runs the module's own forward with its hooks, whatever ``set_compiled_call`` has set."""
+    return module._call_impl
+
+
+def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo keep ``limit`` graphs per code object while the context lasts.
+
+    Each capture is a backend of its own; with dynamo's default of 8, the ninth profile of one process would silently run eager.
+    """
+    return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))  # type: ignore[no-any-return]
