@@ -12,31 +12,22 @@ import torch
 from fusion_advisor.records import OpClass
 
 _REDUCTIONS = frozenset(
-    "sum mean amax amin var std var_mean norm linalg_vector_norm logsumexp softmax _softmax log_softmax _log_softmax _safe_softmax "
-    "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm instance_norm batch_norm native_batch_norm "
-    "_batch_norm_impl_index cudnn_batch_norm max min argmax argmin any all prod cumsum nll_loss nll_loss_nd cross_entropy_loss "
-    "nll_loss_forward cosine_similarity adaptive_avg_pool2d _adaptive_avg_pool2d avg_pool2d max_pool2d "
-    "max_pool2d_with_indices".split()
+    ["sum", "mean", "amax", "amin", "var", "std", "var_mean", "norm", "linalg_vector_norm", "logsumexp", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "native_group_norm", "instance_norm", "batch_norm", "native_batch_norm", "_batch_norm_impl_index", "cudnn_batch_norm", "max", "min", "argmax", "argmin", "any", "all", "prod", "cumsum", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "nll_loss_forward", "cosine_similarity", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d", "max_pool2d_with_indices"]
 )
-_GEMMS = frozenset("linear matmul mm addmm bmm baddbmm addmv mv dot einsum _grouped_mm _scaled_mm _addmm_activation".split())
+_GEMMS = frozenset(["linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "einsum", "_grouped_mm", "_scaled_mm", "_addmm_activation"])
 _CONVOLUTIONS = frozenset(
-    "conv1d conv2d conv3d convolution _convolution cudnn_convolution mkldnn_convolution conv_depthwise2d "
-    "_conv_depthwise2d thnn_conv2d _slow_conv2d_forward slow_conv_dilated2d conv_transpose1d conv_transpose2d".split()
+    ["conv1d", "conv2d", "conv3d", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "conv_depthwise2d", "_conv_depthwise2d", "thnn_conv2d", "_slow_conv2d_forward", "slow_conv_dilated2d", "conv_transpose1d", "conv_transpose2d"]
 )
 _MEMORY = frozenset(
-    "clone contiguous copy copy_ _to_copy cat stack _pack embedding index index_select gather index_copy index_copy_ index_put "
-    "index_put_ scatter scatter_ scatter_add scatter_add_ repeat repeat_interleave fill fill_ zero_ zeros ones full empty_like "
-    "zeros_like ones_like full_like new_zeros new_ones new_full arange linspace roll flip constant_pad_nd pad tril triu "
-    "masked_select nonzero one_hot slice_scatter select_scatter expand_copy view_copy _reshape_copy _index_put_impl_ "
-    "upsample_bicubic2d upsample_bilinear2d im2col".split()
+    ["clone", "contiguous", "copy", "copy_", "_to_copy", "cat", "stack", "_pack", "embedding", "index", "index_select", "gather", "index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "repeat", "repeat_interleave", "fill", "fill_", "zero_", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange", "linspace", "roll", "flip", "constant_pad_nd", "pad", "tril", "triu", "masked_select", "nonzero", "one_hot", "slice_scatter", "select_scatter", "expand_copy", "view_copy", "_reshape_copy", "_index_put_impl_", "upsample_bicubic2d", "upsample_bilinear2d", "im2col"]
 )
-_POINTWISE_UNTAGGED = frozenset("to type_as float half bfloat16 double __and__ __or__ __xor__ and or xor dropout native_dropout softplus glu".split())
+_POINTWISE_UNTAGGED = frozenset(
+    ["to", "type_as", "float", "half", "bfloat16", "double", "__and__", "__or__", "__xor__", "and", "or", "xor", "dropout", "native_dropout", "softplus", "glu"]
+)
 _VIEWS = frozenset(
-    "view reshape _reshape_alias _unsafe_view transpose permute t unsqueeze squeeze expand expand_as slice select split split_with_sizes "
-    "chunk unbind flatten unflatten narrow alias detach as_strided movedim swapaxes view_as lift_fresh getitem numpy_T mT "
-    "unsafe_split unsafe_chunk tensor_split view_as_real view_as_complex real imag diagonal unfold".split()
+    ["view", "reshape", "_reshape_alias", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "expand_as", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "flatten", "unflatten", "narrow", "alias", "detach", "as_strided", "movedim", "swapaxes", "view_as", "lift_fresh", "getitem", "numpy_T", "mT", "unsafe_split", "unsafe_chunk", "tensor_split", "view_as_real", "view_as_complex", "real", "imag", "diagonal", "unfold"]
 )
-COMPOSITE = frozenset("contiguous reshape to dropout flatten type_as float half".split())
+COMPOSITE = frozenset(["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half"])
 """Ops whose class depends on what they had to do; in a CPU trace their children tell."""
 
 

@@ -66,7 +66,9 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     return torch_internals.retrace_to_aten(lambda *args: interpreter.run(*args), torch_internals.placeholder_values(graph_module))
 
 
-def capture_regions(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str = "model") -> LiveCapture:
+def capture_regions(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str = "model"
+) -> LiveCapture:
     """Run the model once under dynamo and return its graphs with the tensors they were called with.
 
     Args:
@@ -131,7 +133,9 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             placeholder += 1
             op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
         elif node.op == "get_attr":
-            op = OpNode(index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant")
+            op = OpNode(
+                index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant"
+            )
         elif node.op == "output":
             op = OpNode(
                 index=index,
@@ -156,6 +160,10 @@ def _describe_op(
     storages = _storages(node)
     mutates = tuple(sorted({owner[key] for key in _written_storages(node) if key in owner}))
     owners = [owner.get(key) for key in storages]
+    if base_name(target) == "dropout" and not _is_live_dropout(node):
+        # Eager returns the input itself; only the fake tensor is a fresh one.
+        owners = [owner.get(key) for key in _storages(node.args[0])]
+        owner.update({key: found for key, found in zip(storages, owners, strict=True) if found is not None})
     is_view = bool(storages) and not mutates and all(found is not None for found in owners)
     file, line, text = _source(node)
     return OpNode(
@@ -173,6 +181,10 @@ def _describe_op(
         source_line=line,
         source_text=text,
     )
+
+
+def _is_live_dropout(node: Node) -> bool:
+    return len(node.args) > 2 and bool(node.args[2])
 
 
 def _computed_class(target: str) -> OpClass:

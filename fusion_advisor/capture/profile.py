@@ -89,7 +89,9 @@ def profile_model(
         eager_step = stopwatch.as_timing(times, "wall")
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         with nvtx.annotate("fa:trace", domain=NVTX_DOMAIN) if with_nvtx else contextlib.nullcontext():
-            eager_trace = median_step(timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to), on_cuda=on_cuda)
+            eager_trace = median_step(
+                timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to), on_cuda=on_cuda
+            )
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
         ops, runners = describe_all(live, with_nvtx=with_nvtx)
@@ -139,7 +141,9 @@ def _quality(eager: Step, captured: Step, ops: list[OpNode], live: graph.LiveCap
     )
     warnings = []
     if eager.calls != len(eager.launches):
-        warnings.append(f"the eager trace has {len(eager.launches)} kernels for {eager.calls} launches: the profiler dropped some")
+        warnings.append(
+            f"the eager trace has {len(eager.launches)} kernels for {eager.calls} launches: the profiler dropped some"
+        )
     if captured.calls != len(captured.launches):
         warnings.append(f"the captured trace has {len(captured.launches)} kernels for {captured.calls} launches")
     return DataQuality(
@@ -158,7 +162,9 @@ def reconcile(eager: Step, captured: Step, ops: list[OpNode]) -> str:
     """Say what makes the captured step's device time differ from eager's, by category, and which source lines are new."""
     delta_ns = captured.device_ns - eager.device_ns
     share = delta_ns / max(eager.device_ns, 1)
-    head = f"captured {captured.device_ns / 1e6:.3f} ms against eager {eager.device_ns / 1e6:.3f} ms of device time ({share:+.1%})"
+    head = (
+        f"captured {captured.device_ns / 1e6:.3f} ms against eager {eager.device_ns / 1e6:.3f} ms of device time ({share:+.1%})"
+    )
     by_category: Counter[str] = Counter()
     for launch in captured.launches:
         by_category[launch.category] += launch.duration_ns
