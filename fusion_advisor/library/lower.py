@@ -24,6 +24,9 @@ from fusion_advisor.library.rules import FLOATS, INTEGERS, POINTWISE, SPECIAL, V
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
 
+_PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
     """A chain as a Program, and which captured values its operands are."""
@@ -404,7 +407,7 @@ class Lowering:
                 )
             )
         dims = tuple(math.prod(self.domain[dim] for dim in group) for group in groups)
-        names = _operand_names(len(roots), len(stores))
+        names = self._operand_names(roots, len(stores))
         operands = [
             Operand(name=names[number], dtype=self.meta(root).dtype, element_count=self._touched(number, values, dims))
             for number, root in enumerate(roots)
@@ -420,6 +423,17 @@ class Lowering:
             dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(self.reduced)
         )
         return Lowered(program=program, inputs=tuple(roots), outputs=tuple(index for index, _, _ in stores))
+
+    def _operand_names(self, roots: Sequence[int], stores: int) -> list[str]:
+        """Parameters keep their own last name (``weight``), everything else is x, y, …: no other text of a model enters a kernel."""
+        names: list[str] = []
+        for root in roots:
+            op = self.op(root)
+            last = op.target.rpartition(".")[2]
+            name = last if op.role in ("parameter", "buffer") and last in _PARAMETER_NAMES else "x"
+            taken = sum(1 for other in names if other.rstrip("0123456789") == name)
+            names.append(f"{name}{taken + 1}" if taken else name)
+        return names + (["out"] if stores == 1 else [f"out{number + 1}" for number in range(stores)])
 
     def _live(self, results: Sequence[int]) -> list[int]:
         wanted: set[int] = set()
@@ -442,11 +456,6 @@ class Lowering:
             if value.op == "load" and value.operand == operand
         ]
         return max(counts, default=0)
-
-
-def _operand_names(inputs: int, outputs: int) -> list[str]:
-    names = ["x"] if inputs == 1 else [f"in{number}" for number in range(inputs)]
-    return names + (["out"] if outputs == 1 else [f"out{number}" for number in range(outputs)])
 
 
 def _is_number(constant: float | int | bool | None, wanted: float) -> bool:

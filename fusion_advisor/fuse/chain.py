@@ -1,0 +1,127 @@
+"""One chain's original ops, runnable alone: the baseline that a kernel is timed against and, in fp64, the oracle for its numbers.
+
+The ops are the captured nodes themselves, run in order; nothing here goes through ``lower``, so a mistake there is caught here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.library.lower import Lowered
+from fusion_advisor.records import OpNode, TensorMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginalChain:
+    """The ops of one site.
+
+    Attributes:
+        nodes: the members, in order.
+        outer: values read from outside, each as (node, root operand number, layout, the root's layout).
+        outputs: the members whose values leave the chain.
+    """
+
+    nodes: tuple[Node, ...]
+    outer: tuple[tuple[Node, int, TensorMeta, TensorMeta], ...]
+    outputs: tuple[Node, ...]
+
+    def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
+        """Run the original ops.
+
+        Args:
+            roots: one tensor per input operand of the fused kernel.
+            as_float64: the oracle: floats in and between ops are fp64, casts between float types do nothing.
+
+        Returns:
+            One tensor per output operand.
+        """
+        values: dict[Node, Any] = {}
+        widened = [to_float64(root) for root in roots] if as_float64 else list(roots)
+        for node, number, meta, root_meta in self.outer:
+            root = widened[number]
+            offset = meta.offset - root_meta.offset + root.storage_offset()
+            values[node] = root.as_strided(meta.shape, meta.stride, offset)
+        with torch.no_grad():
+            for node in self.nodes:
+                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+                keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+                if as_float64:
+                    arguments, keywords = _wider(arguments), _wider(keywords)
+                assert callable(node.target)
+                values[node] = node.target(*arguments, **keywords)
+        return [values[node] for node in self.outputs]
+
+
+def original_chain(
+    region: Region, ops: Sequence[OpNode], index_of: Mapping[Node, int], members: Sequence[int], lowered: Lowered
+) -> OriginalChain:
+    """Collect the nodes of one site."""
+    node_at = {index: node for node, index in index_of.items()}
+    inside = set(members)
+    operand = {root: number for number, root in enumerate(lowered.inputs)}
+    outer: dict[Node, tuple[Node, int, TensorMeta, TensorMeta]] = {}
+    for index in members:
+        for source in node_at[index].all_input_nodes:
+            at = index_of[source]
+            if at in inside or source in outer:
+                continue
+            root = at
+            while root not in operand and (owner := ops[root].alias_of) is not None:
+                root = owner
+            if root in operand:  # a value that no element of the result reads is not an operand
+                outer[source] = (source, operand[root], ops[at].outputs[0], ops[root].outputs[0])
+    return OriginalChain(
+        nodes=tuple(node_at[index] for index in members),
+        outer=tuple(outer.values()),
+        outputs=tuple(node_at[index] for index in lowered.outputs),
+    )
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating tensor in fp64 with the same strides; other tensors pass through."""
+    if not tensor.is_floating_point():
+        return tensor
+    wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float64, device=tensor.device)
+    return wide.copy_(tensor)
+
+
+def _wider(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, tuple | list):
+        return type(value)(_wider(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _wider(item) for name, item in value.items()}
+    return value
+
+
+class Observer(torch.fx.Interpreter):
+    """Runs a region once and keeps the values of some nodes, and notes where real strides differ from the traced ones."""
+
+    def __init__(self, region: Region, index_of: Mapping[Node, int], ops: Sequence[OpNode], *, keep: set[int], check: set[int]) -> None:
+        super().__init__(region.graph)
+        self._index_of = index_of
+        self._ops = ops
+        self._keep = keep
+        self._check = check
+        self.values: dict[int, torch.Tensor] = {}
+        self.surprises: dict[int, str] = {}
+
+    def run_node(self, node: Node) -> Any:
+        """Run one node; keep its value and check its layout where asked to."""
+        result = super().run_node(node)
+        index = self._index_of.get(node, -1)
+        if isinstance(result, torch.Tensor):
+            if index in self._keep:
+                self.values[index] = result.detach()
+            if index in self._check:
+                meta = self._ops[index].outputs[0]
+                if tuple(result.stride()) != meta.stride or tuple(result.shape) != meta.shape:
+                    self.surprises[index] = f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
+        return result

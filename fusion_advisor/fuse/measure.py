@@ -1,0 +1,137 @@
+"""Does it pay? Interleaved timing of candidates that do the same work, and the interval of their paired differences.
+
+Every round runs all candidates once, in an order that turns around from round to round, so a drift of clocks or temperature hits
+all of them alike. A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred
+calls before and after and would drown the kernels. On a CPU the call itself is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture.stopwatch import as_timing, median_interval
+from fusion_advisor.records import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Paired difference of two candidates, nanoseconds; negative when the second is faster."""
+
+    median_ns: int
+    low_ns: int
+    high_ns: int
+
+
+class CannotRecord(Exception):  # noqa: N818 - an answer: this step is timed from the host instead
+    """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
+
+
+def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> Callable[[], None]:
+    """Record ``call`` into a CUDA graph and return its replay.
+
+    Args:
+        call: warmed up here on a side stream before it is recorded.
+        pool: memory pool shared with other graphs that are never replayed at the same time.
+        repeats: how often the work is recorded into one graph.
+
+    Raises:
+        CannotRecord: with the driver's sentence.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+            for _ in range(repeats):
+                call()
+    except RuntimeError as error:
+        raise CannotRecord(str(error).strip().splitlines()[0]) from error
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def interleave(candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool, least: int = 6) -> list[list[int]]:
+    """Time candidates against each other.
+
+    Args:
+        candidates: zero-argument calls, already warm.
+        rounds: the most rounds.
+        budget_s: stop after this many seconds, but never before ``least`` rounds.
+        on_cuda: time with CUDA events instead of the host's clock.
+        least: the fewest rounds.
+
+    Returns:
+        Nanoseconds per candidate and round.
+    """
+    times: list[list[int]] = [[] for _ in candidates]
+    clock = _event_time if on_cuda else _host_time
+    for candidate in candidates:
+        candidate()
+    started = time.perf_counter()
+    order = list(range(len(candidates)))
+    for number in range(rounds):
+        if number >= least and time.perf_counter() - started > budget_s:
+            break
+        # Rotated and turned around: every candidate follows every other equally often.
+        turned = order[number % len(order) :] + order[: number % len(order)]
+        for position in turned if number % 2 else reversed(turned):
+            times[position].append(clock(candidates[position]))
+    return times
+
+
+def _host_time(call: Callable[[], Any]) -> int:
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start
+
+
+def _event_time(call: Callable[[], Any]) -> int:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return round(start.elapsed_time(end) * 1e6)
+
+
+def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float = 0.95) -> Difference:
+    """Return the interval of the median of round-by-round differences."""
+    middle, low, high = median_interval([after - before for before, after in zip(before_ns, after_ns, strict=True)], confidence)
+    return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
+
+
+def compare_alone(before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3) -> tuple[Timing, Timing]:
+    """Time one chain's original ops against its kernel, each by itself, per call.
+
+    On a GPU both are recorded twenty times into one graph, so that a microsecond kernel is not lost in the events' resolution.
+    """
+    if on_cuda:
+        repeats = 20
+        pool = torch.cuda.graph_pool_handle()
+        candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
+    else:
+        before()
+        once_ns = max(_host_time(before), 1)
+        repeats = max(1, min(50, round(2e6 / once_ns)))
+        candidates = [_repeat(call, repeats) for call in (before, after)]
+    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda)
+    method = "cuda_graph" if on_cuda else "wall"
+    one, other = ([value // repeats for value in series] for series in times)
+    return as_timing(one, method), as_timing(other, method)
+
+
+def _repeat(call: Callable[[], Any], repeats: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(repeats):
+            call()
+
+    return run

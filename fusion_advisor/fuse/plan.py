@@ -1,0 +1,134 @@
+"""From a capture to a plan: which chains get which kernel, and why the others get none. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_advisor.chains.find import Verdict, find_groups
+from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.library.lower import CannotLower, Lowered, lower
+from fusion_advisor.library.match import Pattern, find_match
+from fusion_advisor.library.program import Program, layout_key
+from fusion_advisor.library.source import Header
+from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode
+
+_NAME_OPS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFusion:
+    """One chain with its kernel, ready to be rendered."""
+
+    id: str
+    chain: Chain
+    match: Match
+    program: Program
+    """Of every site: equal chains have equal programs."""
+    sites: tuple[Lowered, ...]
+    """Inputs and outputs of each site, in the order of ``chain.sites``."""
+    header: Header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be tried, and an answer for every ranked chain."""
+
+    chains: tuple[Chain, ...]
+    answers: tuple[Match | NoMatch, ...]
+    fusions: tuple[PlannedFusion, ...]
+
+
+def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[int, ...]) -> Verdict:
+    """Say whether one kernel can compute a group, and at how many bytes."""
+    try:
+        lowered = lower(ops, members, outputs)
+    except CannotLower as refusal:
+        return Verdict(is_fusible=False, code=refusal.code, reason=refusal.reason)
+    return Verdict(is_fusible=True, floor_bytes=lowered.program.moved_bytes, key=repr(lowered.program))
+
+
+def make_plan(
+    capture: Capture,
+    patterns: Sequence[Pattern],
+    *,
+    min_share: float = 0.005,
+    top: int = 20,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    sources: dict[str, str] | None = None,
+) -> Plan:
+    """Find, rank and match the chains of a capture.
+
+    Args:
+        capture: from ``profile`` or from ``capture.json``.
+        patterns: the library's, from ``library.patterns``.
+        min_share: chains below this share of device time are ranked but get no kernel.
+        top: at most this many rows.
+        only: shell patterns of kernel names; when given, nothing else is tried.
+        skip: shell patterns of kernel names that are not tried.
+        sources: where each library kernel's idea comes from, for the rendered header.
+    """
+    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs))
+    rows = rank_chains(capture, groups)[:top]
+    answers: list[Match | NoMatch] = []
+    planned: list[PlannedFusion] = []
+    for row in rows:
+        answer, program = _answer(capture.ops, row, patterns)
+        refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
+        answers.append(refusal or answer)
+        if refusal is None and isinstance(answer, Match) and program is not None:
+            planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1, sources or {}))
+    return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned))
+
+
+def _answer(ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern]) -> tuple[Match | NoMatch, Program | None]:
+    if row.refusal is not None:
+        return row.refusal, None
+    group = row.groups[0]
+    program = lower(ops, group.members, group.outputs).program
+    found = find_match(program, patterns)
+    if found is None:
+        return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program
+    match = Match(chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants)
+    return match, found.program
+
+
+def _refusal(row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str]) -> NoMatch | None:
+    if isinstance(answer, NoMatch):
+        return answer
+    chain = row.chain
+    if chain.share < min_share:
+        reason = f"{chain.share:.2%} of device time is below the {min_share:.2%} that is tried"
+        return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
+    if chain.saving_bound_ns == 0:
+        return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
+    if only and not any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in only):
+        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} is not among --only {', '.join(only)}")
+    if any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in skip):
+        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} was left out by --skip")
+    return None
+
+
+def generated_name(op_names: Sequence[str], program: Program) -> str:
+    """Name a generated kernel after its chain; four hex digits tell variants of one chain apart."""
+    kept = list(op_names[:_NAME_OPS])
+    digest = hashlib.sha256(layout_key(program).encode()).hexdigest()[:4]
+    clean = ["".join(letter for letter in name if letter.isalnum() or letter == "_") for name in kept]
+    return "_".join([*clean, digest])
+
+
+def _planned(
+    ops: Sequence[OpNode], row: Ranked, match: Match, program: Program, number: int, sources: dict[str, str]
+) -> PlannedFusion:
+    sites = tuple(lower(ops, group.members, group.outputs) for group in row.groups)
+    origin = f"library kernel {match.kernel}, variant {match.variant}" if match.is_library else "generated from the chain"
+    header = Header(
+        title=match.kernel,
+        summary=f"{' -> '.join(row.chain.ops)} in one kernel",
+        origin=origin,
+        source=sources.get(match.kernel, ""),
+    )
+    return PlannedFusion(id=f"F{number}", chain=row.chain, match=match, program=program, sites=sites, header=header)

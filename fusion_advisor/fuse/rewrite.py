@@ -1,0 +1,151 @@
+"""Write a plan into a copy of a captured graph: fused calls in place of chains, then the graph passes, then dead code out.
+
+The captured graph itself is never changed, so every subset of rewrites can be built, timed and thrown away, and reverting is
+dropping a copy. A fused call allocates its outputs with the strides that the original ops produced (later views depend on them)
+and refuses inputs whose strides are not the ones that were verified.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.library.source import Launcher
+from fusion_advisor.records import TensorMeta
+
+
+class LayoutChanged(RuntimeError):  # noqa: N818 - caught by the fused model, which then runs the original ops
+    """A fused call got a tensor whose strides or dtype were never verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRewrite:
+    """One site of one fusion: the nodes it replaces and the call that replaces them."""
+
+    fusion_id: str
+    members: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: Callable[..., Any]
+
+
+GraphPass = Callable[[Graph, Region, Mapping[str, torch.Tensor]], int]
+"""Rewrites a graph in place and returns the number of sites it changed; constants it makes go into the mapping."""
+
+
+def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> Callable[..., Any]:
+    """Return a function of the input tensors that launches a bound kernel and returns its output(s).
+
+    Args:
+        name: the kernel's entry point; the function carries it so that graph code and traces read well.
+        launch: bound to the chain's sizes and strides.
+        inputs: layouts that were verified, one per input operand.
+        outputs: layouts to allocate, one per output operand.
+
+    Raises:
+        LayoutChanged: (when called) an input has another shape, stride or dtype.
+    """
+    expected = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in inputs)
+    allocations = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs)
+
+    def check(tensors: tuple[torch.Tensor, ...]) -> None:
+        for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+            if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                raise LayoutChanged(f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}")
+
+    if len(allocations) == 1:
+        shape, stride, dtype = allocations[0]
+
+        def call(*tensors: torch.Tensor) -> Any:
+            check(tensors)
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device)
+            launch(*tensors, out)
+            return out
+    else:
+
+        def call(*tensors: torch.Tensor) -> Any:
+            check(tensors)
+            device = tensors[0].device
+            results = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in allocations]
+            launch(*tensors, *results)
+            return results
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def rewrite_region(
+    region: Region,
+    index_of: Mapping[Node, int],
+    sites: Sequence[SiteRewrite],
+    passes: Sequence[GraphPass],
+) -> tuple[GraphModule, list[int]]:
+    """Return a rewritten copy of a region and, per pass, how many sites it changed.
+
+    Args:
+        region: left as it is.
+        index_of: index of each of the region's nodes.
+        sites: rewrites of this region.
+        passes: run after the chains, in order.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(region.graph.graph, copies))
+    live = {index_of[original]: copy for original, copy in copies.items()}
+    for site in sites:
+        _replace_site(graph, site, live)
+    constants: dict[str, torch.Tensor] = {}
+    changed = [run_pass(graph, region, constants) for run_pass in passes]
+    graph.eliminate_dead_code(is_impure_node=_is_impure)
+    module = GraphModule(_attributes(region.graph, constants), graph, class_name="FusedRegion")
+    return module, changed
+
+
+def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> None:
+    members = {live[index] for index in site.members}
+    first_reader = next(node for node in graph.nodes if node not in members and any(source in members for source in node.all_input_nodes))
+    originals = [live[index] for index in site.outputs]
+    with graph.inserting_before(first_reader):
+        call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))
+        call.meta = {key: originals[0].meta[key] for key in ("nn_module_stack", "stack_trace") if key in originals[0].meta}
+        call.meta["fusion_id"] = site.fusion_id
+        results = [call]
+        if len(originals) > 1:
+            results = [graph.call_function(operator.getitem, (call, number)) for number in range(len(originals))]
+        replaced = dict(zip(originals, results, strict=True))
+        for original, result in replaced.items():
+            result.meta["val"] = original.meta.get("val")
+        # Views that lie inside the chain but are read outside are made again on the fused value.
+        for index in sorted(site.members):
+            node = live[index]
+            if node not in replaced and any(source in replaced for source in node.all_input_nodes):
+                replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
+    for original, result in replaced.items():
+        original.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
+    for index, result in zip(site.outputs, results, strict=True):
+        live[index] = result
+
+
+def _is_impure(node: Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _attributes(root: GraphModule, constants: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    holder = torch.nn.Module()
+    for name, value in root.__dict__.get("_buffers", {}).items():
+        holder.register_buffer(name, value, persistent=False)
+    for name in {str(node.target) for node in root.graph.nodes if node.op == "get_attr"}:
+        if "." not in name and not hasattr(holder, name):
+            setattr(holder, name, getattr(root, name))
+    for name, value in constants.items():
+        holder.register_buffer(name, value, persistent=False)
+    return holder

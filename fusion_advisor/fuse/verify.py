@@ -1,0 +1,183 @@
+"""Are the numbers right? Fused and original side by side, each against the same chain in fp64.
+
+The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a unit of
+the output's last place, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are usually nearer to the
+truth than eager's rounded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_advisor.fuse.chain import OriginalChain
+from fusion_advisor.records import ModelCheck, Numerics, TensorMeta
+
+_REL_FACTOR = 1.5
+_ABS_FACTOR = 2.0
+_MODEL_FACTOR = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """Error of one result against an oracle."""
+
+    max_abs: float
+    rel_l2: float
+    oracle_max: float
+    nonfinite: int
+    elements: int
+
+
+def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
+    """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
+    got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
+    both = torch.isfinite(got) & torch.isfinite(want)
+    # A NaN answers a NaN and an infinity the infinity of the same sign; everything else that is not finite is a mismatch.
+    agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == want)
+    difference = torch.where(both, got - want, torch.zeros_like(got))
+    kept = torch.where(both, want, torch.zeros_like(want))
+    norm = float(torch.linalg.vector_norm(kept))
+    return Error(
+        max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
+        rel_l2=float(torch.linalg.vector_norm(difference)) / norm if norm > 0 else float(torch.linalg.vector_norm(difference)),
+        oracle_max=float(kept.abs().max()) if kept.numel() else 0.0,
+        nonfinite=int((~agree).sum()),
+        elements=difference.numel(),
+    )
+
+
+def check_chain(
+    chain: OriginalChain,
+    fused: Callable[..., object],
+    roots: Sequence[torch.Tensor],
+    *,
+    seed: int,
+) -> Numerics:
+    """Check a fused call on a site's own tensors and on fresh random ones of several magnitudes.
+
+    Args:
+        chain: the original ops.
+        fused: takes the root tensors and returns one tensor or a list of them.
+        roots: the site's own input tensors.
+        seed: of the random inputs.
+    """
+    worst: tuple[Error, Error] | None = None
+    passed, nonfinite, elements = True, 0, 0
+    for inputs in (list(roots), *(_random_like(roots, seed + number, scale) for number, scale in enumerate((1.0, 1.0, 32.0, 1e-3)))):
+        oracle = chain.run(inputs, as_float64=True)
+        eager = chain.run(inputs)
+        answer = fused(*inputs)
+        results = list(answer) if isinstance(answer, list | tuple) else [answer]
+        for one, original, truth in zip(results, eager, oracle, strict=True):
+            assert isinstance(one, torch.Tensor)
+            ours, theirs = error_of(one, truth), error_of(original, truth)
+            unit = _unit(original.dtype)
+            ok = ours.rel_l2 <= max(_REL_FACTOR * theirs.rel_l2, unit / 2) and ours.nonfinite <= theirs.nonfinite
+            ok = ok and ours.max_abs <= max(_ABS_FACTOR * theirs.max_abs, unit * ours.oracle_max)
+            passed = passed and ok
+            nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
+            elements += ours.elements
+            if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
+                worst = (ours, theirs)
+    assert worst is not None
+    ours, theirs = worst
+    limit = (
+        f"relative error ≤ {_REL_FACTOR} × the original's (or half a unit in the last place), "
+        f"largest error ≤ {_ABS_FACTOR:g} × the original's (or one unit of the largest value)"
+    )
+    return Numerics(
+        oracle="float64",
+        fused_max_abs=ours.max_abs,
+        eager_max_abs=theirs.max_abs,
+        fused_rel_l2=ours.rel_l2,
+        eager_rel_l2=theirs.rel_l2,
+        elements=elements,
+        limit=limit,
+        is_passed=passed,
+        nonfinite_mismatches=nonfinite,
+        inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
+    )
+
+
+def _badness(ours: Error, theirs: Error, unit: float) -> float:
+    return ours.rel_l2 / max(theirs.rel_l2, unit / 4) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
+    """Fresh inputs with the same layouts: floats are normal, everything else (ids, masks, positions) stays as the model had it."""
+    fresh = []
+    for number, root in enumerate(roots):
+        if not root.is_floating_point():
+            fresh.append(root)
+            continue
+        generator = torch.Generator(device=root.device).manual_seed(seed * 1009 + number)
+        values = torch.randn(root.shape, generator=generator, device=root.device, dtype=torch.float32) * scale
+        fresh.append(torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device).copy_(values))
+    return fresh
+
+
+def check_model(
+    fused: Sequence[tuple[str, torch.Tensor]],
+    eager: Sequence[tuple[str, torch.Tensor]],
+    oracle: Sequence[tuple[str, torch.Tensor]],
+    oracle_name: str,
+) -> ModelCheck:
+    """Compare whole-model outputs; the worst floating output decides.
+
+    Args:
+        fused: (name, tensor) of every output of the fused model.
+        eager: of the original model.
+        oracle: of a higher-precision copy, or of the original again where no copy fits.
+        oracle_name: ``float64 copy``, ``float32 copy`` or ``eager``.
+    """
+    rows = []
+    for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
+        if ours.is_floating_point():
+            rows.append((name, error_of(ours, truth), error_of(theirs, truth), error_of(ours, theirs), ours, theirs))
+    if not rows:
+        raise ValueError("the model returns no floating tensor")
+    _, ours_error, theirs_error, between, ours, theirs = max(rows, key=lambda row: row[1].rel_l2 / max(row[2].rel_l2, 1e-12))
+    unit = _unit(ours.dtype)
+    if oracle_name == "eager":
+        limit = f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"
+        passed = between.rel_l2 <= 8 * unit
+    else:
+        limit = f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"
+        passed = ours_error.rel_l2 <= max(_MODEL_FACTOR * theirs_error.rel_l2, unit)
+    mismatches = sum(row[3].nonfinite for row in rows)
+    flat_ours, flat_theirs = ours.flatten().to(torch.float64), theirs.flatten().to(torch.float64)
+    agreement = None
+    if ours.dim() >= 2 and ours.shape[-1] > 1000:
+        agreement = float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
+    return ModelCheck(
+        oracle=oracle_name,
+        outputs=tuple(row[0] for row in rows),
+        fused_rel_l2=ours_error.rel_l2,
+        eager_rel_l2=theirs_error.rel_l2,
+        fused_max_abs=ours_error.max_abs,
+        eager_max_abs=theirs_error.max_abs,
+        fused_vs_eager_max_abs=between.max_abs,
+        cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
+        argmax_agreement=agreement,
+        nonfinite_mismatches=mismatches,
+        limit=limit,
+        is_passed=passed and mismatches == 0,
+    )
+
+
+def layout_of(tensor: torch.Tensor) -> TensorMeta:
+    """Return a real tensor's layout as a record."""
+    return TensorMeta(
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        offset=int(tensor.storage_offset()),
+        device=tensor.device.type,
+    )

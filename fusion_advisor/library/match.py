@@ -1,0 +1,180 @@
+"""Match a chain against the library on what it computes, never on a class name.
+
+Both sides are Programs made by the same ``lower``, so they are compared in one canonical form: commutative arguments in a fixed
+order, operands told apart by how they vary over the loop nest, constants taken out into a list. Two texts that are equal compute
+the same thing up to those constants; the ones that a kernel's reference takes as keyword floats (``eps``) bind, every other one
+must be equal. Because casts between floats never enter a Program, one pattern serves every dtype that the manifest declares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from fusion_advisor.library.program import COMMUTATIVE, Program, Value
+
+_RELATIVE = 1e-6
+"""Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """The canonical form of a Program."""
+
+    text: str
+    constants: tuple[float, ...]
+    constant_values: tuple[int, ...]
+    """Value numbers of the constants, in the same order."""
+    operands: tuple[int, ...]
+    """Operand indices in canonical order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """One reference of one kernel, traced at one example shape."""
+
+    kernel: str
+    variant: str
+    structure: Structure
+    operand_names: tuple[str, ...]
+    """Parameter names in canonical order."""
+    constant_names: tuple[str, ...]
+    """One per constant; empty where the value must be equal."""
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A pattern that a chain's Program is an instance of; ``program`` carries the kernel's own names."""
+
+    kernel: str
+    variant: str
+    constants: tuple[tuple[str, float], ...]
+    program: Program
+
+
+def structure(program: Program) -> Structure:
+    """Return the canonical form of a Program."""
+    return _Canonical(program).run()
+
+
+def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
+    """Return the first pattern that the Program is an instance of; None when there is none."""
+    mine = structure(program)
+    floats = {operand.dtype for operand in program.operands if operand.dtype.startswith(("float", "bfloat"))}
+    for pattern in patterns:
+        if pattern.structure.text != mine.text or not floats <= set(pattern.dtypes):
+            continue
+        pairs = list(zip(pattern.constant_names, pattern.structure.constants, mine.constants, strict=True))
+        if all(name or _is_same(wanted, found) for name, wanted, found in pairs):
+            bound = tuple(dict.fromkeys((name, found) for name, _, found in pairs if name))
+            if len({name for name, _ in bound}) == len(bound):
+                return Found(kernel=pattern.kernel, variant=pattern.variant, constants=bound, program=_renamed(program, mine, pattern))
+    return None
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or math.isclose(one, other, rel_tol=_RELATIVE) or (math.isnan(one) and math.isnan(other))
+
+
+def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
+    names = dict(zip(mine.operands, pattern.operand_names, strict=True))
+    operands = tuple(replace(operand, name=names.get(number, operand.name)) for number, operand in enumerate(program.operands))
+    named = {number: name for number, name in zip(mine.constant_values, pattern.constant_names, strict=True) if name}
+    values = tuple(replace(value, constant_name=named.get(number, "")) for number, value in enumerate(program.values))
+    return replace(program, operands=operands, values=values)
+
+
+class _Canonical:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.hashes: list[str] = []
+        for value in program.values:
+            self.hashes.append(self._hash(value))
+        self.seen: dict[int, int] = {}
+        self.operands: dict[int, int] = {}
+        self.constants: list[float] = []
+        self.constant_values: list[int] = []
+        self.parts: list[str] = []
+
+    def run(self) -> Structure:
+        stores = sorted(self.program.stores, key=lambda store: (self.hashes[store.value], store.value))
+        for store in stores:
+            self.parts.append(f"store[{self._varies(store.strides)}]{self._show(store.value)}")
+            self.operands.setdefault(store.operand, len(self.operands))
+        return Structure(
+            text=f"{'reduced' if self.program.is_reduced else 'pointwise'};" + ";".join(self.parts),
+            constants=tuple(self.constants),
+            constant_values=tuple(self.constant_values),
+            operands=tuple(self.operands),
+        )
+
+    def _children(self, value: Value) -> Sequence[int]:
+        if value.op in COMMUTATIVE:
+            return sorted(value.args, key=lambda arg: self.hashes[arg])
+        return value.args
+
+    def _hash(self, value: Value) -> str:
+        """A text that ignores which operand and which constant, for ordering commutative arguments."""
+        if value.op == "const":
+            return f"{value.dtype}#"
+        if value.op == "load":
+            guard = "" if value.guard is None else f"?{self.hashes[value.guard]}"
+            return f"load[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+        arguments = [self.hashes[arg] for arg in value.args]
+        if value.op in COMMUTATIVE:
+            arguments.sort()
+        text = f"{value.op}.{value.dtype}({','.join(arguments)})"
+        return text if len(text) < 400 else f"{value.op}~{hash_text(text)}"
+
+    def _show(self, number: int) -> str:
+        if number in self.seen:
+            return f"v{self.seen[number]}"
+        value = self.program.values[number]
+        if value.op == "const":
+            return self._show_constant(number, value)
+        self.seen[number] = len(self.seen)
+        name = f"v{self.seen[number]}="
+        if value.op == "load":
+            operand = self.operands.setdefault(value.operand, len(self.operands))
+            guard = "" if value.guard is None else f"?{self._show(value.guard)}"
+            return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+        if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
+            return f"{name}{value.op}(index,{place})"
+        return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))})"
+
+    def _show_constant(self, number: int, value: Value) -> str:
+        self.constants.append(float(value.constant or 0.0))
+        self.constant_values.append(number)
+        return f"{value.dtype}#"
+
+    def _place(self, value: Value) -> Fraction | None:
+        """``index < 64`` of a dim of 128 is ``index < 1/2``: where a half ends depends on no model's head size."""
+        left, right = (self.program.values[arg] for arg in value.args)
+        if left.op == "index" and right.op == "const":
+            return Fraction(int(right.constant or 0), max(self.program.dims[left.dim], 1))
+        return None
+
+    def _varies(self, strides: tuple[int, ...]) -> str:
+        """Which dims an address moves along: f all, c the last only, r all but the last, s none, m another mix."""
+        sized = [stride != 0 for stride, size in zip(strides, self.program.dims, strict=True) if size != 1]
+        if not sized or not any(sized):
+            return "s"
+        if all(sized):
+            return "f"
+        if sized[-1] and not any(sized[:-1]):
+            return "c"
+        return "r" if not sized[-1] and all(sized[:-1]) else "m"
+
+    def _shift(self, value: Value) -> str:
+        if value.guard is None or not value.strides or not value.strides[-1]:
+            return ""
+        return f"{Fraction(value.offset, value.strides[-1] * max(self.program.dims[-1], 1))}"
+
+
+def hash_text(text: str) -> str:
+    """Return a short digest."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
