@@ -54,8 +54,12 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         detail = f"--phase prefill needs a causal language model; `{request.model_id}` is a {type(model).__name__}"
         raise UsageError(detail=detail, help="leave --phase out")
 
+    # A two-tower model (CLIP) names either tower as its main input and needs both; a generator reads text without an image.
+    has_image = wanted == "pixel_values" or (
+        hasattr(config, "vision_config") and "pixel_values" in parameters and not is_causal and not config.is_encoder_decoder
+    )
     kwargs: dict[str, Any] = {}
-    if wanted == "pixel_values":
+    if has_image:
         kwargs["pixel_values"] = _pixels(config, request.batch, generator)
         edge = int(kwargs["pixel_values"].shape[-1])
         if "input_ids" not in parameters:
@@ -74,7 +78,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     text = getattr(config, "text_config", None) or config
     if "input_features" not in kwargs:
         kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
-        if wanted == "pixel_values" and isinstance(getattr(text, "eos_token_id", None), int):
+        if has_image and isinstance(getattr(text, "eos_token_id", None), int):
             # CLIP and its kin pool the text at the end-of-text token.
             kwargs["input_ids"][:, -1] = text.eos_token_id
     if config.is_encoder_decoder:
