@@ -99,7 +99,7 @@ def unknown_model(model_id: str, *, unreachable: str = "") -> UnknownModel:
 
 
 def ask_hub(request: WorkloadRequest) -> HubModel:
-    """Resolve the id to a commit on the Hub and fetch its config.json.
+    """Resolve the id to a commit of the Hub and fetch its config.json.
 
     The model's record is asked for first, with a short timeout and no retries: a file download would try for half a minute
     before it says that there is no network.
@@ -113,14 +113,15 @@ def ask_hub(request: WorkloadRequest) -> HubModel:
     """
     model_id = request.model_id
     try:
-        found = huggingface_hub.HfApi().model_info(model_id, revision=request.revision, timeout=10)
-        revision = found.sha or request.revision or "main"
-        path = huggingface_hub.hf_hub_download(model_id, "config.json", revision=revision)
+        huggingface_hub.HfApi().model_info(model_id, revision=request.revision, timeout=10)
+        # By the name the user gave, not by commit: the cache then remembers which commit that name means.
+        path = huggingface_hub.hf_hub_download(model_id, "config.json", revision=request.revision)
     except Exception as error:  # the HTTP library under huggingface_hub, and so its exceptions, differ between its versions
         if known := hub_error(error, request):
             raise known from error
         raise Unreachable(_one_line(error)) from error
-    return HubModel(folder=Path(path).parent, revision=revision)
+    folder = Path(path).parent
+    return HubModel(folder=folder, revision=folder.name)
 
 
 def hub_error(error: BaseException, request: WorkloadRequest) -> AdvisorError | None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from fusion_advisor.errors import MissingWeights
+from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.hub import hub_error, is_offline
 from fusion_advisor.workload.request import WorkloadRequest
 from fusion_advisor.workload.resolve import Source
@@ -75,9 +76,9 @@ def load_weights(
     with quiet_transformers(), seeded(request.seed, device):
         try:
             model = model_class.from_pretrained(source.place, **options)
-        except (OSError, ValueError, RuntimeError) as error:
-            # An allocation failure is a RuntimeError that the caller phrases with the device's figures.
-            if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        except Exception as error:  # safetensors, pickle, the Hub's client and transformers raise their own
+            # The caller phrases an allocation failure with the device's figures.
+            if is_out_of_memory(error):
                 raise
             if known := hub_error(error, request):
                 raise known from error
@@ -87,9 +88,13 @@ def load_weights(
 
 
 def weight_bytes(model_class: Any, config: Any, dtype: torch.dtype) -> int:
-    """Return the size of the weights without allocating them; tied ones count once."""
-    with torch.device("meta"), no_init_weights(), quiet_transformers():
-        model = model_class.from_config(config, trust_remote_code=False, dtype=dtype)
+    """Return the size of the weights without allocating them; tied ones count once, and 0 stands for unknown."""
+    try:
+        with torch.device("meta"), no_init_weights(), quiet_transformers():
+            model = model_class.from_config(config, trust_remote_code=False, dtype=dtype)
+    except (RuntimeError, NotImplementedError):
+        # A constructor that reads a tensor's value cannot run on the meta device; it can on a real one.
+        return 0
     model.tie_weights()
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
