@@ -59,3 +59,145 @@ class CannotCapture(AdvisorError):
     note = "TorchDynamo captured no graph at all, so there is nothing to rank"
     hint = "pass a factory that returns the part of the model that is plain PyTorch, or run with -vv for dynamo's own words"
     exit_code = 4
+
+
+# workload
+
+
+class UnknownModel(AdvisorError):
+    """The id names nothing that can be reached."""
+
+    code = "FA101"
+    message = "no model `{model_id}` {where}, and no such local directory"
+    note = "{reason}"
+    hint = "{advice}"
+    exit_code = 4
+
+    def __init__(
+        self, *, model_id: str, near: str = "", near_source: str = "", has_token: bool = False, unreachable: str = ""
+    ) -> None:
+        """Phrase what is known.
+
+        Args:
+            model_id: What the user typed.
+            near: The nearest id that would work, if any.
+            near_source: Where that id comes from (``from your local cache``).
+            has_token: Whether a Hub token is set, so that a private model would have been visible.
+            unreachable: Why the Hub was not asked; empty when it answered.
+        """
+        if unreachable:
+            where, reason = "in the local cache or among the shipped configurations", f"the Hub was not asked: {unreachable}"
+        else:
+            where = "on the Hugging Face Hub"
+            token = "this token may not read it" if has_token else "without a token (HF_TOKEN is not set)"
+            reason = f"a private model looks the same {'when ' if has_token else ''}{token}"
+        other = "check the id at https://huggingface.co/models, or pass a local directory or FILE.py:factory"
+        advice = f"did you mean `{near}`?   ({near_source})" if near else other
+        super().__init__(model_id=model_id, where=where, reason=reason, advice=advice, near=near)
+
+
+class GatedModel(AdvisorError):
+    """The model's terms were not accepted by this token's owner."""
+
+    code = "FA102"
+    message = "`{model_id}` is gated and this token may not read it"
+    hint = (
+        "1. accept the terms at https://huggingface.co/{model_id}\n"
+        "2. run `hf auth login`, or set HF_TOKEN\n"
+        "or pass --weights random if its configuration is shipped: speed does not depend on weights"
+    )
+    exit_code = 4
+
+
+class RemoteCodeRefused(AdvisorError):
+    """The model needs Python code from its own repository."""
+
+    code = "FA103"
+    message = "`{model_id}` ships its own Python code; it was not run"
+    note = "{classes}"
+    hint = "read it, then pass --trust-remote-code"
+    exit_code = 4
+
+
+class BrokenModelDirectory(AdvisorError):
+    """A directory or repository that is not a transformers model."""
+
+    code = "FA104"
+    message = "`{model_id}` is not a transformers model: {detail}"
+    hint = "pass a directory written by `save_pretrained`, a Hub id, or FILE.py:factory"
+    exit_code = 4
+
+
+class MissingWeights(AdvisorError):
+    """The weights that were asked for by name are not there."""
+
+    code = "FA105"
+    message = "the weights of `{model_id}` could not be loaded: {detail}"
+    hint = "--weights random runs the same shapes with seeded random weights; --weights auto takes what there is"
+    exit_code = 4
+
+
+class UnknownArchitecture(AdvisorError):
+    """The installed transformers has no class for the model."""
+
+    code = "FA106"
+    message = "transformers {version} has no model class for `{model_id}` (model type `{model_type}`)"
+    hint = 'pip install --upgrade transformers, or pass FILE.py:factory returning "(model, example_inputs)"'
+    exit_code = 4
+
+
+class NoExampleInputs(AdvisorError):
+    """The model wants inputs that cannot be made up from its configuration."""
+
+    code = "FA107"
+    message = "no example inputs are known for `{model_id}` ({class_name} wants `{wanted}`)"
+    hint = "pass FILE.py:factory returning (model, example_inputs)"
+    exit_code = 4
+
+
+class NoCudaDevice(AdvisorError):
+    """``--device cuda`` where PyTorch sees no such device."""
+
+    code = "FA201"
+    message = "no CUDA device{index} is visible to PyTorch"
+    note = "{reason}"
+    hint = "{advice}   (`report` and `compare` work without a GPU; without --device the CPU is used)"
+    exit_code = 3
+
+
+class OutOfMemory(AdvisorError):
+    """The device's (or host's) memory does not hold the workload."""
+
+    code = "FA301"
+    message = "out of {kind} memory while {stage} (wanted {wanted}, {free} of {total} free)"
+    note = "{others}"
+    hint = "{advice}"
+    exit_code = 5
+
+
+class FactoryFailed(AdvisorError):
+    """The user's factory (or the file it lives in) raised."""
+
+    code = "FA302"
+    message = "`{factory}` raised {exception}: {last_line}"
+    note = "at {location}"
+    hint = "run it alone to see it fail; -vv prints the whole traceback"
+    exit_code = 4
+
+
+class SequenceTooLong(AdvisorError):
+    """More tokens than the model has positions."""
+
+    code = "FA304"
+    message = "--seq-len {seq_len} is over the {maximum} positions of `{model_id}`"
+    hint = "--seq-len {maximum} is the most it takes"
+    exit_code = 2
+
+
+class BadFactory(AdvisorError):
+    """The factory cannot be found, or returns something else than a model and its inputs."""
+
+    code = "FA305"
+    message = "`{factory}` cannot be used: {detail}"
+    hint = "write FILE.py:name or package.module:name; it takes no arguments and returns (model, example_inputs)"
+    exit_code = 2

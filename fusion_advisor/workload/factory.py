@@ -1,0 +1,178 @@
+"""Run a user's ``file.py:factory`` or ``package.module:factory``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_advisor.errors import AdvisorError, BadFactory, FactoryFailed
+from fusion_advisor.workload.device import is_out_of_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactoryResult:
+    """What the factory returned, its inputs split as the model is called."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def run_factory(place: str, name: str) -> FactoryResult:
+    """Import and call a factory that takes no arguments and returns ``(model, example_inputs)``.
+
+    ``example_inputs`` is one tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+
+    Raises:
+        BadFactory: it cannot be found, or returns something else.
+        FactoryFailed: the user's code raised.
+    """
+    label = f"{place}:{name}"
+    root = Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd()
+    # The user's code finds its neighbours, also those that it imports only when called.
+    with _importable(root):
+        module = _import(place, label)
+        factory = getattr(module, name, None)
+        if factory is None:
+            raise BadFactory(factory=label, detail=f"{place} has no `{name}`{_near(module, name)}")
+        if not callable(factory) or isinstance(factory, nn.Module):
+            raise BadFactory(factory=label, detail=f"`{name}` is a {type(factory).__name__}, not a function")
+        if needed := _needed_arguments(factory):
+            raise BadFactory(factory=label, detail=f"`{name}` needs the arguments {', '.join(needed)}")
+        with _user_code(label):
+            returned = factory()
+    return _split(returned, label)
+
+
+def _import(place: str, label: str) -> ModuleType:
+    if not place.endswith(".py"):
+        try:
+            with _user_code(label):
+                return importlib.import_module(place)
+        except FactoryFailed as error:
+            cause = error.__cause__
+            # Only the named module itself is the user's typing mistake; a missing import inside it is the code's.
+            if isinstance(cause, ModuleNotFoundError) and cause.name and f"{place}.".startswith(f"{cause.name}."):
+                detail = f"there is no module `{cause.name}` in {Path.cwd().name}/ or among installed packages"
+                raise BadFactory(factory=label, detail=detail) from cause
+            raise
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise BadFactory(factory=label, detail=f"there is no file {place}")
+    # A prefix keeps `random.py:factory` from taking the place of the standard library's module.
+    module_name = f"fusion_advisor_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise BadFactory(factory=label, detail=f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Registered as an import would: dataclasses and dynamo look a class's module up by name.
+    sys.modules[module_name] = module
+    try:
+        with _user_code(label):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _importable(root: Path) -> Iterator[None]:
+    sys.path.insert(0, str(root))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(root))
+
+
+@contextlib.contextmanager
+def _user_code(label: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into FA302; running out of memory is phrased by the caller."""
+    try:
+        yield
+    except AdvisorError:
+        raise
+    except Exception as error:  # any code may raise anything; it is reported, never swallowed
+        if is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines()
+        raise FactoryFailed(
+            factory=label,
+            exception=type(error).__name__,
+            last_line=lines[-1] if lines else "(no message)",
+            location=_location(error),
+        ) from error
+
+
+def _location(error: BaseException) -> str:
+    """Return ``file:line`` of the deepest frame outside installed packages and outside this file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    if not own:
+        return "its import"
+    return f"{_shown(own[-1].filename)}:{own[-1].lineno}"
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename)
+    if filename.startswith("<") or "site-packages" in path.parts:
+        return False
+    return path != Path(__file__) and not path.is_relative_to(Path(importlib.__file__ or "").parent)
+
+
+def _shown(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def _near(module: ModuleType, name: str) -> str:
+    functions = [
+        other for other, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    close = [other for other in functions if other.lower().startswith(name.lower()[:3])] or functions
+    return f"; it has {', '.join(f'`{other}`' for other in close[:3])}" if close else ""
+
+
+def _needed_arguments(factory: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [item.name for item in parameters if item.default is inspect.Parameter.empty and item.kind not in variadic]
+
+
+def _split(returned: Any, label: str) -> FactoryResult:
+    wanted = "it must return (model, example_inputs)"
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+        raise BadFactory(factory=label, detail=f"{wanted}, it returned a {type(returned).__name__}{size}")
+    model, inputs = returned
+    if not isinstance(model, nn.Module):
+        raise BadFactory(factory=label, detail=f"{wanted}, its first value is a {type(model).__name__}, not an nn.Module")
+    if isinstance(inputs, torch.Tensor):
+        return FactoryResult(model=model, args=(inputs,), kwargs={})
+    if isinstance(inputs, Mapping):
+        unnamed = [key for key in inputs if not isinstance(key, str)]
+        if unnamed:
+            raise BadFactory(factory=label, detail=f"the keys of example_inputs must be argument names, not {unnamed[0]!r}")
+        return FactoryResult(model=model, args=(), kwargs=dict(inputs))
+    if isinstance(inputs, (tuple, list)):
+        return FactoryResult(model=model, args=tuple(inputs), kwargs={})
+    detail = f"example_inputs must be a tensor, a tuple or a dict, not a {type(inputs).__name__}"
+    raise BadFactory(factory=label, detail=detail)

@@ -1,0 +1,169 @@
+"""Example inputs made from a configuration: seeded, and the same bytes on every device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
+from fusion_advisor.records import TensorMeta
+from fusion_advisor.workload.architecture import max_positions
+from fusion_advisor.workload.request import WorkloadRequest
+
+_DECODER_TOKENS = 512
+_ENCODER_TOKENS = 128
+_IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleInputs:
+    """Keyword arguments of one step."""
+
+    kwargs: dict[str, Any]
+    seq_len: int
+    """Tokens, or the image's edge where there are no tokens."""
+    notes: tuple[str, ...] = ()
+
+
+def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.device, dtype: torch.dtype) -> ExampleInputs:
+    """Make the inputs of one step.
+
+    Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it.
+    Encoder-decoders get both sides at the same length (Whisper: 30 s of audio features). Encoders get ``input_ids`` only, as
+    users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs and 128 for the rest, or the model's
+    maximum where that is less.
+
+    Raises:
+        SequenceTooLong: the model has fewer positions.
+        UsageError: an option that this model has no use for.
+        NoExampleInputs: the model wants an input that is not known here.
+    """
+    config: Any = model.config
+    parameters = inspect.signature(model.forward).parameters
+    # Drawn on the CPU, because a generator's stream differs between devices.
+    generator = torch.Generator().manual_seed(request.seed)
+    wanted = getattr(model, "main_input_name", "input_ids")
+    # BERT's body takes `use_cache` too: what can generate is a language model, whatever its forward accepts.
+    is_causal = not config.is_encoder_decoder and bool(getattr(model, "can_generate", lambda: False)())
+    if request.phase == "prefill" and not is_causal:
+        detail = f"--phase prefill needs a causal language model; `{request.model_id}` is a {type(model).__name__}"
+        raise UsageError(detail=detail, help="leave --phase out")
+
+    # A two-tower model (CLIP) names either tower as its main input and needs both; a generator reads text without an image.
+    has_image = wanted == "pixel_values" or (
+        hasattr(config, "vision_config") and "pixel_values" in parameters and not is_causal and not config.is_encoder_decoder
+    )
+    kwargs: dict[str, Any] = {}
+    if has_image:
+        kwargs["pixel_values"] = _pixels(config, request.batch, generator)
+        edge = int(kwargs["pixel_values"].shape[-1])
+        if "input_ids" not in parameters:
+            if request.seq_len is not None:
+                detail = f"--seq-len: `{request.model_id}` takes images, its size is set by its configuration ({edge})"
+                raise UsageError(detail=detail, help="leave --seq-len out")
+            return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=edge)
+    elif wanted == "input_features" and hasattr(config, "max_source_positions"):
+        # Whisper's encoder halves the frames and takes no other number of them.
+        frames = 2 * config.max_source_positions
+        kwargs["input_features"] = torch.randn(request.batch, config.num_mel_bins, frames, generator=generator)
+    elif wanted != "input_ids":
+        raise NoExampleInputs(model_id=request.model_id, class_name=type(model).__name__, wanted=wanted)
+
+    seq_len = _sequence_length(config, request, is_causal=is_causal)
+    text = getattr(config, "text_config", None) or config
+    if "input_features" not in kwargs:
+        kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
+        if has_image and isinstance(getattr(text, "eos_token_id", None), int):
+            # CLIP and its kin pool the text at the end-of-text token.
+            kwargs["input_ids"][:, -1] = text.eos_token_id
+    if config.is_encoder_decoder:
+        kwargs["decoder_input_ids"] = _tokens(text, request.batch, seq_len, generator)
+    if "use_cache" in parameters and (is_causal or config.is_encoder_decoder):
+        kwargs["use_cache"] = False
+    notes: tuple[str, ...] = ()
+    if request.phase == "prefill":
+        if "logits_to_keep" in parameters:
+            kwargs["logits_to_keep"] = 1
+        else:
+            notes = (f"{type(model).__name__} has no logits_to_keep: prefill computes the logits of every token",)
+    return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=seq_len, notes=notes)
+
+
+def input_metas(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, TensorMeta], ...]:
+    """Describe every tensor among the arguments; nested ones are named ``cache.0``, positional ones after the parameter."""
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found: list[tuple[str, TensorMeta]] = []
+    for position, value in enumerate(args):
+        _describe(names[position] if position < len(names) else f"arg{position}", value, found)
+    for name, value in kwargs.items():
+        _describe(name, value, found)
+    return tuple(found)
+
+
+def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return a (nested) value with its tensors on ``device``, floating-point ones in ``dtype`` if one is given."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if dtype is not None and value.is_floating_point() else None)
+    if isinstance(value, Mapping):
+        return {name: move(item, device, dtype) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(move(item, device, dtype) for item in value)
+    return value
+
+
+def _sequence_length(config: Any, request: WorkloadRequest, *, is_causal: bool) -> int:
+    maximum = max_positions(config)
+    if request.seq_len is None:
+        default = _DECODER_TOKENS if is_causal else _ENCODER_TOKENS
+        return min(default, maximum) if maximum is not None else default
+    if maximum is not None and request.seq_len > maximum:
+        raise SequenceTooLong(seq_len=request.seq_len, maximum=maximum, model_id=request.model_id)
+    return request.seq_len
+
+
+def _tokens(config: Any, batch: int, seq_len: int, generator: torch.Generator) -> torch.Tensor:
+    ids = torch.randint(config.vocab_size, (batch, seq_len), generator=generator)
+    padding = getattr(config, "pad_token_id", None)
+    if isinstance(padding, int):
+        # Some models mask or number positions by the padding id; a random one in the middle would be no realistic input.
+        ids[ids == padding] = (padding + 1) % config.vocab_size
+    return ids
+
+
+def _pixels(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", None) or _IMAGE_SIZE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(batch, getattr(vision, "num_channels", 3), height, width, generator=generator)
+
+
+def _placed(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {name: move(value, device, dtype) for name, value in kwargs.items()}
+
+
+def _describe(name: str, value: Any, found: list[tuple[str, TensorMeta]]) -> None:
+    if isinstance(value, torch.Tensor):
+        meta = TensorMeta(
+            shape=tuple(value.shape),
+            stride=tuple(value.stride()) if value.layout == torch.strided else (),
+            dtype=str(value.dtype).removeprefix("torch."),
+            offset=int(value.storage_offset()) if value.layout == torch.strided else 0,
+            device=value.device.type,
+        )
+        found.append((name, meta))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _describe(f"{name}.{key}", item, found)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _describe(f"{name}.{index}", item, found)

@@ -1,0 +1,206 @@
+"""From a request, or a live model, to a model on its device with the inputs of one step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.records import TensorMeta, Workload
+from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
+from fusion_advisor.workload.device import (
+    TORCH_DTYPES,
+    dtype_name,
+    is_out_of_memory,
+    memory_bytes,
+    out_of_memory,
+    resolve_device,
+    resolve_dtype,
+)
+from fusion_advisor.workload.factory import run_factory
+from fusion_advisor.workload.inputs import input_metas, make_inputs, move
+from fusion_advisor.workload.request import WorkloadRequest
+from fusion_advisor.workload.resolve import resolve_source
+from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWorkload:
+    """A model that is ready to run, and what to call it with: ``model(*args, **kwargs)``."""
+
+    model: nn.Module
+    """In eval mode, on its device."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    record: Workload
+    request: WorkloadRequest
+    notes: tuple[str, ...] = ()
+    """What was chosen for the user, in sentences to print: random weights and why, options without effect."""
+
+
+def load_workload(request: WorkloadRequest) -> LoadedWorkload:
+    """Find, build and place the model of a request, and make its inputs.
+
+    A factory wins over a directory, a directory over the local cache, the cache over the Hub, the Hub over a shipped
+    configuration with seeded random weights; ``record.weights`` says which it was. Global defaults (dtype, device, random state)
+    are as before when this returns.
+    """
+    device = resolve_device(request.device)
+    try:
+        if request.factory is not None:
+            return _load_factory(request, *request.factory, device=device)
+        return _load_pretrained(request, device)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(stage="loading the model", device=device, request=request, error=error) from error
+        raise
+
+
+def describe_live(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> LoadedWorkload:
+    """Describe a model that the caller made, as it is: nothing is moved, cast or switched to eval mode."""
+    kwargs = dict(kwargs or {})
+    metas = input_metas(model, args, kwargs)
+    device = _device_of(model, metas)
+    request = WorkloadRequest(
+        model_id=_name_of(model),
+        device=str(device) if device.type in ("cpu", "cuda") else "auto",
+        batch=_batch_of(metas),
+    )
+    notes = ("the model is in training mode: dropout is part of what is measured",) if model.training else ()
+    record = _record(request, model, metas, device=device, seq_len=_seq_len_of(metas), weights="user")
+    return LoadedWorkload(model=model, args=tuple(args), kwargs=kwargs, record=record, request=request, notes=notes)
+
+
+def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWorkload:
+    source = resolve_source(request)
+    config = source.config
+    total = total_layers(config)
+    model_class = auto_class(config, model_id=request.model_id, trust_remote_code=request.trust_remote_code)
+    if request.layers is not None:
+        config = cut_layers(config, request.layers, model_id=request.model_id)
+    dtype = resolve_dtype(request.dtype, device, getattr(config, "dtype", None))
+    # Asked for before anything is allocated: on a CPU, Linux kills the process rather than refuse the memory.
+    if not getattr(config, "auto_map", None):
+        wanted = weight_bytes(model_class, config, dtype)
+        free, _ = memory_bytes(device)
+        if free and wanted > free:
+            raise out_of_memory(stage="loading the weights", device=device, request=request, wanted_bytes=wanted)
+    if source.weights == "random":
+        model = build_random(
+            model_class, config, device=device, dtype=dtype, seed=request.seed, trust_remote_code=request.trust_remote_code
+        )
+    else:
+        model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
+    model.eval()
+    inputs = make_inputs(model, request, device=device, dtype=dtype)
+    record = _record(
+        request,
+        model,
+        input_metas(model, (), inputs.kwargs),
+        device=device,
+        seq_len=inputs.seq_len,
+        weights=source.weights,
+        revision=source.revision,
+        layers=request.layers if request.layers != total else None,
+        total=total,
+    )
+    notes = (*source.notes, *inputs.notes)
+    return LoadedWorkload(model=model, args=(), kwargs=inputs.kwargs, record=record, request=request, notes=notes)
+
+
+def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: torch.device) -> LoadedWorkload:
+    ignored = {
+        "--seq-len": request.seq_len is not None,
+        "--batch": request.batch != 1,
+        "--layers": request.layers is not None,
+        "--revision": request.revision is not None,
+        "--weights": request.weights != "auto",
+        "--phase": request.phase != "forward",
+    }
+    for option, is_set in ignored.items():
+        if is_set:
+            raise UsageError(detail=f"{option} has no effect on `{request.model_id}`", help="the factory decides it")
+    with seeded(request.seed, device):
+        made = run_factory(place, name)
+    dtype = TORCH_DTYPES.get(request.dtype)
+    metas = input_metas(made.model, made.args, made.kwargs)
+    # A factory that chose a GPU itself keeps it; one that built on the CPU, as most do, is moved to where we run.
+    chosen = _device_of(made.model, metas)
+    if request.device == "auto" and chosen.type != "cpu":
+        device = chosen
+    model = made.model.to(device, dtype).eval()
+    args = tuple(move(value, device, dtype) for value in made.args)
+    kwargs = {key: move(value, device, dtype) for key, value in made.kwargs.items()}
+    metas = input_metas(model, args, kwargs)
+    record = _record(request, model, metas, device=device, seq_len=_seq_len_of(metas), weights="user", batch=_batch_of(metas))
+    return LoadedWorkload(model=model, args=args, kwargs=kwargs, record=record, request=request)
+
+
+def _record(
+    request: WorkloadRequest,
+    model: nn.Module,
+    metas: tuple[tuple[str, TensorMeta], ...],
+    *,
+    device: torch.device,
+    seq_len: int,
+    weights: str,
+    revision: str = "",
+    layers: int | None = None,
+    total: int | None = None,
+    batch: int | None = None,
+) -> Workload:
+    # `parameters()` yields a tied weight once, so it is counted once.
+    parameters = list(model.parameters())
+    return Workload(
+        model_id=request.model_id,
+        revision=revision,
+        phase=request.phase,
+        dtype=_dtype_of(model, metas),
+        device=str(device),
+        batch=request.batch if batch is None else batch,
+        seq_len=seq_len,
+        seed=request.seed,
+        weights=weights,
+        layers=layers,
+        total_layers=total,
+        inputs=metas,
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        parameter_count=sum(parameter.numel() for parameter in parameters),
+    )
+
+
+def _name_of(model: nn.Module) -> str:
+    given = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return given if isinstance(given, str) and given else type(model).__name__
+
+
+def _dtype_of(model: nn.Module, metas: tuple[tuple[str, TensorMeta], ...]) -> str:
+    """Return the dtype that most of the weights have; of the first floating-point input where there are none."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    if counts:
+        return dtype_name(counts.most_common(1)[0][0])
+    floating = [meta.dtype for _, meta in metas if "float" in meta.dtype]
+    return dtype_name(getattr(torch, floating[0])) if floating else "fp32"
+
+
+def _device_of(model: nn.Module, metas: tuple[tuple[str, TensorMeta], ...]) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device(metas[0][1].device if metas else "cpu")
+
+
+def _batch_of(metas: tuple[tuple[str, TensorMeta], ...]) -> int:
+    return max(metas[0][1].shape[0], 1) if metas and metas[0][1].shape else 1
+
+
+def _seq_len_of(metas: tuple[tuple[str, TensorMeta], ...]) -> int:
+    """Return the length of the first integer matrix, which is what token ids are; 0 where there is none."""
+    return next((meta.shape[1] for _, meta in metas if meta.dtype in ("int64", "int32") and len(meta.shape) == 2), 0)

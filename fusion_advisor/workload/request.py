@@ -1,0 +1,91 @@
+"""What the user asked to run, before anything is looked up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+
+from fusion_advisor.errors import UsageError
+
+DTYPES = ("auto", "fp32", "fp16", "bf16")
+PHASES = ("forward", "prefill")
+WEIGHTS = ("auto", "hub", "local", "random")
+
+# A factory's right side is a Python name, its left side a dotted module or a .py file; hub ids never hold a colon.
+_FACTORY = re.compile(r"(?P<place>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadRequest:
+    """A model and the shape to run it in; plain fields only, so it can be written to and read from JSON.
+
+    Attributes:
+        model_id: Hub id, local directory, ``package.module:factory`` or ``file.py:factory``.
+        revision: Branch, tag or commit on the Hub.
+        dtype: ``auto`` takes the configuration's 16-bit dtype on CUDA and fp32 everywhere else.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        batch: Examples per step.
+        seq_len: Tokens per example; None takes a default below the model's maximum.
+        phase: ``forward``: one pass, all logits. ``prefill``: one pass over the prompt, logits of the last token only. Neither
+            fills a cache: the cost of writing it is left out.
+        layers: Keep only that many layers, for a quick look.
+        seed: Of weights and inputs.
+        weights: ``auto`` takes what there is and the record says which; the others insist.
+        trust_remote_code: Whether Python code that a model repository ships may run.
+        offline: Never ask the Hub.
+    """
+
+    model_id: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    batch: int = 1
+    seq_len: int | None = None
+    phase: str = "forward"
+    layers: int | None = None
+    seed: int = 0
+    weights: str = "auto"
+    trust_remote_code: bool = False
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model_id.strip():
+            raise UsageError(detail="MODEL_ID is empty", help="pass a Hub id, a directory or FILE.py:factory")
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--phase", self.phase, PHASES)
+        _one_of("--weights", self.weights, WEIGHTS)
+        if not _DEVICE.fullmatch(self.device):
+            raise UsageError(detail=f"--device {self.device} is not a device", help="use auto, cpu, cuda or cuda:N")
+        _at_least_one("--batch", self.batch)
+        _at_least_one("--seq-len", self.seq_len)
+        _at_least_one("--layers", self.layers)
+
+    @property
+    def factory(self) -> tuple[str, str] | None:
+        """(file or module, attribute) if the id names a factory."""
+        found = _FACTORY.fullmatch(self.model_id)
+        return (found["place"], found["name"]) if found else None
+
+    def to_json(self) -> dict[str, str | int | bool | None]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, object]) -> WorkloadRequest:
+        """Make a request from :meth:`to_json`'s fields; an unknown or missing one is a usage error."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown or "model_id" not in values:
+            detail = f"unknown field `{unknown[0]}` in a workload request" if unknown else "a workload request needs `model_id`"
+            raise UsageError(detail=detail, help="write it with this version of fusion-advisor")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(detail=f"{option} {value} is not known", help=f"use {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def _at_least_one(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(detail=f"{option} {value} is less than 1", help=f"pass {option} 1 or more")

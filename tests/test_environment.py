@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import getpass
+import platform
+import time
+
+import torch
+
+from fusion_advisor.environment import describe_environment, measure_bandwidth
+
+
+def test_the_cpu_is_described_without_who_and_where() -> None:
+    found = describe_environment("cpu")
+    assert found.device_kind == "cpu"
+    assert found.device_name
+    assert found.torch == torch.__version__
+    assert found.python == platform.python_version()
+    assert found.transformers
+    assert found.cores >= 1
+    assert found.device_memory_bytes > 2**28
+    assert found.driver == ""
+    text = repr(found)
+    assert platform.node() not in text
+    assert f"/{getpass.getuser()}" not in text
+
+
+def test_a_missing_compiler_is_an_empty_string(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert describe_environment("cpu").compiler == ""
+
+
+def test_cpu_ceilings_are_plausible_and_quick() -> None:
+    start = time.perf_counter()
+    found = measure_bandwidth("cpu")
+    # The limit is one second on an idle machine; a loaded one may be slower.
+    assert time.perf_counter() - start < 5
+    assert 10**8 < found.copy_bytes_per_s < 10**13
+    assert 50 < found.launch_ns < 10**6

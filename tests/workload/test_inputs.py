@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
+from fusion_advisor.workload.inputs import move
+from fusion_advisor.workload.load import LoadedWorkload, load_workload
+from fusion_advisor.workload.request import WorkloadRequest
+
+
+def load(model_id: str, **changes: object) -> LoadedWorkload:
+    return load_workload(WorkloadRequest(**{"model_id": model_id, "layers": 1, "offline": True, "device": "cpu", **changes}))
+
+
+def run(workload: LoadedWorkload) -> torch.Tensor:
+    with torch.no_grad():
+        return workload.model(*workload.args, **workload.kwargs)[0]
+
+
+@pytest.mark.parametrize(
+    ("model_id", "seq_len", "shapes", "recorded"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", 16, {"input_ids": (2, 16)}, 16),
+        ("distilgpt2", 16, {"input_ids": (2, 16)}, 16),
+        ("sentence-transformers/all-MiniLM-L6-v2", None, {"input_ids": (2, 128)}, 128),
+        ("google/vit-base-patch16-224", None, {"pixel_values": (2, 3, 224, 224)}, 224),
+        ("facebook/convnext-tiny-224", None, {"pixel_values": (2, 3, 224, 224)}, 224),
+        ("openai/clip-vit-base-patch32", None, {"pixel_values": (2, 3, 224, 224), "input_ids": (2, 77)}, 77),
+        ("openai/whisper-tiny", 8, {"input_features": (2, 80, 3000), "decoder_input_ids": (2, 8)}, 8),
+        ("t5-small", 16, {"input_ids": (2, 16), "decoder_input_ids": (2, 16)}, 16),
+    ],
+)
+def test_one_layer_of_each_kind_runs_and_stays_finite(
+    model_id: str, seq_len: int | None, shapes: dict[str, tuple[int, ...]], recorded: int
+) -> None:
+    workload = load(model_id, seq_len=seq_len, batch=2)
+    assert {name: meta.shape for name, meta in workload.record.inputs} == shapes
+    assert workload.record.seq_len == recorded
+    assert (workload.record.layers, workload.record.batch) == (1, 2)
+    assert not workload.model.training
+    output = run(workload)
+    assert output.isfinite().all()
+    assert output.float().abs().max() > 0
+
+
+def test_the_default_length_is_512_tokens_or_the_maximum() -> None:
+    assert load("distilgpt2").record.seq_len == 512
+    assert load("openai/whisper-tiny").record.seq_len == 128
+
+
+def test_prefill_computes_the_last_logits_only() -> None:
+    forward, prefill = load("distilgpt2", seq_len=8), load("distilgpt2", seq_len=8, phase="prefill")
+    assert forward.kwargs["use_cache"] is False
+    assert prefill.record.phase == "prefill"
+    assert run(forward).shape == (1, 8, 50257)
+    assert run(prefill).shape == (1, 1, 50257)
+    torch.testing.assert_close(run(prefill), run(forward)[:, -1:])
+
+
+def test_prefill_of_an_encoder_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="--phase prefill needs a causal language model"):
+        load("sentence-transformers/all-MiniLM-L6-v2", phase="prefill")
+
+
+def test_too_many_tokens_name_the_maximum() -> None:
+    with pytest.raises(SequenceTooLong, match=r"--seq-len 1025 is over the 1024 positions of `distilgpt2`") as caught:
+        load("distilgpt2", seq_len=1025)
+    assert (caught.value.code, caught.value.exit_code) == ("FA304", 2)
+    assert caught.value.hint_text == "--seq-len 1024 is the most it takes"
+    with pytest.raises(SequenceTooLong, match="512 positions"):
+        load("roberta-base", seq_len=513)
+    assert run(load("roberta-base", seq_len=512)).isfinite().all()
+
+
+def test_an_image_model_takes_no_sequence_length() -> None:
+    with pytest.raises(UsageError, match="takes images"):
+        load("google/vit-base-patch16-224", seq_len=16)
+
+
+def test_an_unknown_kind_of_input_is_named(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "wav2vec2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,'
+        ' "architectures": ["Wav2Vec2Model"]}'
+    )
+    with pytest.raises(NoExampleInputs, match=r"Wav2Vec2Model wants `input_values`") as caught:
+        load(str(tmp_path), layers=None)
+    assert (caught.value.code, caught.value.exit_code) == ("FA107", 4)
+
+
+def test_tokens_are_seeded_and_avoid_the_padding_id() -> None:
+    first, again, other = (load("roberta-base", seed=seed, seq_len=512).kwargs["input_ids"] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not (first == 1).any()
+
+
+def test_moving_keeps_the_structure() -> None:
+    value = {"a": [torch.zeros(2), (torch.zeros(2, dtype=torch.int64), 3)]}
+    moved = move(value, torch.device("cpu"), torch.bfloat16)
+    assert moved["a"][0].dtype == torch.bfloat16
+    assert moved["a"][1][0].dtype == torch.int64
+    assert moved["a"][1][1] == 3

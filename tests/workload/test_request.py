@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.workload.request import WorkloadRequest
+
+
+def test_defaults_are_plain_json_and_come_back_equal() -> None:
+    request = WorkloadRequest(model_id="gpt2", seq_len=64, device="cuda:1", revision="main")
+    assert WorkloadRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_id": " "}, "MODEL_ID is empty"),
+        ({"dtype": "float32"}, "--dtype float32 is not known"),
+        ({"phase": "train"}, "--phase train is not known"),
+        ({"weights": "mine"}, "--weights mine is not known"),
+        ({"device": "tpu"}, "--device tpu is not a device"),
+        ({"device": "cuda:x"}, "--device cuda:x is not a device"),
+        ({"batch": 0}, "--batch 0 is less than 1"),
+        ({"seq_len": 0}, "--seq-len 0 is less than 1"),
+        ({"layers": -1}, "--layers -1 is less than 1"),
+    ],
+)
+def test_wrong_options_are_usage_errors(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence) as caught:
+        WorkloadRequest(**{"model_id": "gpt2", **changes})
+    assert caught.value.exit_code == 2
+    assert caught.value.hint_text
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown field `colour`"):
+        WorkloadRequest.from_json({"model_id": "gpt2", "colour": 1})
+    with pytest.raises(UsageError, match="needs `model_id`"):
+        WorkloadRequest.from_json({"batch": 1})
+
+
+@pytest.mark.parametrize(
+    ("model_id", "factory"),
+    [
+        ("a/b.py:make", ("a/b.py", "make")),
+        ("../x y/net.py:Net", ("../x y/net.py", "Net")),
+        ("pack.mod:make", ("pack.mod", "make")),
+        ("gpt2", None),
+        ("Qwen/Qwen2.5-7B", None),
+        ("./model.py", None),
+    ],
+)
+def test_a_factory_is_told_from_an_id(model_id: str, factory: tuple[str, str] | None) -> None:
+    assert WorkloadRequest(model_id=model_id).factory == factory
