@@ -201,3 +201,24 @@ class BadFactory(AdvisorError):
     message = "`{factory}` cannot be used: {detail}"
     hint = "write FILE.py:name or package.module:name; it takes no arguments and returns (model, example_inputs)"
     exit_code = 2
+
+
+# fuse
+class NumericsFailed(AdvisorError):
+    """With --strict: a kernel or the whole model is further from the truth than the original allows."""
+
+    code = "FA402"
+    message = "{what} changes results: {reason}"
+    note = "the model was left as it was; without --strict this rewrite would have been dropped and the run gone on"
+    hint = "run again without --strict and read the numerics section of the report"
+    exit_code = 7
+
+
+class StrictBuildFailed(AdvisorError):
+    """With --strict: a kernel did not build."""
+
+    code = "FA403"
+    message = "{fusion} {kernel} was not built: {reason}"
+    note = "the compiler's full words are in log.txt"
+    hint = "run again without --strict: this fusion is then skipped and the reason kept in the report"
+    exit_code = 8

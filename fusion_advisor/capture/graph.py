@@ -281,6 +281,12 @@ def relative_path(path: str) -> str:
     return path
 
 
+def source_path(relative: str) -> Path | None:
+    """Return where a ``relative_path`` lies on this machine, or None when it is not here."""
+    candidates = [Path(relative), *(Path(root or ".") / relative for root in sys.path)]
+    return next((path for path in candidates if relative and path.is_file()), None)
+
+
 def _placeholders(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 

@@ -1,0 +1,131 @@
+"""The workbench: build any subset of rewrites of a captured model, run it, and time subsets against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.capture.graph import LiveCapture, describe
+from fusion_advisor.fuse.chain import Observer, OriginalChain, original_chain
+from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads
+from fusion_advisor.fuse.passes.fold import fold_constants
+from fusion_advisor.fuse.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite import GraphPass, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.library.source import BuiltKernel
+from fusion_advisor.records import OpNode, RenderedKernel
+
+PASSES: dict[str, tuple[str, GraphPass]] = {
+    "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
+    "group_query_heads": ("repeated KV heads are read in place (enable_gqa)", group_query_heads),
+    "fold_constants": ("values that depend on no input are computed once", fold_constants),
+}
+"""Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""
+
+
+@dataclass(slots=True)
+class BuiltFusion:
+    """A planned fusion with its compiled kernel and the calls that go into the graph."""
+
+    planned: PlannedFusion
+    kernel: RenderedKernel
+    sites: tuple[SiteRewrite, ...]
+    refusals: tuple[str, ...]
+    """One sentence per site that cannot be replaced."""
+
+
+@dataclass(slots=True)
+class Variant:
+    """The model's regions with some rewrites in place."""
+
+    modules: list[GraphModule]
+    changed: dict[str, int] = field(default_factory=dict)
+    """Sites changed per graph pass."""
+
+
+class Bench:
+    """Holds a live capture and what was observed of it; makes variants."""
+
+    def __init__(self, live: LiveCapture, *, on_cuda: bool) -> None:
+        self.live = live
+        self.on_cuda = on_cuda
+        self.ops: list[OpNode] = []
+        self.index_of: list[dict[Node, int]] = []
+        for region in live.regions:
+            described, index_of = describe(region, first_index=len(self.ops))
+            self.ops += described
+            self.index_of.append(index_of)
+        self.values: dict[int, torch.Tensor] = {}
+        self.surprises: dict[int, str] = {}
+
+    def observe(self, fusions: Sequence[PlannedFusion]) -> None:
+        """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
+        keep = {index for fusion in fusions for index in fusion.sites[0].inputs}
+        check = {index for fusion in fusions for site in fusion.sites for index in site.inputs}
+        with torch.no_grad():
+            for region, index_of in zip(self.live.regions, self.index_of, strict=True):
+                observer = Observer(region, index_of, self.ops, keep=keep, check=check)
+                observer.run(*region.example_args)
+                self.values.update(observer.values)
+                self.surprises.update(observer.surprises)
+
+    def first_site(self, fusion: PlannedFusion) -> tuple[OriginalChain, list[torch.Tensor]]:
+        """Return the original ops of a fusion's first site and that site's own input tensors."""
+        members = fusion.chain.sites[0].op_indices
+        region = self.ops[members[0]].region
+        lowered = fusion.sites[0]
+        chain = original_chain(self.live.regions[region], self.ops, self.index_of[region], members, lowered)
+        return chain, [self.values[index] for index in lowered.inputs]
+
+    def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:
+        """Bind a compiled kernel to a fusion's sites."""
+        launch = built.bind(fusion.program)
+        sites, refusals = [], []
+        for site, lowered in zip(fusion.chain.sites, fusion.sites, strict=True):
+            surprise = next((self.surprises[index] for index in lowered.inputs if index in self.surprises), None)
+            if surprise is not None:
+                refusals.append(f"{site.module_path or 'model'}: {surprise}")
+                continue
+            inputs = [self.ops[index].outputs[0] for index in lowered.inputs]
+            outputs = [self.ops[index].outputs[0] for index in lowered.outputs]
+            call = fused_call(kernel.name, launch, inputs, outputs)
+            sites.append(
+                SiteRewrite(
+                    fusion_id=fusion.id, members=site.op_indices, inputs=lowered.inputs, outputs=lowered.outputs, call=call
+                )
+            )
+        return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals))
+
+    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> Variant:
+        """Return the model's regions with these rewrites; the captured graphs stay as they are."""
+        variant = Variant(modules=[])
+        names = [name for name in PASSES if name in passes]
+        for region, index_of in zip(self.live.regions, self.index_of, strict=True):
+            mine = [site for fusion in fusions for site in fusion.sites if self.ops[site.members[0]].region == region.index]
+            module, changed = rewrite_region(region, index_of, mine, [PASSES[name][1] for name in names])
+            variant.modules.append(module)
+            for name, count in zip(names, changed, strict=True):
+                variant.changed[name] = variant.changed.get(name, 0) + count
+        return variant
+
+    def run(self, variant: Variant) -> Any:
+        """Run all regions of a variant on the tensors of the captured call."""
+        result = None
+        with torch.no_grad():
+            for region, module in zip(self.live.regions, variant.modules, strict=True):
+                result = module(*region.example_args)
+        return result
+
+
+def kernels_in(variant: Variant) -> Mapping[str, int]:
+    """Return how many fused calls stand in a variant's graphs, by kernel name."""
+    counts: dict[str, int] = {}
+    for module in variant.modules:
+        for node in module.graph.nodes:
+            if "fusion_id" in node.meta:
+                name = getattr(node.target, "__name__", "")
+                counts[name] = counts.get(name, 0) + 1
+    return counts

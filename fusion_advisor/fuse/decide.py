@@ -1,0 +1,142 @@
+"""Keep what pays: every rewrite is timed in the step it changes, on top of the ones before it.
+
+Cumulative prefixes of the rewrites are timed against each other in one interleaved run, the first of them twice (the A/A control
+that gives the noise floor). A rewrite stays when the whole interval of its paired difference lies below both thresholds; then the
+kept ones are timed together against none, which is the figure that the report's headline uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture.stopwatch import as_timing, median_interval
+from fusion_advisor.fuse import measure
+from fusion_advisor.fuse.bench import Bench, BuiltFusion
+from fusion_advisor.records import Status, Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the step's own time says of one rewrite."""
+
+    id: str
+    status: Status
+    reason: str
+    delta_ns: int
+    interval_ns: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Verdicts for all rewrites, and the step without and with the kept ones."""
+
+    verdicts: dict[str, Verdict]
+    noise_share: float
+    before: Timing
+    after: Timing
+    method: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One rewrite in the order of trying: a graph pass or a fusion."""
+
+    id: str
+    graph_pass: str = ""
+    fusion: BuiltFusion | None = None
+
+
+def decide(
+    bench: Bench,
+    candidates: Sequence[Candidate],
+    *,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+    note: Callable[[str], None] = lambda _: None,
+) -> Decision:
+    """Time all candidates and decide.
+
+    Args:
+        bench: with every fusion installed.
+        candidates: in the order they are stacked.
+        min_gain: share of the step that a rewrite must save.
+        confidence: of the intervals.
+        budget_s: seconds for the tournament; the confirmation takes a third of it again.
+        note: told how the step is timed.
+    """
+    runner = _Runner(bench)
+    prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
+    calls = runner.calls([prefixes[0], *prefixes])
+    note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
+    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda)
+    control, stacked = times[0], times[1:]
+    step_ns = median_interval(stacked[0])[0]
+    same = measure.difference(control, stacked[0], confidence)
+    noise_ns = max(abs(same.low_ns), abs(same.high_ns))
+    verdicts = {}
+    for number, candidate in enumerate(candidates):
+        change = measure.difference(stacked[number], stacked[number + 1], confidence)
+        verdicts[candidate.id] = _verdict(candidate.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain)
+    kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
+    del calls
+    runner.forget()
+    confirm = measure.interleave(runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda)
+    return Decision(
+        verdicts=verdicts,
+        noise_share=noise_ns / max(step_ns, 1),
+        before=as_timing(confirm[0], runner.method),
+        after=as_timing(confirm[1], runner.method),
+        method=runner.method,
+    )
+
+
+def _verdict(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+    threshold = max(min_gain * step_ns, noise_ns)
+    span = f"{change.median_ns / 1e3:+.1f} µs [{change.low_ns / 1e3:+.1f}, {change.high_ns / 1e3:+.1f}] per step"
+    if change.high_ns < -threshold:
+        status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {-threshold / 1e3:.1f} µs"
+    elif change.low_ns > noise_ns:
+        status, reason = Status.SLOWER, f"{span}: the step became slower"
+    else:
+        status = Status.WITHIN_NOISE
+        reason = f"{span}: not past the threshold of {-threshold / 1e3:.1f} µs (A/A noise {noise_ns / 1e3:.1f} µs)"
+    return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
+
+
+class _Runner:
+    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
+        self.method = "cuda_graph" if bench.on_cuda else "wall"
+
+    def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
+        variants = []
+        for chosen in sets:
+            fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
+            passes = [candidate.graph_pass for candidate in chosen if candidate.graph_pass]
+            variants.append(self._bench.build(fusions, passes))
+
+        def runner(variant: Any) -> Callable[[], Any]:
+            return lambda: self._bench.run(variant)
+
+        plain = [runner(variant) for variant in variants]
+        if self.method != "cuda_graph":
+            return plain
+        try:
+            return [measure.recorded(call, pool=self._pool) for call in plain]
+        except measure.CannotRecord:
+            self.method = "cuda_events"
+            return plain
+
+    def forget(self) -> None:
+        """Free the graphs of the tournament before the confirmation records its own."""
+        if self._bench.on_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()

@@ -1,0 +1,54 @@
+"""Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fusion_advisor.fuse.verify import check_model
+from fusion_advisor.records import ModelCheck
+from fusion_advisor.workload.device import memory_bytes
+from fusion_advisor.workload.load import LoadedWorkload
+
+_HEADROOM = 1.5
+"""A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
+
+
+def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: Callable[[], Any]) -> ModelCheck:
+    """Run all three and compare.
+
+    Args:
+        loaded: the original model and its inputs; the copy is made from it and thrown away.
+        eager: the original call.
+        fused: the fused call.
+    """
+    ours = named_tensors(fused())
+    theirs = named_tensors(eager())
+    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs if tensor.is_floating_point()})
+    return check_model(ours, theirs, theirs if oracle is None else oracle, name)
+
+
+def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Flatten a model's output into (name, tensor)."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    return [(pytree.keystr(path).strip("[]'.\"") or "output", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> tuple[list[tuple[str, torch.Tensor]] | None, str]:
+    wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
+    device = torch.device(loaded.record.device)
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    free, _ = memory_bytes(device)
+    if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
+        return None, "eager"
+    model = copy.deepcopy(loaded.model).to(wide)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.to(wide) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, (loaded.args, loaded.kwargs)
+    )
+    outputs = named_tensors(model(*args, **kwargs))
+    del model
+    return outputs, f"{str(wide).removeprefix('torch.')} copy"

@@ -1,0 +1,100 @@
+"""From traced steps to the report's before and after: categories, kernels, and what the fused step launched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture import timeline
+from fusion_advisor.capture.attribute import Step, median_step
+from fusion_advisor.capture.stopwatch import as_timing
+from fusion_advisor.fuse.bench import Bench, Variant
+from fusion_advisor.fuse.measure import interleave
+from fusion_advisor.records import Launch, StepProfile, Timing
+
+
+def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
+    """Sum a step's launches by category and by kernel."""
+    time_of: Counter[str] = Counter()
+    count_of: Counter[str] = Counter()
+    kernel_time: Counter[tuple[str, str]] = Counter()
+    kernel_count: Counter[tuple[str, str]] = Counter()
+    for launch in launches:
+        time_of[launch.category] += launch.duration_ns
+        count_of[launch.category] += 1
+        kernel_time[launch.kernel_name, launch.category] += launch.duration_ns
+        kernel_count[launch.kernel_name, launch.category] += 1
+    return StepProfile(
+        label=label,
+        device_ns=sum(time_of.values()),
+        launches=len(launches),
+        categories=tuple((name, count_of[name], ns) for name, ns in time_of.most_common()),
+        kernels=tuple((name, category, kernel_count[name, category], ns) for (name, category), ns in kernel_time.most_common()),
+        **more,
+    )
+
+
+class _FusedRunner(torch.fx.Interpreter):
+    """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if "fusion_id" not in n.meta or n.op != "call_function":
+            return super().run_node(n)
+        with torch.profiler.record_function(f"fa:kernel:{getattr(n.target, '__name__', n.name)}"):
+            return super().run_node(n)
+
+
+def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to: Path | None) -> Step:
+    """Trace the fused step: the model's own call on a GPU, the rewritten regions op by op on a CPU.
+
+    Args:
+        bench: the captured call's tensors.
+        variant: what is installed.
+        call: the fused model on the workload's inputs.
+        save_to: where the raw trace goes (``trace.after.json.gz``).
+    """
+
+    def by_node() -> None:
+        for region, module in zip(bench.live.regions, variant.modules, strict=True):
+            _FusedRunner(module).run(*region.example_args)
+
+    step = call if bench.on_cuda else by_node
+    with torch.no_grad():
+        step()
+        return median_step(timeline.record(step, steps=3, on_cuda=bench.on_cuda, save_to=save_to), on_cuda=bench.on_cuda)
+
+
+def launches_of(step: Step, kernel_name: str) -> int:
+    """Count a kernel's launches in a step by its entry point."""
+    return sum(1 for launch in step.launches if launch.kernel_name.split("(")[0].strip() == kernel_name)
+
+
+def peak_memory_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
+    """Return the most device memory allocated during one call; 0 on a CPU, where no allocator counts."""
+    if not on_cuda:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def wall_pair(before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float) -> tuple[Timing, Timing]:
+    """Time two ways of calling the model against each other, from the host's side, interleaved."""
+    def waiting(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            call()
+            if on_cuda:
+                torch.cuda.synchronize()
+
+        return run
+
+    with torch.no_grad():
+        times = interleave([waiting(before), waiting(after)], rounds=runs, budget_s=budget_s, on_cuda=False)
+    return as_timing(times[0], "wall"), as_timing(times[1], "wall")

@@ -1,0 +1,128 @@
+"""Try one fusion by itself: render, build, check its numbers, time it against the ops it replaces."""
+
+from __future__ import annotations
+
+import linecache
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fusion_advisor.capture.graph import source_path
+from fusion_advisor.fuse import measure, verify
+from fusion_advisor.fuse.bench import Bench, BuiltFusion
+from fusion_advisor.fuse.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.source import KernelBuildFailed, Tuning
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
+
+_SOURCE_CONTEXT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is known of a fusion before the step is timed."""
+
+    fusion: Fusion
+    built: BuiltFusion | None
+    """None when it was not built or is already out."""
+
+
+def try_fusion(
+    bench: Bench,
+    planned: PlannedFusion,
+    *,
+    backend: str,
+    fast_math: bool,
+    kernel_dir: Path,
+    seed: int,
+    log: Callable[[str], None] = lambda _: None,
+) -> Trial:
+    """Render, build, check and time one fusion.
+
+    Args:
+        bench: has observed the fusion's first site.
+        planned: the fusion.
+        backend: ``triton``, ``cuda`` or ``cpp``.
+        fast_math: let the kernel approximate.
+        kernel_dir: where its source goes, named after the fusion.
+        seed: of the random inputs.
+        log: gets a compiler's full words.
+    """
+    base = Fusion(
+        id=planned.id,
+        chain_id=planned.chain.id,
+        kernel=planned.match.kernel,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(planned.chain.sites),
+            sites_matched=len(planned.sites),
+            sites_replaced=0,
+            launches_before=planned.chain.launches,
+            launches_after=0,
+        ),
+        original_source=original_source(planned),
+    )
+    maker = backend_named(backend)
+    try:
+        rendered = maker.render(planned.program, planned.header, tuning=Tuning(), fast_math=fast_math)
+        path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
+        started = time.perf_counter_ns()
+        built = maker.build(rendered, path)
+        build_ns = time.perf_counter_ns() - started
+    except KernelBuildFailed as failure:
+        log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
+        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"kernels/{path.name}",
+        source=rendered.source,
+        origin=planned.header.origin,
+        build_ns=build_ns,
+        tuning=built.tuning,
+    )
+    base = replace(base, rendered=(kernel,))
+    chain, roots = bench.first_site(planned)
+    inputs = [verify.layout_of(root) for root in roots]
+    outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+    try:
+        call = fused_call(rendered.entry, built.bind(planned.program), inputs, outputs)
+        numerics = verify.check_chain(chain, call, roots, seed=seed)
+    except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
+        log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
+        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
+    base = replace(base, numerics=numerics)
+    if not numerics.is_passed:
+        reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
+        return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
+    before, after = measure.compare_alone(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda)
+    sites = len(planned.sites)
+    base = replace(
+        base,
+        chain_before=before,
+        chain_after=after,
+        predicted_saving_ns=max(0, planned.chain.device_ns - after.median_ns * sites),
+    )
+    if after.ci_low_ns >= before.ci_high_ns:
+        reason = f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
+        return Trial(fusion=replace(base, status=Status.SLOWER, reason=reason), built=None)
+    installed = bench.install(planned, kernel, built)
+    receipt = replace(base.receipt, refusals=installed.refusals)
+    if not installed.sites:
+        reason = "no site could be replaced: " + installed.refusals[0]
+        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
+    return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:
+    """Return the lines around a chain's dearest op in the model's own source; empty where the file cannot be read."""
+    site = planned.chain.sites[0]
+    path = source_path(site.source_file)
+    if path is None or not site.source_line:
+        return ()
+    first = max(1, site.source_line - _SOURCE_CONTEXT)
+    lines = linecache.getlines(str(path))[first - 1 : site.source_line + _SOURCE_CONTEXT]
+    return tuple((first + number, line.rstrip("\n")) for number, line in enumerate(lines))
