@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fusion_advisor.library.cpp_emit import Kernel, grain
+from fusion_advisor.library.cpp_emit import Kernel
 from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
+from fusion_advisor.library.cpp_layout import Layout
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import (
     Header,
@@ -72,7 +73,7 @@ class CppKernel:
         if 0 in program.dims[:-1] or (0 in program.dims and not program.is_reduced):
             return _nothing
         function = getattr(self.handle, self.entry)
-        fixed = [ctypes.c_int64(p.value) for p in Kernel(program).parameters]
+        fixed = [ctypes.c_int64(p.value) for p in Layout(program).parameters]
         function.argtypes = [ctypes.c_void_p] * len(program.operands) + [ctypes.c_int64] * len(fixed) + [ctypes.c_int]
         function.restype = None
         data_ptr, threads = torch.Tensor.data_ptr, torch.get_num_threads
@@ -103,13 +104,12 @@ class CppBackend:
             .render(
                 kernel=kernel,
                 header=[*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"],
-                includes=["cmath", "cstdint", "cstring", *(["memory"] if kernel.caches else []), "type_traits"],
+                includes=_includes(kernel),
                 prelude=kernel.prelude.names,
-                reducers=kernel.reducers,
                 buffers=[(C_TYPES[computed_in(values[i].dtype)], name) for i, name in kernel.caches.items()],
-                total=" * ".join(kernel.sizes),
-                grain=grain(kernel),
-                signature=_fill(start, kernel.signature),
+                total=" * ".join(kernel.layout.sizes),
+                grain=kernel.grain,
+                signature=_fill(start, kernel.layout.signature),
             )
         )
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
@@ -157,6 +157,14 @@ def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
     lines += [_FAST_NOTE] if fast_math else []
     # A trailing backslash would continue the comment over the next line.
     return [part for line in lines for part in textwrap.wrap(" ".join(line.replace("\\", "/").split()), width=110)]
+
+
+def _includes(kernel: Kernel) -> list[str]:
+    wanted = {"cmath": True, "cstdint": True, "cstring": "fa_bits" in kernel.prelude.names}
+    wanted["limits"] = any("numeric_limits" in line for s in kernel.sections if s.loop for line in s.loop.starts)
+    wanted["memory"] = bool(kernel.caches)
+    wanted["type_traits"] = "fa_remainder" in kernel.prelude.names
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def _fill(start: str, parameters: list[str]) -> str:
