@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from fusion_advisor.library.program import Program, Value
 
-_RESERVED = frozenset(
-    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr continue decltype "
-    "default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long "
-    "mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast "
-    "return short signed sizeof static static_assert static_cast struct switch template this thread_local throw true try "
-    "typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq main std "
-    "linux unix INFINITY NAN index y0 y1 yn j0 j1 jn gamma signgam "
-    "uint8_t uint16_t uint32_t uint64_t int8_t int16_t int32_t int64_t".split()
-)
+_KEYWORDS = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr continue
+decltype default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline
+int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
+reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template this thread_local
+throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq main std
+linux unix INFINITY NAN index y0 y1 yn j0 j1 jn gamma signgam uint8_t uint16_t uint32_t uint64_t int8_t int16_t
+int32_t int64_t
+"""
+_RESERVED = frozenset(_KEYWORDS.split())
 
 _WORDS = {
     "add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "neg": "negated", "abs": "magnitude",
-    "maximum": "larger", "minimum": "smaller", "exp": "exponential", "exp2": "exponential", "expm1": "exponential", "log": "logarithm",
-    "log1p": "logarithm", "sqrt": "root", "rsqrt": "inverse_root", "reciprocal": "inverse", "sigmoid": "gate", "tanh": "bent",
-    "erf": "bent", "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
+    "maximum": "larger", "minimum": "smaller", "exp": "exponential", "exp2": "exponential", "expm1": "exponential",
+    "log": "logarithm", "log1p": "logarithm", "sqrt": "root", "rsqrt": "inverse_root", "reciprocal": "inverse", "sigmoid": "gate", "tanh": "bent",
+    "erf": "bent", 
+    "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
     "round": "whole", "remainder": "rest", "sign": "sign", "where": "chosen", "cast": "converted", "isnan": "is_nan",
     "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "total", "reduce_max": "row_max",
     "reduce_min": "row_min",
