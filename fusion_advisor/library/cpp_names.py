@@ -18,9 +18,9 @@ _RESERVED = frozenset(_KEYWORDS.split())
 _WORDS = {
     "add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "neg": "negated", "abs": "magnitude",
     "maximum": "larger", "minimum": "smaller", "exp": "exponential", "exp2": "exponential", "expm1": "exponential",
-    "log": "logarithm", "log1p": "logarithm", "sqrt": "root", "rsqrt": "inverse_root", "reciprocal": "inverse", "sigmoid": "gate", "tanh": "bent",
-    "erf": "bent", 
-    "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
+    "log": "logarithm", "log1p": "logarithm", "sqrt": "root", "rsqrt": "inverse_root", "reciprocal": "inverse", "sigmoid": "gate",
+    "tanh": "bent", "erf": "bent", "eq": "is_equal", "ne": "is_other", "lt": "is_below", "le": "is_at_most", "gt": "is_above",
+    "ge": "is_at_least", "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
     "round": "whole", "remainder": "rest", "sign": "sign", "where": "chosen", "cast": "converted", "isnan": "is_nan",
     "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "total", "reduce_max": "row_max",
     "reduce_min": "row_min",
