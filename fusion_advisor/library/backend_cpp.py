@@ -1,0 +1,237 @@
+"""C++/OpenMP kernels: rendered from the kernel IR, compiled by the system's C++ compiler, called through ctypes.
+
+The entry point is plain C: one pointer per operand, then the sizes, strides and offsets as int64, then the number of threads. So
+no kernel needs torch's headers, and one compiles in about half a second.
+
+The threads are those of the OpenMP runtime that torch has loaded (both ask the loader for ``libgomp.so.1``): two runtimes would
+keep two pools of threads, spinning against each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from fusion_advisor.library.cpp_emit import Kernel
+from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
+from fusion_advisor.library.cpp_layout import Layout
+from fusion_advisor.library.program import Program
+from fusion_advisor.library.source import (
+    Header,
+    KernelBuildFailed,
+    Launcher,
+    Rendered,
+    Tuning,
+    entry_name,
+    environment,
+)
+
+# No -ffast-math: NaN and Inf must come out as torch's do. The two that are here only drop errno and exception flags, without
+# which floor, sqrt and selects do not vectorise.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# Named one by one: -ffast-math itself would also assume that no NaN exists, and links code that flushes subnormals to zero in the
+# whole process.
+_FAST_FLAGS = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros")
+_FAST_NOTE = "Fast math: sums may be reordered and quotients become products; NaN and Inf still propagate, signs of zero may not."
+_BUILD = re.compile(r"^// Build: c\+\+ (.*)$", re.MULTILINE)
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CppKernel:
+    """A compiled kernel, loaded into the process."""
+
+    entry: str
+    library: Path
+    build_ns: int
+    tuning: str
+    handle: ctypes.CDLL
+
+    def bind(self, program: Program) -> Launcher:
+        """Fix sizes, strides and offsets; the launcher takes the tensors, inputs then outputs, and must not be given overlaps.
+
+        Raises:
+            ValueError: ``program`` has another layout than the one that was rendered.
+        """
+        import torch
+
+        title = self.entry.removeprefix("fa_").rpartition("_")[0]
+        if self.entry not in {entry_name(program, title, option) for option in ("", "fast_math")}:
+            raise ValueError(f"{self.entry} was rendered for another layout")
+        if 0 in program.dims[:-1] or (0 in program.dims and not program.is_reduced):
+            return _nothing
+        function = getattr(self.handle, self.entry)
+        fixed = [ctypes.c_int64(p.value) for p in Layout(program).parameters]
+        function.argtypes = [ctypes.c_void_p] * len(program.operands) + [ctypes.c_int64] * len(fixed) + [ctypes.c_int]
+        function.restype = None
+        data_ptr, threads = torch.Tensor.data_ptr, torch.get_num_threads
+
+        def launch(*tensors: torch.Tensor) -> None:
+            function(*map(data_ptr, tensors), *fixed, threads())
+
+        return launch
+
+
+class CppBackend:
+    """Renders and builds kernels for the CPU."""
+
+    name: ClassVar[str] = "cpp"
+
+    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
+        """Print the program as readable C++. ``tuning`` is for tile kernels and changes nothing here."""
+        del tuning
+        kernel = Kernel(program)
+        entry = entry_name(program, header.title, "fast_math" if fast_math else "")
+        flags = (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
+        skeleton = "rowwise" if program.is_reduced else "nested" if len(program.dims) > 1 else "pointwise"
+        start = f'extern "C" void {entry}('
+        values = program.values
+        source = (
+            environment()
+            .get_template(f"cpp/{skeleton}.cpp.jinja")
+            .render(
+                kernel=kernel,
+                header=[*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"],
+                includes=_includes(kernel),
+                prelude=kernel.prelude.names,
+                buffers=[(C_TYPES[computed_in(values[i].dtype)], name) for i, name in kernel.caches.items()],
+                total=" * ".join(kernel.layout.sizes),
+                grain=kernel.grain,
+                signature=_fill(start, kernel.layout.signature),
+            )
+        )
+        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+
+    def build(self, rendered: Rendered, path: Path) -> CppKernel:
+        """Write the source to ``path``, compile it unless the cache has it, and load it.
+
+        Raises:
+            KernelBuildFailed: there is no compiler, or it refused the source.
+        """
+        started = time.perf_counter_ns()
+        compiler = _compiler()
+        if compiler is None:
+            raise KernelBuildFailed(
+                kernel=rendered.entry, target="cpp", cause="no C++ compiler found; install g++ or clang++, or set CXX"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, rendered.source.encode())
+        command = _BUILD.search(rendered.source)
+        flags = tuple(command[1].split()) if command else _FLAGS
+        code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
+        key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]
+        library = _cache_dir() / f"{rendered.entry}_{key}.so"
+        if not library.exists():
+            _compile(rendered.entry, (*compiler, *flags), path, library)
+        try:
+            handle = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise KernelBuildFailed(kernel=rendered.entry, target="cpp", cause=str(error).splitlines()[-1]) from error
+        tuning = "fast math" if set(_FAST_FLAGS) <= set(flags) else ""
+        return CppKernel(
+            entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
+        )
+
+
+def _nothing(*_tensors: object) -> None:
+    """Launch nothing: the program has no elements."""
+
+
+def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
+    shape = " x ".join(map(str, program.dims))
+    moved = f"Moves {program.moved_bytes:,} bytes at {shape}: every input is read once and every output written once."
+    lines = [f"{header.title}: {header.summary}", moved, f"Origin: {header.origin}"]
+    lines += [f"Source: {header.source}"] if header.source else []
+    lines += [_FAST_NOTE] if fast_math else []
+    # A trailing backslash would continue the comment over the next line.
+    return [part for line in lines for part in textwrap.wrap(" ".join(line.replace("\\", "/").split()), width=110)]
+
+
+def _includes(kernel: Kernel) -> list[str]:
+    wanted = {"cmath": True, "cstdint": True, "cstring": "fa_bits" in kernel.prelude.names}
+    wanted["limits"] = any("numeric_limits" in line for s in kernel.sections if s.loop for line in s.loop.starts)
+    wanted["memory"] = bool(kernel.caches)
+    wanted["type_traits"] = "fa_remainder" in kernel.prelude.names
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _fill(start: str, parameters: list[str]) -> str:
+    """Break a parameter list between parameters, at 110 columns."""
+    lines = [start]
+    for parameter, end in zip(parameters, (*[","] * (len(parameters) - 1), ")"), strict=True):
+        if len(lines[-1]) + len(parameter) > 108:
+            lines.append("       ")
+        lines[-1] += f"{'' if lines[-1].endswith('(') else ' '}{parameter}{end}"
+    return "\n".join(lines)
+
+
+def _compiler() -> tuple[str, ...] | None:
+    wanted = os.environ.get("CXX", "").split()
+    if wanted:
+        found = shutil.which(wanted[0])
+        return (found, *wanted[1:]) if found else None
+    return next(((found,) for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+@functools.cache
+def _identity(compiler: tuple[str, ...]) -> str:
+    """The compiler, its version, and the CPU that -march=native stands for: a shared home may serve several machines."""
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        version = ""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        told = info.read_text(errors="replace").splitlines()
+        cpu += "".join(
+            next((line for line in told if line.startswith(field)), "") for field in ("model name", "flags", "Features")
+        )
+    return " ".join((*compiler, version.partition("\n")[0], platform.machine(), cpu))
+
+
+def _cache_dir() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    found = home / "fusion-advisor" / "cpp"
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home
+        found = Path(tempfile.gettempdir()) / f"fusion-advisor-{os.getuid()}" / "cpp"
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that another process sees the old one or the new one, never half of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(content)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
+
+
+def _compile(entry: str, command: tuple[str, ...], source: Path, library: Path) -> None:
+    descriptor, name = tempfile.mkstemp(dir=library.parent, prefix=f".{entry}.", suffix=".so")
+    os.close(descriptor)
+    built = Path(name)
+    try:
+        done = subprocess.run([*command, str(source), "-o", name], capture_output=True, text=True, check=False, timeout=120)
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+            raise KernelBuildFailed(kernel=entry, target="cpp", cause=errors[0].removeprefix(f"{source}:").strip())
+        built.replace(library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildFailed(kernel=entry, target="cpp", cause=str(error)) from error
+    finally:
+        built.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""The arguments of a C++ kernel and where its loads and stores go.
+
+Sizes, offsets, and strides other than 0 and 1 are arguments, in an order that depends only on the layout key: whoever binds a
+compiled kernel to another Program of the same layout finds the values in :attr:`Layout.parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_advisor.library.cpp_expr import C_TYPES
+from fusion_advisor.library.cpp_names import Names
+from fusion_advisor.library.program import Program, Store, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """An integer argument of the kernel and its value for the Program it was made from."""
+
+    name: str
+    value: int
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """How one load or store addresses its tensor."""
+
+    name: str
+    operand: int
+    terms: list[tuple[int, str]]
+    """(dim, stride parameter or "") for each dim with a stride other than 0."""
+    offset: str
+
+
+class Layout:
+    """Loops, parameters and addresses of one kernel."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.last = len(program.dims) - 1
+        self.names = Names()
+        self.operands = [self.names.take(o.name) for o in program.operands]
+        self.loops = {0: ["i"], 1: ["row", "col"]}.get(self.last, [*(f"i{d}" for d in range(self.last)), "col"])
+        self.sizes = {0: ["n"], 1: ["rows", "cols"]}.get(self.last, [*(f"n{d}" for d in range(self.last)), "cols"])
+        self.loops = [self.names.take(name) for name in self.loops]
+        self.sizes = [self.names.take(name) for name in self.sizes]
+        for name in ("start", "stop", "threads"):
+            self.names.reserve(name)
+        self.parameters = [Parameter(name=n, value=size) for n, size in zip(self.sizes, program.dims, strict=True)]
+        loads = [v.operand for v in program.values if v.op == "load"]
+        stores = [t.operand for t in program.stores]
+        repeated = {o for o in loads if loads.count(o) > 1} | {o for o in stores if stores.count(o) > 1}
+        self.load_views = {i: self._view(v, v.operand in repeated) for i, v in enumerate(program.values) if v.op == "load"}
+        self.store_views = [self._view(t, t.operand in repeated) for t in program.stores]
+        self.row_pointers: list[str] = []
+
+    @property
+    def signature(self) -> list[str]:
+        """The kernel's parameters as C++ declarations."""
+        pointers = [
+            f"{'' if o.is_output else 'const '}{C_TYPES[o.dtype]} *__restrict {name}"
+            for o, name in zip(self.program.operands, self.operands, strict=True)
+        ]
+        return [*pointers, *(f"int64_t {p.name}" for p in self.parameters), "int threads"]
+
+    def _view(self, access: Value | Store, is_repeated: bool) -> View:
+        operand = self.operands[access.operand]
+        name = self.names.view(operand) if is_repeated else operand
+        terms = []
+        for dim, stride in enumerate(access.strides):
+            if stride == 1:
+                terms.append((dim, ""))
+            elif stride != 0:
+                terms.append((dim, self._parameter(f"{name}_{self.loops[dim]}_stride", stride)))
+        offset = self._parameter(f"{name}_offset", access.offset) if access.offset else ""
+        return View(name=name, operand=access.operand, terms=terms, offset=offset)
+
+    def _parameter(self, name: str, value: int) -> str:
+        taken = self.names.take(name)
+        self.parameters.append(Parameter(name=taken, value=value))
+        return taken
+
+    def address(self, view: View, *, is_inner: bool) -> str:
+        """Where a load or store goes; a loop over the last dim goes through a pointer to its row."""
+        if is_inner and self.last and view.terms and view.terms[-1][0] == self.last:
+            pointer = self._row_pointer(view)
+            terms = view.terms[-1:]
+        else:
+            pointer, terms = self.operands[view.operand], view.terms
+        parts = [f"{self.loops[d]} * {s}" if s else self.loops[d] for d, s in terms]
+        if view.offset and pointer == self.operands[view.operand]:
+            parts.insert(0, view.offset)
+        return f"{pointer}[{' + '.join(parts) or '0'}]"
+
+    def _row_pointer(self, view: View) -> str:
+        outer = [f"{self.loops[d]} * {s}" if s else self.loops[d] for d, s in view.terms[:-1]]
+        parts = ([view.offset] if view.offset else []) + outer
+        if not parts:
+            return self.operands[view.operand]
+        name = self.names.row(view.name)
+        operand = self.program.operands[view.operand]
+        const = "" if operand.is_output else "const "
+        line = f"{const}{C_TYPES[operand.dtype]} *{name} = {' + '.join([self.operands[view.operand], *parts])};"
+        if line not in self.row_pointers:
+            self.row_pointers.append(line)
+        return name
