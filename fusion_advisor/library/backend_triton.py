@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import re
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,8 +231,6 @@ def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
     store, access = plan.program.stores[position], plan.stores[position]
     varies = plan.varies[store.value] | {d for d, stride in enumerate(access.strides) if stride != "0"}
     text = writer.text(store.value).code
-    if plan.program.values[store.value].dtype == "bool" and access.operand.dtype == "bool":
-        text = f"{text}"
     mask = writer.mask(varies)
     return f"tl.store({writer.address(access, varies)}, {text}{f', mask={mask}' if mask else ''})"
 
@@ -283,10 +282,11 @@ def _kept(definitions: list[str], body: list[str]) -> list[str]:
 def _signature(plan: Schedule) -> list[str]:
     blocks = ["BLOCK_COLS"] if plan.kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
     names = ["INDEX", *blocks]
-    lines = [", ".join(plan.pointers)]
+    lines = textwrap.wrap(", ".join(plan.pointers), 110)
     if plan.arguments:
-        lines.append(", ".join(name for name, _ in plan.arguments))
-    return [*lines, ", ".join(f"{name}: tl.constexpr" for name in names)]
+        lines += textwrap.wrap(", ".join(name for name, _ in plan.arguments), 110)
+    lines.append(", ".join(f"{name}: tl.constexpr" for name in names))
+    return [line.removesuffix(",") for line in lines]
 
 
 def _tuning_note(tuning: Tuning) -> tuple[str, ...]:

@@ -23,10 +23,10 @@ _INT32_SAFE = 2**31 - 2**24
 _C_KEYWORDS = frozenset(
     "auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long "
     "namespace new operator private public register return short signed sizeof static struct switch template this typedef union "
-    "unsigned using void volatile while sin cos exp log sqrt tanh erf abs floor ceil pow sign tl triton lane lanes first".split()
+    "unsigned using void volatile while".split()
 )
 _STRUCTURE = frozenset(
-    "row col rows cols index size outer tile mask row_mask col_mask col_tiles row_tiles start pack result value other to max min sum".split()
+    "row col rows cols index size outer tile tl triton lane lanes first mask row_mask col_mask col_tiles row_tiles start".split()
 )
 
 

@@ -53,6 +53,8 @@ class TritonWriter(Writer):
         if value.dtype == "int64":
             return str(int(constant or 0))
         number = float(constant or 0.0)
+        if value.constant_name and value.dtype == "float64":
+            return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
 
     def mask(self, varies: frozenset[int]) -> str:

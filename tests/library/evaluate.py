@@ -25,8 +25,8 @@ def evaluate(program, *inputs):
         wide = torch.float64 if output.is_floating_point() else output.dtype
         target = output.to(wide)
         shape = tuple(s if k else 1 for s, k in zip(dims, store.strides, strict=True))
-        source = values[store.value].expand(dims) if values[store.value].dim() else values[store.value].broadcast_to(dims)
-        source = source[tuple(slice(None) if k else slice(0, 1) for k in store.strides)]
+        source = values[store.value]
+        source = source[tuple(slice(0, 1) if not k else slice(None) for k in store.strides)] if source.dim() else source
         torch.as_strided(target, shape, store.strides, store.offset).copy_(source)
         outputs[store.operand - len(inputs)] = target
     return outputs
@@ -37,15 +37,13 @@ def allocate(program, is_output=True, fill=0, generator=None):
     sizes = [0] * len(program.operands)
     places = [(v.operand, v.strides, v.offset, v.guard) for v in program.values if v.op == "load"]
     places += [(s.operand, s.strides, s.offset, None) for s in program.stores]
+    unguarded = {operand for operand, _, _, guard in places if guard is None}
     for operand, strides, offset, guard in places:
-        if guard is not None and sizes[operand]:
+        if guard is not None and operand in unguarded:
             continue  # a guarded read stays inside what the others read
-        reach = offset + sum((s - 1) * k for s, k in zip(program.dims, strides, strict=True)) + 1
-        sizes[operand] = max(sizes[operand], reach if all(program.dims) else 0)
-    for operand, strides, offset, guard in places:
-        if guard is None:
-            reach = offset + sum((s - 1) * k for s, k in zip(program.dims, strides, strict=True)) + 1
-            sizes[operand] = max(sizes[operand], reach if all(program.dims) else 0)
+        walked = [(s, k) for s, k in zip(program.dims, strides, strict=True) if k]
+        reach = offset + sum((s - 1) * k for s, k in walked) + 1 if all(s for s, _ in walked) else 0
+        sizes[operand] = max(sizes[operand], reach)
     found = []
     for operand, size in zip(program.operands, sizes, strict=True):
         if operand.is_output != is_output:

@@ -181,3 +181,38 @@ def batched_softmax(dims=(2, 3, 4, 21), dtype="float32"):
     shifted = b.add("exp", b.add("sub", x, b.add("reduce_max", x)))
     b.store("out", b.add("div", shifted, b.add("reduce_sum", shifted)))
     return b.program()
+
+
+def special(op):
+    """A unary op over a size that holds every special value once; see ``SPECIAL`` in cases.py."""
+    return unary(op, 32)
+
+
+def int_and_bool():
+    """bool and int inputs, a comparison, logic, casts, an int output and a bool output."""
+    b = Build((50,))
+    keep = b.load("keep", dtype="bool", value_dtype="bool")
+    ids = b.load("ids", dtype="int64", value_dtype="int64")
+    is_small = b.add("lt", ids, b.const(3, dtype="int64"))
+    both = b.add("and", keep, is_small)
+    b.store("both", both, dtype="bool")
+    b.store("rest", b.add("remainder", ids, b.const(4, dtype="int64"), dtype="int64"), dtype="int32")
+    as_float = b.add("cast", b.add("not", both), dtype="float32")
+    b.store("out", b.add("where", keep, as_float, b.const(-1.5)), dtype="float32")
+    return b.program()
+
+
+def row_extremes(rows=5, cols=24):
+    b = Build((rows, cols), is_reduced=True)
+    x = b.load("x")
+    b.store("highest", b.add("reduce_max", x), (1, 0))
+    b.store("lowest", b.add("reduce_min", x), (1, 0))
+    return b.program()
+
+
+def one_row_dim(cols=37):
+    """Reduced, with no dim before the columns."""
+    b = Build((cols,), is_reduced=True)
+    x = b.load("x")
+    b.store("out", b.add("sub", x, b.add("div", b.add("reduce_sum", x), b.add("size", dim=0))))
+    return b.program()
