@@ -22,9 +22,9 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from fusion_advisor.library.expressions import Unsupported
-from fusion_advisor.library.heading import heading
+from fusion_advisor.library.heading import heading, tuning_note, tuning_of
 from fusion_advisor.library.program import Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, schedule
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 from fusion_advisor.library.triton_ops import TritonWriter, identity
 from fusion_advisor.library.triton_shape import Shape, choose_shape
@@ -61,7 +61,7 @@ class TritonBackend:
             writer.helpers.add("exp")
             exp = "exp"
         source = environment().get_template(f"triton/{template}.py.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=_tuning_note(tuning)),
+            heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
             helpers=sorted(writer.helpers, key=lambda name: (name != "exp", name)),
             entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp, bits=64 if writer.is_float64 else 32, **context,
         )  # fmt: skip
@@ -105,7 +105,7 @@ class TritonKernel:
         if plan.is_empty:
             return lambda *_tensors: None
         is_looped = "for start in range(" in self._rendered.source
-        shape = choose_shape(plan, tuning or _tuning_of(self._rendered.source), is_looped=is_looped)
+        shape = choose_shape(plan, tuning or tuning_of(self._rendered.source), is_looped=is_looped)
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not _has_cuda():
             return _interpreted(self._kernel, plan, shape)
@@ -166,7 +166,7 @@ def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
     from triton.compiler import ASTSource
 
     plan = schedule(program, flatten_rows=False)
-    shape = choose_shape(plan, _tuning_of(rendered.source), is_looped="for start in range(" in rendered.source)
+    shape = choose_shape(plan, tuning_of(rendered.source), is_looped="for start in range(" in rendered.source)
     scalars = [value for _, value in plan.arguments]
     types = [_POINTER_TYPES[o.dtype] for o in plan.program.operands]
     types += ["constexpr" if v == 1 else "i32" if -(2**31) <= v < 2**31 else "i64" for v in scalars]
@@ -219,7 +219,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
         after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n)]
         loop += [_store(plan, writer, position) for position in step.stores]
         columns = ["col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)", "col_mask = col < cols", "mask = row_mask & col_mask"]
-        steps.append({"accumulators": accumulators, "loop": _kept(columns, loop) + loop, "after": after})
+        steps.append({"accumulators": accumulators, "loop": kept(columns, loop) + loop, "after": after})
     rows = [p for p in range(len(plan.program.stores)) if not plan.stores_col(p)]
     stores = [_store(plan, writer, position) for position in rows]
     first = [" = ".join(writer.statement(n)) for n in before if writer.is_named(n)]
@@ -239,13 +239,13 @@ def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
-        return _kept([run, "mask = index < size"], body)
+        return kept([run, "mask = index < size"], body)
     columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)"] if has_columns else []
     masks = ["row_mask = row < rows", *(["col_mask = col < cols", "mask = row_mask & col_mask"] if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]
-        outer = _split("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
-        return _kept([*lines, *outer, *columns, *masks], body)
+        outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
+        return kept([*lines, *outer, *columns, *masks], body)
     lines = [
         "tile = tl.program_id(0)",
         "col_tiles = tl.cdiv(cols, BLOCK_COLS)",
@@ -254,29 +254,10 @@ def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list
     ]
     if len(plan.indices) == 2:
         lines.append("row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
-        return _kept([*lines, *masks], body)
+        return kept([*lines, *masks], body)
     lines.append("row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
-    outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *_split("outer", plan.indices[:-2], plan.sizes[:-2])]
-    return _kept([*lines, *outer, *masks], body)
-
-
-def _split(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
-    """Statements that take a flattened index apart, innermost dim first."""
-    lines = []
-    for index, size in zip(reversed(indices[1:]), reversed(sizes[1:]), strict=True):
-        lines.append(f"{index} = {flat} % {size}")
-        flat = f"{flat} // {size}"
-    return [*lines, f"{indices[0]} = {flat}"]
-
-
-def _kept(definitions: list[str], body: list[str]) -> list[str]:
-    """Those of ``name = …`` lines that the body needs, directly or through one another."""
-    kept: list[str] = []
-    for line in reversed(definitions):
-        name = re.escape(line.split(" = ", 1)[0])
-        if any(re.search(rf"\b{name}\b", user) for user in (*kept, *body)):
-            kept.insert(0, line)
-    return kept
+    outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *split_index("outer", plan.indices[:-2], plan.sizes[:-2])]
+    return kept([*lines, *outer, *masks], body)
 
 
 def _signature(plan: Schedule) -> list[str]:
@@ -287,18 +268,6 @@ def _signature(plan: Schedule) -> list[str]:
         lines += textwrap.wrap(", ".join(name for name, _ in plan.arguments), 110)
     lines.append(", ".join(f"{name}: tl.constexpr" for name in names))
     return [line.removesuffix(",") for line in lines]
-
-
-def _tuning_note(tuning: Tuning) -> tuple[str, ...]:
-    given = [f"{name}={getattr(tuning, name)}" for name in ("block_cols", "block_rows", "num_warps") if getattr(tuning, name)]
-    return (f"Tuning: {' '.join(given)}",) if given else ()
-
-
-def _tuning_of(source: str) -> Tuning:
-    """The tuning that the head comment names: a kernel file is complete by itself."""
-    line = re.search(r"^# Tuning: (.+)$", source, re.MULTILINE)
-    given = {name: int(value) for name, _, value in (item.partition("=") for item in line[1].split())} if line else {}
-    return Tuning(**given)
 
 
 def _interpreted(kernel: Any, plan: Schedule, shape: Shape) -> Launcher:

@@ -156,14 +156,18 @@ class Writer:
         if self._is_folded(number, value, text):
             self._texts[number] = text
             return
-        base = self._nouns[number]
+        name = self.fresh(self._nouns[number])
+        self._texts[number] = Text(name)
+        self._code[number] = text.code
+
+    def fresh(self, base: str) -> str:
+        """A local name that nothing else has."""
         name, count = base, 1
         while name in self._taken:
             count += 1
             name = f"{base}_{count}"
         self._taken.add(name)
-        self._texts[number] = Text(name)
-        self._code[number] = text.code
+        return name
 
     def _is_folded(self, number: int, value: Value, text: Text) -> bool:
         if value.op in ("index", "size") or (value.op == "const" and not value.constant_name):

@@ -10,7 +10,7 @@ import textwrap
 
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.schedule import Schedule
-from fusion_advisor.library.source import Header
+from fusion_advisor.library.source import Header, Tuning
 
 
 def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str, ...] = ()) -> list[str]:
@@ -50,3 +50,16 @@ def moved_sentence(plan: Schedule) -> str:
         unit = units[has_col, has_row or plan.kind == "flat"] if has_col else units[has_col, has_row]
         parts.append(f"{operand.name} {ITEM_BYTES[operand.dtype]} B{unit}")
     return ", ".join(parts)
+
+
+def tuning_note(tuning: Tuning) -> tuple[str, ...]:
+    """The head comment's line about launch parameters that were asked for."""
+    given = [f"{name}={getattr(tuning, name)}" for name in ("block_cols", "block_rows", "num_warps") if getattr(tuning, name)]
+    return (f"Tuning: {' '.join(given)}",) if given else ()
+
+
+def tuning_of(source: str) -> Tuning:
+    """The tuning that a head comment names: a kernel file is complete by itself."""
+    line = re.search(r"^(?:#|//) Tuning: (.+)$", source, re.MULTILINE)
+    given = {name: int(value) for name, _, value in (item.partition("=") for item in line[1].split())} if line else {}
+    return Tuning(**given)

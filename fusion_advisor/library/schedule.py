@@ -9,6 +9,7 @@ Program that was not rendered, but shares the key, gets the same arguments in th
 from __future__ import annotations
 
 import keyword
+import re
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -227,6 +228,25 @@ def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
         value = plan.program.values[number]
         waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
     return sorted(found)
+
+
+def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
+    """Statements ``i1 = row % size1`` that take a flattened index apart, innermost dim first."""
+    lines = []
+    for index, size in zip(reversed(indices[1:]), reversed(sizes[1:]), strict=True):
+        lines.append(f"{index} = {flat} % {size}")
+        flat = f"{flat} // {size}"
+    return [*lines, f"{indices[0]} = {flat}"]
+
+
+def kept(definitions: list[str], body: list[str]) -> list[str]:
+    """Those of ``name = …`` lines that the body needs, directly or through one another."""
+    found: list[str] = []
+    for line in reversed(definitions):
+        name = re.escape(line.split(" = ", 1)[0].split()[-1])
+        if any(re.search(rf"\b{name}\b", user) for user in (*found, *body)):
+            found.insert(0, line)
+    return found
 
 
 class _Names:
