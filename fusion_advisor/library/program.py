@@ -115,16 +115,21 @@ class Program:
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
-    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments.
+    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load with the strides of an
+    earlier load of the same operand is marked ``=``: the two share their stride arguments.
     """
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def strides(values: tuple[int, ...]) -> str:
         return "".join(str(s) if s in (0, 1) else "s" for s in values)
 
     parts = [f"{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
-    for v in program.values:
-        where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}?{v.guard}" if v.op == "load" else ""
+    for number, v in enumerate(program.values):
+        where = ""
+        if v.op == "load":
+            same = first.setdefault((v.operand, v.strides), number)
+            where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}{f'={same}' if same != number else ''}?{v.guard}"
         parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     parts += [f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}" for s in program.stores]
     return ";".join(parts)

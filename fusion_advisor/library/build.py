@@ -1,0 +1,29 @@
+"""Backends by name; each is imported when it is asked for, so that a machine without CUDA never loads what it cannot use."""
+
+from __future__ import annotations
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.library.source import Backend
+
+BACKENDS = ("triton", "cuda", "cpp")
+
+
+def backend(name: str) -> Backend:
+    """Return the backend ``triton``, ``cuda`` or ``cpp``.
+
+    Raises:
+        UsageError: there is no backend of that name.
+    """
+    if name == "triton":
+        from fusion_advisor.library.backend_triton import TritonBackend
+
+        return TritonBackend()
+    if name == "cuda":
+        from fusion_advisor.library.backend_cuda import CudaBackend
+
+        return CudaBackend()
+    if name == "cpp":
+        from fusion_advisor.library.backend_cpp import CppBackend
+
+        return CppBackend()
+    raise UsageError(detail=f"there is no backend `{name}`", help=f"one of: {', '.join(BACKENDS)}")

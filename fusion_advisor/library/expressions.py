@@ -1,0 +1,228 @@
+"""SSA values as the lines a person would write: what is used once and short is folded into its user, the rest gets a name.
+
+The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass of
+:class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order of the IR, and an operand
+of equal precedence on the right keeps its parentheses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_advisor.library.program import REDUCTIONS, Value
+from fusion_advisor.library.schedule import Access, Schedule
+
+ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
+"""How tightly an expression holds together. Comparisons and logic are LOOSE: Python and C disagree about them."""
+
+_MAX_FOLDED = 44
+"""Longest expression that is folded into another one."""
+
+INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+LOGIC = {"and": "&", "or": "|", "xor": "^"}
+_NOUNS = {"mul": "product", "add": "total", "sub": "difference", "div": "quotient", "where": "chosen", "neg": "negated", "cast": "cast"}
+
+
+class Unsupported(Exception):
+    """An op, dtype or address that the language cannot express; becomes a KernelBuildFailed with the kernel's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An expression and how tightly it holds together."""
+
+    code: str
+    rank: int = ATOM
+
+    def at(self, rank: int) -> str:
+        """The code, in parentheses where an operator of ``rank`` would tear it apart."""
+        return self.code if self.rank >= rank else f"({self.code})"
+
+
+class Writer:
+    """Prints the values of one Program in one language.
+
+    Subclasses provide ``literal``, ``load``, ``reduction`` and ``call``.
+
+    Attributes:
+        helpers: names of the helper functions that the text calls; the template prints those.
+    """
+
+    def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
+        self.plan = plan
+        self.fast_math = fast_math
+        self.helpers: set[str] = set()
+        self._taken = set(plan.taken) | self.helper_names
+        self._texts: dict[int, Text] = {}
+        self._code: dict[int, str] = {}
+        self._users = self._count_users()
+        self._nouns = self._name_all()
+        for number in range(len(plan.program.values)):
+            self._write(number)
+
+    helper_names: frozenset[str] = frozenset()
+
+    # What a language provides.
+
+    def literal(self, value: Value) -> str:
+        """A constant."""
+        raise NotImplementedError
+
+    def load(self, number: int, value: Value, access: Access) -> str:
+        """The expression that reads an element, converted to the value's dtype."""
+        raise NotImplementedError
+
+    def reduction(self, number: int, value: Value) -> str:
+        """The expression of a reduced value; empty where the skeleton accumulates it."""
+        raise NotImplementedError
+
+    def call(self, value: Value, args: list[Text]) -> Text:
+        """Every op that :meth:`_expression` does not know."""
+        raise NotImplementedError
+
+    # What skeletons use.
+
+    def text(self, number: int) -> Text:
+        """A value's name, or the expression that it was folded into."""
+        return self._texts[number]
+
+    def is_named(self, number: int) -> bool:
+        """Whether the value has a statement of its own."""
+        return number in self._code
+
+    def statement(self, number: int) -> tuple[str, str]:
+        """Name and expression of a named value."""
+        return self._texts[number].code, self._code[number]
+
+    def operand_address(self, access: Access, *, col: str = "") -> str:
+        """``x_ptr + row * x_stride0 + col``, leaving out what is zero.
+
+        Args:
+            access: the load or store.
+            col: what stands for the last dim's variable; its own name by default.
+        """
+        indices = [*self.plan.indices[:-1], col or self.plan.indices[-1]]
+        terms = [access.pointer]
+        for index, stride in zip(indices, access.strides, strict=True):
+            if stride != "0":
+                terms.append(index if stride == "1" else f"{index} * {stride}")
+        if access.offset:
+            terms.append(access.offset)
+        return " + ".join(terms)
+
+    # Naming and folding.
+
+    def _count_users(self) -> list[list[int]]:
+        users: list[list[int]] = [[] for _ in self.plan.program.values]
+        for number, value in enumerate(self.plan.program.values):
+            for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
+                users[arg].append(number)
+        return users
+
+    def _name_all(self) -> list[str]:
+        program = self.plan.program
+        nouns: list[str] = []
+        for number, value in enumerate(program.values):
+            args = [nouns[a] for a in value.args]
+            if value.op == "load":
+                noun = program.operands[value.operand].name
+            elif value.constant_name:
+                noun = value.constant_name
+            elif value.op in REDUCTIONS:
+                noun = f"{args[0]}_{value.op.removeprefix('reduce_')}"
+            elif value.op == "div" and args[0].endswith("_sum") and program.values[value.args[1]].op in ("size", "const"):
+                noun = args[0].removesuffix("_sum") + "_mean"
+            elif value.op == "mul" and value.args[0] == value.args[1]:
+                noun = f"{args[0]}_squared"
+            elif value.op == "sub" and args[1] in (f"{args[0]}_mean", f"{args[0]}_max"):
+                noun = f"{args[0]}_centered" if args[1].endswith("_mean") else f"{args[0]}_shifted"
+            elif value.op in _NOUNS:
+                noun = args[0] if value.op == "cast" else _NOUNS[value.op]
+            elif value.op in COMPARE or value.op in LOGIC or value.op in ("not", "isnan"):
+                noun = "is_" + value.op
+            else:
+                noun = f"{value.op}_{args[0]}" if args and value.op not in args[0] else f"{value.op}_value"
+            nouns.append(noun if len(noun) <= 32 else f"{value.op}_value")
+        for store in program.stores:
+            is_only_store = sum(s.value == store.value for s in program.stores) == 1
+            if is_only_store and program.values[store.value].op != "load":
+                nouns[store.value] = program.operands[store.operand].name
+        return nouns
+
+    def _write(self, number: int) -> None:
+        value = self.plan.program.values[number]
+        text = self._expression(number, value)
+        if self._is_folded(number, value, text):
+            self._texts[number] = text
+            return
+        name = self.fresh(self._nouns[number])
+        self._texts[number] = Text(name)
+        self._code[number] = text.code
+
+    def fresh(self, base: str) -> str:
+        """A local name that nothing else has."""
+        name, count = base, 1
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add(name)
+        return name
+
+    def _is_folded(self, number: int, value: Value, text: Text) -> bool:
+        if value.op in ("index", "size") or (value.op == "const" and not value.constant_name):
+            return True
+        if value.op == "cast" and text == self._texts[value.args[0]]:
+            return True  # a cast to the dtype that it has
+        if value.op in REDUCTIONS or value.op in ("load", "const"):
+            return False
+        if len(self._users[number]) != 1 or any(s.value == number for s in self.plan.program.stores):
+            return False
+        user = self._users[number][0]
+        is_accumulated = self.plan.program.values[user].op in REDUCTIONS
+        same_place = self._place(number) == self._place(user)
+        return len(text.code) <= _MAX_FOLDED and (same_place or is_accumulated)
+
+    def _place(self, number: int) -> tuple[bool, bool]:
+        return self.plan.has_row(number), self.plan.has_col(number)
+
+    def _expression(self, number: int, value: Value) -> Text:
+        if value.op == "const":
+            code = self.literal(value)
+            return Text(code, UNARY if code.startswith("-") else ATOM)
+        if value.op == "load":
+            return Text(self.load(number, value, self.plan.loads[number]))
+        if value.op in REDUCTIONS:
+            if value.dtype == "bool":
+                raise Unsupported(f"{value.op} of bool")
+            return Text(self.reduction(number, value))
+        if value.op == "index":
+            return self.index(number, value)
+        args = [self._texts[a] for a in value.args]
+        if value.op in COMPARE:
+            return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
+        if value.op in LOGIC:
+            return Text(f"{args[0].at(ATOM)} {LOGIC[value.op]} {args[1].at(ATOM)}", LOOSE)
+        if value.op == "neg":
+            return Text(f"-{args[0].at(ATOM)}", UNARY)
+        own = self.call(value, args)
+        if own.code:
+            return own
+        if value.op not in INFIX:
+            raise Unsupported(f"op {value.op} of {value.dtype}")
+        sign, rank = INFIX[value.op]
+        return Text(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
+
+    def index(self, number: int, value: Value) -> Text:
+        """The loop variable of a dim, as a 64-bit integer unless it is only compared."""
+        name = self.plan.indices[value.dim]
+        values = self.plan.program.values
+        plain = ("const", "index", "size")
+        users = [values[u] for u in self._users[number]]
+        if users and all(u.op in COMPARE and all(values[a].op in plain for a in u.args) for u in users):
+            return Text(name)
+        return Text(self.widen(name))
+
+    def widen(self, name: str) -> str:
+        """An index as int64."""
+        raise NotImplementedError

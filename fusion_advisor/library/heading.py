@@ -1,0 +1,65 @@
+"""The comment at the top of a rendered kernel: what it fuses, what it moves, where it comes from.
+
+Text from a manifest ends up in a source file here, so it is reduced to printable ASCII on one line: a comment cannot be left.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from fusion_advisor.library.program import ITEM_BYTES
+from fusion_advisor.library.schedule import Schedule
+from fusion_advisor.library.source import Header, Tuning
+
+
+def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str, ...] = ()) -> list[str]:
+    """Return the lines of the head comment, without comment marks.
+
+    Args:
+        plan: the schedule, for the bytes.
+        header: title, summary, origin and source.
+        fast_math: whether approximations are allowed.
+        notes: what the backend has to add, one sentence each.
+    """
+    maths = "float64" if any(v.dtype == "float64" for v in plan.program.values) else "float32"
+    accuracy = "with approximate division, square root and tanh (fast math)" if fast_math else "rounded once, at the store"
+    lines = [f"{header.title}: {header.summary}", "", f"Moves each operand once: {moved_sentence(plan)}."]
+    lines += [f"Maths in {maths}, {accuracy}.", *notes, f"Origin: {header.origin}."]
+    if header.source:
+        lines.append(f"Source: {header.source}")
+    wrapped: list[str] = []
+    for line in lines:
+        clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
+        wrapped += textwrap.wrap(clean, 110, break_long_words=False, break_on_hyphens=False) or [""]
+    return wrapped
+
+
+def moved_sentence(plan: Schedule) -> str:
+    """Say what moving each operand once costs: ``x 2 B/element, weight 2 B/column``."""
+    reach: dict[int, set[int]] = {position: set() for position in range(len(plan.program.operands))}
+    for value in plan.program.values:
+        if value.op == "load":
+            reach[value.operand] |= {d for d, stride in enumerate(value.strides) if stride}
+    for store in plan.program.stores:
+        reach[store.operand] |= {d for d, stride in enumerate(store.strides) if stride}
+    units = {(True, True): "/element", (True, False): "/column", (False, True): "/row", (False, False): " in all"}
+    parts = []
+    for position, operand in enumerate(plan.program.operands):
+        has_col, has_row = plan.col_dim in reach[position], bool(reach[position] - {plan.col_dim})
+        unit = units[has_col, has_row or plan.kind == "flat"] if has_col else units[has_col, has_row]
+        parts.append(f"{operand.name} {ITEM_BYTES[operand.dtype]} B{unit}")
+    return ", ".join(parts)
+
+
+def tuning_note(tuning: Tuning) -> tuple[str, ...]:
+    """The head comment's line about launch parameters that were asked for."""
+    given = [f"{name}={getattr(tuning, name)}" for name in ("block_cols", "block_rows", "num_warps") if getattr(tuning, name)]
+    return (f"Tuning: {' '.join(given)}",) if given else ()
+
+
+def tuning_of(source: str) -> Tuning:
+    """The tuning that a head comment names: a kernel file is complete by itself."""
+    line = re.search(r"^(?:#|//) Tuning: (.+)$", source, re.MULTILINE)
+    given = {name: int(value) for name, _, value in (item.partition("=") for item in line[1].split())} if line else {}
+    return Tuning(**given)

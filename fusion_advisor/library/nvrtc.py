@@ -1,0 +1,87 @@
+"""Compiling CUDA C++ to machine code: NVRTC through cuda-core in this process, or nvcc in another one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.library.source import KernelBuildFailed, Rendered
+
+
+def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:
+    """Compile for torch's current device and return cuda-core's kernel.
+
+    Raises:
+        KernelBuildFailed: the compiler's first error, or what is missing.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise KernelBuildFailed(kernel=rendered.entry, target="cuda", cause="this machine has no CUDA device")
+    try:
+        from cuda.core import Device
+    except ImportError as error:
+        cause = f"cuda-core is not installed ({error}); pip install 'fusion-advisor[cuda]'"
+        raise KernelBuildFailed(kernel=rendered.entry, target="cuda", cause=cause) from error
+    torch.cuda.current_stream()  # makes the primary context that both sides share
+    device = Device(torch.cuda.current_device())
+    device.set_current()
+    major, minor = torch.cuda.get_device_capability()
+    return _nvrtc(rendered, f"sm_{major}{minor}", macros).get_kernel(rendered.entry)
+
+
+def compile_cubin(rendered: Rendered, target: str, macros: dict[str, int], *, compiler: str = "") -> bytes:
+    """Compile for a named architecture; no device is needed.
+
+    Raises:
+        KernelBuildFailed: the compiler's first error, or that there is no compiler.
+    """
+    if compiler in ("", "nvrtc"):
+        try:
+            import cuda.core  # noqa: F401
+        except ImportError:
+            if compiler:
+                raise KernelBuildFailed(kernel=rendered.entry, target=target, cause="cuda-core is not installed") from None
+        else:
+            return bytes(_nvrtc(rendered, target, macros).code)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise KernelBuildFailed(kernel=rendered.entry, target=target, cause="neither cuda-core nor nvcc was found")
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / f"{rendered.entry}.cu", Path(folder) / "kernel.cubin"
+        source.write_text(rendered.source, encoding="utf-8")
+        options = [f"-D{name}={value}" for name, value in macros.items()]
+        command = [str(nvcc), "-cubin", f"-arch={target}", "-std=c++17", *options, "-o", str(cubin), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise KernelBuildFailed(kernel=rendered.entry, target=target, cause=first_error(done.stderr))
+        return cubin.read_bytes()
+
+
+def find_nvcc() -> Path | None:
+    """The CUDA compiler: in CUDA_HOME, on PATH, or where the toolkit installs itself."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    candidates = [Path(home) / "bin/nvcc" if home else None, Path(on_path) if on_path else None, Path("/usr/local/cuda/bin/nvcc")]
+    return next((path for path in candidates if path is not None and path.is_file()), None)
+
+
+def first_error(log: str) -> str:
+    """The first error of a compiler's log, short."""
+    found = re.search(r"error\s*:\s*(.+)", log)
+    return found[1].strip()[:200] if found else (log.strip().splitlines() or ["no message"])[-1][:200]
+
+
+def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=target, std="c++17", define_macro=[(name, str(value)) for name, value in macros.items()] or None)
+    try:
+        return Program(rendered.source, code_type="c++", options=options).compile("cubin")
+    except Exception as error:  # noqa: BLE001 - cuda-core's error classes differ between releases
+        raise KernelBuildFailed(kernel=rendered.entry, target=target, cause=first_error(str(error))) from error

@@ -1,0 +1,314 @@
+"""How a Program becomes a kernel's signature and order of work; what the GPU backends share before any text is written.
+
+The dims are read as rows × columns: the last dim is the columns, the ones before it are the rows (a Program of one dim has columns
+only, called ``index`` and ``size``). Everything here follows from what :func:`~fusion_advisor.library.program.layout_key` sees, so a
+Program that was not rendered, but shares the key, gets the same arguments in the same order. That is why strides are looked at as
+"0, 1 or other" and never by value, and a dim of size 1 counts as varying when its stride says so.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import dataclass, replace
+from math import prod
+
+from fusion_advisor.library.program import REDUCTIONS, Operand, Program
+
+MAX_RESIDENT_COLS = 16384
+"""Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
+
+_INT32_SAFE = 2**31 - 2**24
+"""Below this an index fits in 32 bits; the margin is for the part of the last tile that lies past the end."""
+
+_C_KEYWORDS = frozenset(
+    "auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long "
+    "namespace new operator private public register return short signed sizeof static struct switch template this typedef union "
+    "unsigned using void volatile while".split()
+)
+_STRUCTURE = frozenset(
+    "row col rows cols index size outer tile tl triton lane lanes first mask row_mask col_mask col_tiles row_tiles start".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The address of one load or store: names of kernel arguments, or the digits 0 and 1."""
+
+    operand: Operand
+    pointer: str
+    strides: tuple[str, ...]
+    """One per dim: ``0``, ``1`` or the name of an argument."""
+    offset: str
+    """Name of an argument; empty when there is no offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A Program with names for everything that its kernel's signature holds.
+
+    Attributes:
+        program: the Program, with a dim added where it had none (or, when reduced, no row dim).
+        kind: ``flat`` (one dim), ``tiled`` (pointwise, two dims or more) or ``rows`` (the last dim is reduced).
+        pointers: argument names, one per operand.
+        indices: loop variables, one per dim.
+        sizes: names of the extents, one per dim.
+        arguments: every integer argument with its value for this Program, in the order of the signature.
+        varies: for each value the dims it varies over, as the layout key tells them.
+    """
+
+    program: Program
+    kind: str
+    pointers: tuple[str, ...]
+    indices: tuple[str, ...]
+    sizes: tuple[str, ...]
+    loads: dict[int, Access]
+    stores: tuple[Access, ...]
+    arguments: tuple[tuple[str, int], ...]
+    varies: tuple[frozenset[int], ...]
+    taken: frozenset[str]
+
+    @property
+    def col_dim(self) -> int:
+        """Number of the last dim."""
+        return len(self.program.dims) - 1
+
+    def has_col(self, number: int) -> bool:
+        """Whether a value differs between columns."""
+        return self.col_dim in self.varies[number]
+
+    def has_row(self, number: int) -> bool:
+        """Whether a value differs between rows."""
+        return bool(self.varies[number] - {self.col_dim})
+
+    def stores_col(self, position: int) -> bool:
+        """Whether a store writes per column; where the row has one column its stride may be 0."""
+        store = self.program.stores[position]
+        return store.strides[-1] != 0 or self.has_col(store.value)
+
+    @property
+    def row_count(self) -> int:
+        """Product of the dims before the last."""
+        return prod(self.program.dims[:-1])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write; a sum over no columns is still written, once per row."""
+        if self.row_count == 0:
+            return True
+        stores_per_row = self.kind == "rows" and not all(self.stores_col(n) for n in range(len(self.stores)))
+        return self.program.dims[-1] == 0 and not stores_per_row
+
+    @property
+    def needs_int64(self) -> bool:
+        """Whether an index or an address may pass 32 bits."""
+        program = self.program
+        extents = [prod(program.dims)]
+        places = [(v.strides, v.offset) for v in program.values if v.op == "load"]
+        places += [(s.strides, s.offset) for s in program.stores]
+        for strides, offset in places:
+            reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, strides, strict=True))
+            extents.append(abs(offset) + reach)
+        return max(extents) >= _INT32_SAFE
+
+
+def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
+    """Name the arguments of a Program's kernel.
+
+    Args:
+        program: what to compute.
+        flatten_rows: whether a pointwise kernel walks all rows with one index (CUDA) or keeps the last row dim apart as the
+            tile's second side (Triton). Reduced Programs always have one row index.
+    """
+    program = _with_rows(program)
+    dims = len(program.dims)
+    kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
+    operand_names = [o.name if not keyword.iskeyword(o.name) and o.name not in _C_KEYWORDS else f"{o.name}_" for o in program.operands]
+    names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
+    one_row = flatten_rows or kind == "rows"
+    if kind == "flat":
+        indices, sizes = ("index",), ("size",)
+    elif dims == 2:
+        indices, sizes = ("row", "col"), ("rows", "cols")
+    elif one_row:
+        indices = (*(f"i{d}" for d in range(dims - 1)), "col")
+        sizes = (*(f"size{d}" for d in range(dims - 1)), "cols")
+    else:
+        indices = (*(f"i{d}" for d in range(dims - 2)), "row", "col")
+        sizes = (*(f"size{d}" for d in range(dims - 2)), "rows", "cols")
+    for name in (*indices, *sizes):
+        names.take(name, exact=True)
+
+    arguments: list[tuple[str, int]] = []
+    used_sizes = {v.dim for v in program.values if v.op == "size"}
+    if one_row and dims > 2:
+        arguments.append(("rows", prod(program.dims[:-1])))
+    for d, size in enumerate(program.dims):
+        is_outermost = d == 0 and dims > 2
+        if not is_outermost or d in used_sizes:
+            arguments.append((sizes[d], size))
+
+    pointers = tuple(names.take(f"{name}_ptr", exact=True) for name in operand_names)
+    loads: dict[int, Access] = {}
+    shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
+    stores: list[Access] = []
+    for number, value in enumerate(program.values):
+        if value.op != "load":
+            continue
+        base = operand_names[value.operand]
+        key = (value.operand, value.strides)
+        if key not in shared:
+            shared[key] = _stride_names(names, base, value.strides, arguments)
+        offset = _offset_name(names, base, value.offset, arguments)
+        operand = program.operands[value.operand]
+        loads[number] = Access(operand=operand, pointer=pointers[value.operand], strides=shared[key], offset=offset)
+    for store in program.stores:
+        base = operand_names[store.operand]
+        strides = _stride_names(names, base, store.strides, arguments)
+        offset = _offset_name(names, base, store.offset, arguments)
+        operand = program.operands[store.operand]
+        stores.append(Access(operand=operand, pointer=pointers[store.operand], strides=strides, offset=offset))
+    return Schedule(
+        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, stores=tuple(stores),
+        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One walk over the columns, in kernels that walk them more than once."""
+
+    values: tuple[int, ...]
+    """Column-varying values that the pass computes, in order."""
+    reductions: tuple[int, ...]
+    """What it accumulates."""
+    stores: tuple[int, ...]
+    """Positions in ``program.stores`` of what it writes."""
+    after: tuple[int, ...]
+    """Row values that are known once it has run, the reductions left out."""
+
+
+def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+    """Split a reduced Program into walks over the columns.
+
+    A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
+
+    Returns:
+        the row values that are known before the first pass, and the passes.
+    """
+    program = plan.program
+    levels: list[int] = []
+    for value in program.values:
+        args = (*value.args, *(() if value.guard is None else (value.guard,)))
+        levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
+    row_values: dict[int, list[int]] = {}
+    for number, value in enumerate(program.values):
+        if not plan.has_col(number) and value.op not in REDUCTIONS:
+            row_values.setdefault(levels[number], []).append(number)
+    passes = []
+    for level in range(max(levels, default=0) + 1):
+        reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
+        stores = [n for n, s in enumerate(program.stores) if levels[s.value] == level and plan.stores_col(n)]
+        targets = [a for r in reductions for a in program.values[r].args] + [program.stores[n].value for n in stores]
+        if reductions or stores:
+            after = tuple(row_values.get(level + 1, ()))
+            values = tuple(_needed_in_columns(plan, targets))
+            passes.append(Pass(values=values, reductions=tuple(reductions), stores=tuple(stores), after=after))
+    return tuple(row_values.get(0, ())), tuple(passes)
+
+
+def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
+    found: set[int] = set()
+    waiting = list(targets)
+    while waiting:
+        number = waiting.pop()
+        if number in found or not plan.has_col(number):
+            continue
+        found.add(number)
+        value = plan.program.values[number]
+        waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
+    return sorted(found)
+
+
+def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
+    """Statements ``i1 = row % size1`` that take a flattened index apart, innermost dim first."""
+    lines = []
+    for index, size in zip(reversed(indices[1:]), reversed(sizes[1:]), strict=True):
+        lines.append(f"{index} = {flat} % {size}")
+        flat = f"{flat} // {size}"
+    return [*lines, f"{indices[0]} = {flat}"]
+
+
+def kept(definitions: list[str], body: list[str]) -> list[str]:
+    """Those of ``name = …`` lines that the body needs, directly or through one another."""
+    found: list[str] = []
+    for line in reversed(definitions):
+        name = re.escape(line.split(" = ", 1)[0].split()[-1])
+        if any(re.search(rf"\b{name}\b", user) for user in (*found, *body)):
+            found.insert(0, line)
+    return found
+
+
+class _Names:
+    """Hands out identifiers, each once."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self.taken = taken
+
+    def take(self, name: str, *, exact: bool = False) -> str:
+        candidate, count = name, 1
+        while candidate in self.taken and not exact:
+            count += 1
+            candidate = f"{name}_{count}"
+        self.taken.add(candidate)
+        return candidate
+
+
+def _stride_names(names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]]) -> tuple[str, ...]:
+    found: list[str] = []
+    for d, stride in enumerate(strides):
+        if stride in (0, 1):
+            found.append(str(stride))
+        else:
+            found.append(names.take(f"{base}_stride{d}"))
+            arguments.append((found[-1], stride))
+    return tuple(found)
+
+
+def _offset_name(names: _Names, base: str, offset: int, arguments: list[tuple[str, int]]) -> str:
+    if not offset:
+        return ""
+    name = names.take(f"{base}_offset")
+    arguments.append((name, offset))
+    return name
+
+
+def _with_rows(program: Program) -> Program:
+    """Give a Program of no dims one of size 1, and a reduced Program of one dim a row dim of size 1."""
+    missing = (2 if program.is_reduced else 1) - len(program.dims)
+    if missing <= 0:
+        return program
+    values = tuple(
+        replace(v, strides=(0,) * missing + v.strides) if v.op == "load"
+        else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
+        for v in program.values
+    )  # fmt: skip
+    stores = tuple(replace(s, strides=(0,) * missing + s.strides) for s in program.stores)
+    return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
+
+
+def _varies(program: Program) -> tuple[frozenset[int], ...]:
+    last = len(program.dims) - 1
+    found: list[frozenset[int]] = []
+    for value in program.values:
+        dims: set[int] = set()
+        for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
+            dims |= found[arg]
+        if value.op == "load":
+            dims |= {d for d, stride in enumerate(value.strides) if stride != 0}
+        elif value.op == "index":
+            dims.add(value.dim)
+        elif value.op in REDUCTIONS:
+            dims.discard(last)
+        found.append(frozenset(dims))
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""How the ops of the kernel IR are written in Triton.
+
+Only ``tl`` functions that the interpreter has too: no libdevice, so every kernel can be run and checked without a GPU. Where ``tl`` lacks
+a function or its version is not accurate enough, the template prints a helper (``templates/triton/helpers.py.jinja``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
+from fusion_advisor.library.program import Value
+from fusion_advisor.library.schedule import Access, Schedule
+
+_PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
+          "floor": "tl.floor", "ceil": "tl.ceil"}  # fmt: skip
+_HELPERS = {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign"}
+_IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
+             "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
+             "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
+_HALF = ("float16", "bfloat16")
+
+
+def identity(value: Value) -> str:
+    """The literal that leaves a reduction unchanged."""
+    return _IDENTITY[value.op]["int" if value.dtype == "int64" else "float"]
+
+
+class TritonWriter(Writer):
+    """Prints values as Triton.
+
+    Args:
+        plan: the schedule.
+        fast_math: allow approximate division, square root and tanh.
+        is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
+    """
+
+    helper_names = frozenset(_HELPERS | {"exp", "maximum", "minimum"})
+
+    def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
+        self.is_looped = is_looped
+        self.zero_past_end: set[int] = set()
+        """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
+        outputs = [o for o in plan.program.operands if o.is_output]
+        self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
+        self.is_half = all(o.dtype in _HALF for o in outputs)
+        super().__init__(plan, fast_math=fast_math)
+
+    def literal(self, value: Value) -> str:
+        constant = value.constant
+        if value.dtype == "bool":
+            return "True" if constant else "False"
+        if value.dtype == "int64":
+            return str(int(constant or 0))
+        number = float(constant or 0.0)
+        if value.constant_name and value.dtype == "float64":
+            return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
+        return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+    def mask(self, varies: frozenset[int]) -> str:
+        """Name of the mask of a tile that varies over these dims; empty when it needs none."""
+        if self.plan.kind == "flat":
+            return "mask" if varies else ""
+        has_col = self.plan.col_dim in varies
+        row_dims = varies - {self.plan.col_dim}
+        if self.plan.kind == "tiled":
+            row_dims &= {self.plan.col_dim - 1}  # outer dims are one number per program, never past the end
+        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[bool(row_dims), has_col]
+
+    def address(self, access: Access, varies: frozenset[int]) -> str:
+        """Pointer expression shaped like the dims in ``varies``; a dim that does not move the address adds ``0 * index``."""
+        code = self.operand_address(access)
+        for d in sorted(varies):
+            in_tile = d >= self.plan.col_dim - (1 if self.plan.kind == "tiled" else 0) or self.plan.kind == "rows"
+            if access.strides[d] == "0" and in_tile:
+                code += f" + 0 * {self.plan.indices[d]}"
+        return code
+
+    def load(self, number: int, value: Value, access: Access) -> str:
+        varies = self.plan.varies[number]
+        masks = [self.mask(varies)] if self.mask(varies) else []
+        if value.guard is not None:
+            masks.append(self.text(value.guard).at(ATOM))
+        if self.plan.col_dim in varies:
+            self.zero_past_end.add(number)
+        dtype = access.operand.dtype
+        other = ""
+        if masks:
+            other = f", mask={' & '.join(masks)}, other={'0.0' if dtype.startswith(('float', 'bfloat')) else '0'}"
+        code = f"tl.load({self.address(access, varies)}{other})"
+        if value.dtype == dtype:
+            return code
+        return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
+
+    def masked(self, number: int, value: Value) -> str:
+        """The argument of a reduction, with lanes past the end set to the reduction's identity."""
+        arg = value.args[0]
+        if value.op == "reduce_sum" and arg in self.zero_past_end:
+            return self.text(arg).code
+        return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.text(arg).code}, {identity(value)})"
+
+    def reduction(self, number: int, value: Value) -> str:
+        if self.is_looped:
+            return ""
+        return self.reduce_tile(value, self.masked(number, value))
+
+    def reduce_tile(self, value: Value, tile: str) -> str:
+        """Reduce a tile over its columns."""
+        if value.op == "reduce_sum":
+            return f"tl.sum({tile}, axis=1, keep_dims=True)"
+        helper = "maximum" if value.op == "reduce_max" else "minimum"
+        self.helpers.add(helper)
+        return f"tl.reduce({tile}, 1, {helper}, keep_dims=True)"
+
+    def widen(self, name: str) -> str:
+        return f"{name}.to(tl.int64)"
+
+    def _write(self, number: int) -> None:
+        super()._write(number)
+        value = self.plan.program.values[number]
+        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign"}
+        if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
+            self.zero_past_end.add(number)
+
+    def call(self, value: Value, args: list[Text]) -> Text:
+        op, code = value.op, [a.code for a in args]
+        is_float32 = value.dtype == "float32"
+        if op == "size":
+            return Text(f"tl.cast({self.plan.sizes[value.dim]}, tl.{value.dtype})")
+        if op == "cast":
+            source = self.plan.program.values[value.args[0]]
+            if source.dtype == value.dtype:
+                return args[0]
+            return Text(f"{args[0].at(SUM)} != 0", LOOSE) if value.dtype == "bool" else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
+        if op == "where":
+            return Text(f"tl.where({', '.join(code)})")
+        if op in ("maximum", "minimum"):
+            return Text(f"tl.{op}({', '.join(code)}, propagate_nan=tl.PropagateNan.ALL)")
+        if op == "not":
+            return Text(f"~{args[0].at(ATOM)}", UNARY)
+        if op == "isnan":
+            return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
+        if op == "div":
+            exact = is_float32 and not self.fast_math
+            return Text(f"tl.div_rn({', '.join(code)})") if exact else Text("")
+        if op == "reciprocal":
+            return Text(f"tl.div_rn(1.0, {code[0]})" if is_float32 and not self.fast_math else f"1.0 / {args[0].at(UNARY)}", UNARY - 1)
+        if op == "sqrt":
+            return Text(f"tl.sqrt_rn({code[0]})" if is_float32 and not self.fast_math else f"tl.sqrt({code[0]})")
+        if op == "exp":
+            if is_float32 and not self.is_half and not self.fast_math:
+                self.helpers.add("exp")
+                return Text(f"exp({code[0]})")
+            return Text(f"tl.exp({code[0]})")
+        if op in _PLAIN:
+            return Text(f"{_PLAIN[op]}({', '.join(code)})")
+        if op in _HELPERS:
+            if value.dtype == "int64" and op not in ("remainder", "sign"):
+                raise Unsupported(f"{op} of int64")
+            self.helpers.add(op)
+            return Text(f"{op}({', '.join(code)})")
+        return Text("")

@@ -1,0 +1,94 @@
+"""Block sizes, warps and grid of a Triton kernel, chosen from a Program's sizes and strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fusion_advisor.library.schedule import Schedule
+from fusion_advisor.library.source import KernelBuildFailed, Tuning
+
+_FLAT_BLOCK = 1024
+"""8 elements a thread at 4 warps: one 16-byte access in half precision, two in float32."""
+_LOOP_BLOCK = 4096
+_MIN_PROGRAMS = 512
+"""Below this many programs a 132-SM device has idle SMs, so rows are not grouped."""
+_MAX_TILE = 2**20
+"""Triton's limit on the elements of one tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A launch: ``constants`` are the constexpr arguments in the order of the signature."""
+
+    constants: dict[str, Any]
+    num_warps: int
+    programs: int
+
+    @property
+    def text(self) -> str:
+        """What the report shows: ``BLOCK_ROWS=1 BLOCK_COLS=4096 num_warps=8``."""
+        blocks = [f"{name}={value}" for name, value in self.constants.items() if name != "INDEX"]
+        return " ".join([*blocks, f"num_warps={self.num_warps}"])
+
+
+def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
+    """Pick block sizes for a Program.
+
+    Raises:
+        KernelBuildFailed: the grid or the tile would pass what CUDA or Triton allow.
+    """
+    import triton.language as tl
+
+    index = tl.int64 if plan.needs_int64 else tl.int32
+    cols = plan.program.dims[-1]
+    if plan.kind == "flat":
+        block = _power(tuning.block_cols or min(_FLAT_BLOCK, max(cols, 32)))
+        programs, tile = -(-cols // block), block
+        constants: dict[str, Any] = {"INDEX": index, "BLOCK_COLS": block}
+    else:
+        choose = _tile if plan.kind == "tiled" else _rows
+        block_rows, block_cols = choose(plan, tuning, is_looped)
+        rows = plan.program.dims[-2] if plan.kind == "tiled" else plan.row_count
+        outer = prod(plan.program.dims[:-2]) if plan.kind == "tiled" else 1
+        col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
+        programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
+        constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+    if programs >= 2**31 or tile > _MAX_TILE:
+        cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
+        raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
+    # 16 elements a thread at most: more of them spill once several operands are live.
+    most = 16 if plan.kind == "rows" else 4
+    num_warps = tuning.num_warps or max(1, min(most, _power(tile // 512)))
+    if plan.kind != "rows" and not tuning.num_warps:
+        num_warps = max(1, min(4, _power(tile // 256)))
+    return Shape(constants=constants, num_warps=num_warps, programs=programs)
+
+
+def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
+    """A tile of about 1024 elements, as wide as the columns allow; square when an operand runs along the rows."""
+    rows, cols = plan.program.dims[-2:]
+    accesses = [*plan.loads.values(), *plan.stores]
+    is_transposed = any(a.strides[-2] == "1" and a.strides[-1] not in ("0", "1") for a in accesses)
+    widest = 32 if is_transposed and rows >= 32 else _FLAT_BLOCK
+    block_cols = _power(tuning.block_cols or min(max(cols, 1), widest))
+    block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), _FLAT_BLOCK // block_cols)))
+    return block_rows, block_cols
+
+
+def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
+    """One whole row, or as many narrow ones as make 1024 elements while enough programs are left for the device."""
+    cols = max(plan.program.dims[-1], 1)
+    if is_looped:
+        return tuning.block_rows or 1, _power(min(tuning.block_cols or _LOOP_BLOCK, cols))
+    block_cols = _power(cols)
+    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols))
+    while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
+        block_rows //= 2
+    return block_rows, block_cols
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,109 @@
+"""An independent evaluator of Programs: torch, float64, as_strided views; the oracle of every backend's tests."""
+
+from __future__ import annotations
+
+import torch
+
+_BINARY = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide, "maximum": torch.maximum, "minimum": torch.minimum,
+    "pow": torch.pow, "remainder": torch.remainder, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
+    "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+}  # fmt: skip
+_WIDE = {"float32": torch.float64, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
+
+
+def evaluate(program, *inputs):
+    """Return the outputs as float64 (int64, bool) tensors of the shape and layout that :func:`allocate` gives them."""
+    dims = program.dims
+    values = []
+    for value in program.values:
+        args = [values[a] for a in value.args]
+        guard = None if value.guard is None else values[value.guard]
+        values.append(_one(program, value, args, guard, inputs))
+    outputs = allocate(program)
+    for store, output in zip(program.stores, outputs, strict=True):
+        wide = torch.float64 if output.is_floating_point() else output.dtype
+        target = output.to(wide)
+        shape = tuple(s if k else 1 for s, k in zip(dims, store.strides, strict=True))
+        source = values[store.value]
+        source = source[tuple(slice(0, 1) if not k else slice(None) for k in store.strides)] if source.dim() else source
+        torch.as_strided(target, shape, store.strides, store.offset).copy_(source)
+        outputs[store.operand - len(inputs)] = target
+    return outputs
+
+
+def allocate(program, is_output=True, fill=0, generator=None):
+    """Flat tensors for the outputs (zeros) or the inputs (normal numbers), as large as every address reaches."""
+    sizes = [0] * len(program.operands)
+    places = [(v.operand, v.strides, v.offset, v.guard) for v in program.values if v.op == "load"]
+    places += [(s.operand, s.strides, s.offset, None) for s in program.stores]
+    unguarded = {operand for operand, _, _, guard in places if guard is None}
+    for operand, strides, offset, guard in places:
+        if guard is not None and operand in unguarded:
+            continue  # a guarded read stays inside what the others read
+        walked = [(s, k) for s, k in zip(program.dims, strides, strict=True) if k]
+        reach = offset + sum((s - 1) * k for s, k in walked) + 1 if all(s for s, _ in walked) else 0
+        sizes[operand] = max(sizes[operand], reach)
+    found = []
+    for operand, size in zip(program.operands, sizes, strict=True):
+        if operand.is_output != is_output:
+            continue
+        dtype = getattr(torch, operand.dtype)
+        if is_output:
+            found.append(torch.zeros(size, dtype=dtype))
+        elif dtype.is_floating_point:
+            found.append(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype))
+        elif dtype == torch.bool:
+            found.append(torch.randint(0, 2, (size,), generator=generator).bool())
+        else:
+            found.append(torch.randint(-9, 10, (size,), generator=generator).to(dtype))
+    return found
+
+
+def _one(program, value, args, guard, inputs):
+    dims, op = program.dims, value.op
+    dtype = _WIDE[value.dtype]
+    if op == "load":
+        return _load(program, value, guard, inputs[value.operand]).to(dtype)
+    if op == "const":
+        return torch.tensor(value.constant, dtype=dtype)
+    if op == "index":
+        shape = [1] * len(dims)
+        shape[value.dim] = dims[value.dim]
+        return torch.arange(dims[value.dim]).reshape(shape)
+    if op == "size":
+        return torch.tensor(dims[value.dim], dtype=dtype)
+    if op.startswith("reduce_"):
+        whole = args[0].expand(dims)
+        if op == "reduce_sum":
+            return whole.sum(-1, keepdim=True)
+        return whole.amax(-1, keepdim=True) if op == "reduce_max" else whole.amin(-1, keepdim=True)
+    if op in _BINARY:
+        return _BINARY[op](*args)
+    if op == "where":
+        return torch.where(*args)
+    if op == "cast":
+        return args[0].to(dtype)
+    if op == "not":
+        return torch.bitwise_not(args[0])
+    if op == "erf":
+        return torch.special.erf(args[0])
+    return getattr(torch, op)(args[0])
+
+
+def _load(program, value, guard, tensor):
+    """Gather by address, so that a guarded element is never touched."""
+    address = torch.tensor(value.offset)
+    for d, (size, stride) in enumerate(zip(program.dims, value.strides, strict=True)):
+        shape = [1] * len(program.dims)
+        if stride:
+            shape[d] = size
+            address = address + (torch.arange(size) * stride).reshape(shape)
+    if not address.dim():
+        address = address.reshape([1] * len(program.dims))
+    if guard is None:
+        return tensor[address]
+    address, guard = torch.broadcast_tensors(address, guard)
+    found = torch.zeros(address.shape, dtype=tensor.dtype)
+    found[guard] = tensor[address[guard]]
+    return found

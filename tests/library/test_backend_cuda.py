@@ -1,0 +1,152 @@
+"""CUDA C++ kernels: compiling for GPUs that are not here with NVRTC and nvcc, their arithmetic on the host (see cuda_on_host.py), and on a
+CUDA device the real thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import programs as p
+import pytest
+import torch
+from cases import cases, distance, inputs
+from evaluate import allocate, evaluate
+
+from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape
+from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.schedule import schedule
+from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
+
+HEADER = Header(title="case", summary="a test", origin="generated from the chain")
+CASES = cases()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
+needs_nvrtc = pytest.mark.skipif(
+    not importlib.util.find_spec("cuda") or not importlib.util.find_spec("cuda.core"), reason="compiles with NVRTC, and cuda-core is missing"
+)
+needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="compiles with nvcc, and there is none")
+
+
+def render(program, tuning=None, fast_math=False, header=HEADER):
+    return CudaBackend().render(program, header, tuning=tuning or Tuning(), fast_math=fast_math)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("fast_math", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_with_nvrtc(name, fast_math):
+    program = CASES[name]
+    cubin = compile_for(render(program, fast_math=fast_math), 90, program=program, compiler="nvrtc")
+    assert cubin[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("name", ["gelu_tanh-bfloat16", "rope-float16", "looped_softmax-1x20000", "add_layernorm-float64"])
+def test_compiles_for_other_gpus(name, capability):
+    assert compile_for(render(CASES[name]), capability, program=CASES[name], compiler="nvrtc")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["bias_gelu_erf-float32", "swiglu_split-bfloat16", "add_layernorm-float16", "int_and_bool"])
+def test_compiles_with_nvcc(name):
+    assert compile_for(render(CASES[name]), 90, program=CASES[name], compiler="nvcc")
+
+
+@needs_nvrtc
+def test_wide_indices_compile():
+    program = p.rmsnorm(3, 1024, row_stride=2**30)
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    assert macros["WIDE_INDEX"] == 1
+    assert compile_for(render(program), 90, program=program)
+
+
+def test_launch_shapes_cover_every_column_once():
+    for cols in (1, 31, 128, 1536, 4096, 5000, 16384):
+        plan = schedule(p.rmsnorm(4096, cols, "bfloat16"), flatten_rows=True)
+        macros, grid = launch_shape(plan, Tuning(), is_looped=False)
+        assert macros["PACKS"] * macros["THREADS"] * 8 >= cols
+        assert macros["THREADS"] % 32 == 0 and macros["THREADS"] * macros["ROWS"] <= 1024
+        assert grid[0] * macros["ROWS"] >= 4096
+        assert macros["ROWS"] == 1 or macros["THREADS"] == 32
+
+
+def test_sources_include_nothing():
+    assert not any("#include" in render(program).source for program in CASES.values())
+
+
+def test_no_declaration_is_left_unused():
+    for program in CASES.values():
+        source = render(program).source
+        body = source[source.index('extern "C"') :]
+        for name in re.findall(r"const \w+(?:<\w+>)?&? (\w+) =", body):
+            assert len(re.findall(rf"\b{name}\b", body)) > 1, (name, body)
+
+
+def test_fast_math_shows_in_name_and_head_comment():
+    rendered = render(p.gelu_tanh(), fast_math=True)
+    assert "fast" in rendered.entry
+    assert "fast math" in rendered.source
+    assert "tanh.approx" in rendered.source
+    assert "tanh.approx" not in render(p.gelu_tanh()).source
+
+
+def test_tuning_is_kept_in_the_file():
+    rendered = render(p.rmsnorm(4, 4096), tuning=Tuning(num_warps=4))
+    assert "// Tuning: num_warps=4" in rendered.source
+
+
+def test_manifest_text_cannot_leave_the_comment():
+    header = Header(title="k", summary="x */ \\\n#include <a>\r\u2028boom", origin="o\\", source="\x1b[31m")
+    lines = render(p.gelu_tanh(), header=header).source.splitlines()
+    head = lines[: lines.index("#ifndef THREADS")]
+    assert all((line.startswith("//") and not line.endswith("\\")) or not line for line in head)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_unknown_op_is_a_build_failure():
+    with pytest.raises(KernelBuildFailed, match="op gamma"):
+        render(p.unary("gamma"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("compiler", ["nvrtc", pytest.param("nvcc", marks=needs_nvcc)])
+def test_bad_source_is_a_build_failure_with_a_short_cause(compiler):
+    rendered = render(p.gelu_tanh())
+    broken = type(rendered)(backend="cuda", entry=rendered.entry, source=rendered.source.replace("tanhf", "tanhq"), suffix=".cu")
+    with pytest.raises(KernelBuildFailed, match="tanhq") as caught:
+        compile_for(broken, 90, compiler=compiler)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine with no CUDA device")
+def test_building_without_a_device_says_so(tmp_path):
+    with pytest.raises(KernelBuildFailed, match="no CUDA device"):
+        CudaBackend().build(render(p.gelu_tanh()), tmp_path / "k.cu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_nvrtc
+@pytest.mark.parametrize("fast_math", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_runs_on_the_device(tmp_path, name, fast_math):
+    program = CASES[name]
+    launcher = CudaBackend().build(render(program, fast_math=fast_math), tmp_path / "k.cu").bind(program)
+    tensors, outputs = inputs(name, program), [t.cuda() for t in allocate(program)]
+    launcher(*(t.cuda() for t in tensors), *outputs)
+    if fast_math and name.startswith(("special", "binary")):
+        return  # approximations give up the extremes
+    for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
+        assert distance(name, got.cpu(), oracle) <= (2000 if fast_math else 1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_nvrtc
+def test_unaligned_tensors_are_read_lane_by_lane(tmp_path):
+    program = p.gelu_tanh((1000,), "bfloat16")
+    launcher = CudaBackend().build(render(program), tmp_path / "k.cu").bind(program)
+    x = torch.randn(1001, device="cuda").bfloat16()[1:]
+    out = torch.zeros(1003, device="cuda").bfloat16()[3:]
+    launcher(x, out)
+    assert distance("gelu", out.cpu(), evaluate(program, x.cpu())[0]) <= 1

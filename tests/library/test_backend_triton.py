@@ -1,0 +1,159 @@
+"""Triton kernels: numerics in the interpreter (a process of its own: it must be switched on before triton is imported), compiling for
+GPUs that are not here, and on a CUDA device the real thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import programs as p
+import pytest
+import torch
+from cases import cases, distance, inputs
+from evaluate import allocate, evaluate
+
+from fusion_advisor.library.backend_triton import TritonBackend, compile_for
+from fusion_advisor.library.program import Program, Store
+from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
+
+HERE = Path(__file__).parent
+HEADER = Header(title="case", summary="a test", origin="generated from the chain")
+CASES = cases()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
+
+
+def render(program, tuning=None, fast_math=False, header=HEADER):
+    return TritonBackend().render(program, header, tuning=tuning or Tuning(), fast_math=fast_math)
+
+
+def interpret(folder, *options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    command = [sys.executable, str(HERE / "interpret_triton.py"), str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    return interpret(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def interpreted_tuned(tmp_path_factory):
+    return interpret(tmp_path_factory.mktemp("kernels"), "tuned")
+
+
+@pytest.fixture(scope="module")
+def interpreted_fast(tmp_path_factory):
+    return interpret(tmp_path_factory.mktemp("kernels"), "fast")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64_oracle(interpreted, name):
+    assert interpreted[name] <= 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_oracle_with_other_block_sizes(interpreted_tuned, name):
+    assert interpreted_tuned[name] <= 1
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh-bfloat16", "swiglu-float16", "rmsnorm-float32", "softmax-float32", "special-sigmoid"])
+def test_fast_math_stays_close(interpreted_fast, name):
+    assert interpreted_fast[name] <= 50
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "name",
+    ["gelu_tanh-bfloat16", "bias_gelu_erf-float32", "swiglu_split-float16", "rmsnorm-bfloat16", "add_layernorm-float64", "softmax-float32",
+     "rope-bfloat16", "looped_softmax-1x20000", "five_dims", "batched_softmax", "int_and_bool", "transposed_add"],
+)  # fmt: skip
+def test_compiles_without_a_gpu(name, capability):
+    cubin = compile_for(CASES[name], render(CASES[name]), capability)
+    assert cubin[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("op", [name for name in CASES if name.startswith(("special-", "binary-"))])
+def test_every_op_compiles(op):
+    assert compile_for(CASES[op], render(CASES[op]), 90)
+
+
+def test_wide_rows_are_looped_and_narrow_ones_are_not():
+    assert "for start in range" not in render(p.rmsnorm(4, 16384)).source
+    assert "for start in range" in render(p.rmsnorm(4, 16385)).source
+    assert render(p.rmsnorm(4, 16384)).entry != render(p.rmsnorm(4, 16385)).entry
+
+
+def test_one_kernel_serves_every_width_with_the_same_key():
+    assert render(p.rmsnorm(4, 1000)) == render(p.rmsnorm(9, 4096))
+
+
+def test_addresses_beyond_32_bits_use_64_bit_indices():
+    wide = Program(dims=(2**31,), operands=p.gelu_tanh().operands, values=p.gelu_tanh().values, stores=(Store(operand=1, value=11, strides=(1,)),))
+    from fusion_advisor.library.schedule import schedule
+
+    assert schedule(wide, flatten_rows=False).needs_int64
+    assert not schedule(p.gelu_tanh((2**30,)), flatten_rows=False).needs_int64
+    assert schedule(p.rmsnorm(3, 1024, row_stride=2**30), flatten_rows=False).needs_int64
+    assert compile_for(wide, render(wide), 90)
+
+
+def test_fast_math_shows_in_name_and_head_comment():
+    rendered = render(p.gelu_tanh(), fast_math=True)
+    assert "fast" in rendered.entry
+    assert "fast math" in rendered.source
+    assert rendered.entry != render(p.gelu_tanh()).entry
+
+
+def test_manifest_text_cannot_leave_the_comment():
+    header = Header(title="k", summary='x"""\nimport os\r\u2028boom', origin="o\\\n#", source="*/ \x1b[31m")
+    lines = render(p.gelu_tanh(), header=header).source.splitlines()
+    head = lines[: lines.index("import triton")]
+    assert all(line.startswith("#") or not line for line in head)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_unknown_op_is_a_build_failure():
+    with pytest.raises(KernelBuildFailed, match="op gamma"):
+        render(p.unary("gamma"))
+
+
+def test_bad_source_is_a_build_failure_with_a_short_cause(tmp_path):
+    rendered = render(p.gelu_tanh())
+    broken = type(rendered)(backend="triton", entry=rendered.entry, source=rendered.source.replace("tl.store", "tl.stoer"), suffix=".py")
+    with pytest.raises(KernelBuildFailed, match="stoer") as caught:
+        compile_for(p.gelu_tanh(), broken, 90)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("fast_math", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_runs_on_the_device(tmp_path, name, fast_math):
+    program = CASES[name]
+    rendered = render(program, fast_math=fast_math)
+    launcher = TritonBackend().build(rendered, tmp_path / f"{rendered.entry}.py").bind(program)
+    tensors, outputs = inputs(name, program), [t.cuda() for t in allocate(program)]
+    launcher(*(t.cuda() for t in tensors), *outputs)
+    if fast_math and name.startswith(("special", "binary")):
+        return  # approximations give up the extremes
+    for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
+        assert distance(name, got.cpu(), oracle) <= (100 if fast_math else 1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_unaligned_tensors_take_the_careful_road(tmp_path):
+    program = p.gelu_tanh((1000,), "bfloat16")
+    rendered = render(program)
+    launcher = TritonBackend().build(rendered, tmp_path / "k.py").bind(program)
+    x = torch.randn(1001, device="cuda").bfloat16()[1:]
+    out = torch.zeros(1003, device="cuda").bfloat16()[3:]
+    launcher(x, out)
+    assert distance("gelu", out.cpu(), evaluate(program, x.cpu())[0]) <= 1
