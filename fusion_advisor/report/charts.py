@@ -165,7 +165,8 @@ def chain_floors(report: Report, limit: int = 12) -> BarChart | None:
                 "",
             ),
         )
-        figure = f"{units.duration(chain.device_ns)}, save ≤ {units.duration(max(chain.saving_bound_ns, 0))}"
+        save = f"save ≤ {units.duration(chain.saving_bound_ns)}" if chain.saving_bound_ns > 0 else "at its floor"
+        figure = f"{units.duration(chain.device_ns)}, {save}"
         bars.append(Bar(8 + at * 24, chain.id, figure, round(left + chain.device_ns * scale + 8, 2), segments))
     legend = (
         ("floor: cannot be saved", COLOURS["memory"]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import Chain, Fusion, Match, NoMatch, Report, Status, StepProfile, Timing
-from fusion_advisor.report.text import plural
+from fusion_advisor.report.text import plural, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def context_line(report: Report) -> str:
     work = report.workload
     size = f"batch {work.batch}" + (f" × {work.seq_len}" if work.seq_len else "")
     revision = f"@{work.revision[:7]}" if work.revision else ""
-    parts = [work.model_id + revision, report.environment.device_name, work.dtype, work.phase, size]
+    parts = [visible(work.model_id, 80) + revision, report.environment.device_name, work.dtype, work.phase, size]
     return " · ".join(part for part in parts if part)
 
 
@@ -231,15 +231,12 @@ def quality(report: Report) -> tuple[str, tuple[str, ...]]:
     """Whether the trace can be trusted: a tone and the sentences that say why."""
     data = report.quality
     tone, lines = "gain", []
+    launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
     if data.launches == data.kernels:
-        lines.append(
-            f"{plural(data.launches, 'launch', 'launches')}, {plural(data.kernels, 'kernel')} in the trace: nothing was dropped."
-        )
+        lines.append(f"{launches}, {kernels} in the trace: nothing was dropped.")
     else:
         tone = "warn"
-        lines.append(
-            f"{plural(data.launches, 'launch', 'launches')} but {plural(data.kernels, 'kernel')} in the trace: shares are off by what is missing."
-        )
+        lines.append(f"{launches} but {kernels} in the trace: shares are off by what is missing.")
     if data.joined_share < 0.95:
         tone = "warn"
     lines.append(f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line.")
