@@ -105,7 +105,7 @@ class RunExists(AdvisorError):
 class CannotWrite(AdvisorError):
     """The run directory cannot be written."""
 
-    code = "FA302"
+    code = "FA306"
     message = "cannot write `{path}`: {detail}"
     hint = "free some space, or choose another directory with -o"
     exit_code = 5

@@ -235,3 +235,11 @@ def _fitted(text: str, width: int, console: Console, *, is_right: bool, is_last:
 def summary_line(report: Report) -> str:
     """Return the one line that ``-q`` leaves."""
     return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
+
+
+def simple_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], console: Console) -> RenderableType:
+    """Return plain rows whose last column gives way."""
+    columns = [Column(head, tuple(row[at] for row in rows)) for at, head in enumerate(heads)]
+    last = columns[-1]
+    columns[-1] = Column(last.head, last.cells, flex_min=max(12, len(last.head)))
+    return _table(columns, console)

@@ -1,0 +1,60 @@
+"""What a run is asked to do: plain values, no torch, so that the command line can build them before anything heavy loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How to measure, and which chains to advise on.
+
+    Attributes:
+        warmup: Steps before any is timed.
+        runs: Timed steps.
+        min_share: Chains below this share of device time are not listed.
+        top: At most so many chains.
+        only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
+        skip: Patterns; a chain that matches one is left alone.
+        kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
+        backend: ``triton``, ``cuda`` or ``cpp``; None lets the device decide.
+        fast_math: Whether kernels may use approximate instructions.
+        nvtx: Whether NVTX ranges are opened in timed runs.
+        command: The command line that repeats this run.
+        run_dir: Where to write while the run goes on; None writes nothing.
+        run_id: Name of the run.
+        config_hash: Equal for runs of the same model, shapes, options and version.
+    """
+
+    warmup: int = 10
+    runs: int = 50
+    min_share: float = 0.005
+    top: int = 20
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    kernel_dirs: tuple[Path, ...] = ()
+    backend: str | None = None
+    fast_math: bool = False
+    nvtx: bool = False
+    command: str = ""
+    run_dir: Path | None = None
+    run_id: str = ""
+    config_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyOptions(ProfileOptions):
+    """How to decide what stays, beside how to measure.
+
+    Attributes:
+        min_gain: A rewrite must save at least this share of the step.
+        confidence: Of the interval that must lie past the threshold as a whole.
+        strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
+        dry_run: Render and build, but leave the model as it is.
+    """
+
+    min_gain: float = 0.005
+    confidence: float = 0.95
+    strict: bool = False
+    dry_run: bool = False
