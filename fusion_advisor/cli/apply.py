@@ -17,6 +17,7 @@ _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
 
 def apply(
     context: typer.Context,
+    *,
     target: Annotated[
         str | None, typer.Argument(metavar="[MODEL_ID|RUN]", help="A model, or a run to repeat; the latest run when left out.")
     ] = None,

@@ -25,8 +25,8 @@ def list_command(context: typer.Context, as_json: options.JsonOpt = False, color
     settings = options.apply_output(context, color=color)
     kernels = core.list_kernels()
     if as_json:
-        rows = [{"name": k.name, "summary": k.summary, "backends": list(k.backends), "dtypes": list(k.dtypes)} for k in kernels]
-        write_result(json.dumps(rows, indent=1) + "\n")
+        listed = [{"name": k.name, "summary": k.summary, "backends": list(k.backends), "dtypes": list(k.dtypes)} for k in kernels]
+        write_result(json.dumps(listed, indent=1) + "\n")
         return
     rows = [(kernel.name, ", ".join(kernel.backends), kernel.summary) for kernel in kernels]
     _print_rows(settings, ("Kernel", "Backends", "Computes"), rows, "The library is empty.")
@@ -70,6 +70,7 @@ def new_command(
 @app.command("check")
 def check_command(
     context: typer.Context,
+    *,
     name: NameArg,
     as_json: options.JsonOpt = False,
     quiet: options.QuietOpt = False,

@@ -12,6 +12,7 @@ from fusion_advisor.fuse.options import ProfileOptions
 
 def profile(
     context: typer.Context,
+    *,
     model_id: Annotated[
         str, typer.Argument(metavar="MODEL_ID", help="Hub id, local directory, module:factory or file.py:factory.")
     ],

@@ -15,6 +15,7 @@ from fusion_advisor.serialize import dump_report, read_report
 
 def report(
     context: typer.Context,
+    *,
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A path, a run id, a unique prefix or @last; the latest when left out.")
     ] = None,

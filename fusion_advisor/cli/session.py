@@ -44,7 +44,7 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
             write_capture(capture, full.run_dir / "capture.json.gz")
         return report
 
-    report, directory = _run(settings, "profile", request, options, output, work)
+    report, directory = _run(settings, "profile", request=request, options=options, output=output, work=work)
     hint = f"fusion-advisor apply {_named(directory, output)}"
     _show(settings, report, directory, output, hint)
 
@@ -59,7 +59,7 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
         finally:
             applied.revert()
 
-    report, directory = _run(settings, "apply", request, options, output, work)
+    report, directory = _run(settings, "apply", request=request, options=options, output=output, work=work)
     hint = f"fusion-advisor report {_named(directory, output)} --format md"
     _show(settings, report, directory, output, hint)
     if options.strict:
@@ -69,6 +69,7 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
 def _run(
     settings: Settings,
     verb: str,
+    *,
     request: Any,
     options: O,
     output: Output,
