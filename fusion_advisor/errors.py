@@ -203,22 +203,99 @@ class BadFactory(AdvisorError):
     exit_code = 2
 
 
-# fuse
+# cli and report
+
+
+class UnreadableReport(AdvisorError):
+    """A report or capture that is truncated, damaged, or not one of ours."""
+
+    code = "FA501"
+    message = "`{name}` is not readable as a report: {detail}"
+    note = "nothing was changed"
+    hint = "pass a run directory or its report.json; if the file was cut short, run the same command again"
+    exit_code = 9
+
+
+class UnknownSchema(AdvisorError):
+    """A report of another version of the program."""
+
+    code = "FA503"
+    message = "`{name}` follows the schema `{found}`; this version reads `{expected}`"
+    note = "a figure read under the wrong schema would be wrong without looking wrong, so nothing was read"
+    hint = "read it with the version that wrote it, or run again with this one"
+    exit_code = 9
+
+
+class UnknownRun(AdvisorError):
+    """A run that does not exist, or a prefix that fits none or several."""
+
+    code = "FA504"
+    message = "no run `{name}`: {detail}"
+    hint = "{known}"
+    exit_code = 9
+
+
+class RunExists(AdvisorError):
+    """The output directory already holds a run."""
+
+    code = "FA505"
+    message = "`{path}` already holds a run"
+    hint = "choose another directory with -o, or pass --force to overwrite its report"
+    exit_code = 2
+
+
+class CannotWrite(AdvisorError):
+    """The run directory cannot be written."""
+
+    code = "FA306"
+    message = "cannot write `{path}`: {detail}"
+    hint = "free some space, or choose another directory with -o"
+    exit_code = 5
+
+
 class NumericsFailed(AdvisorError):
-    """With --strict: a kernel or the whole model is further from the truth than the original allows."""
+    """A rewrite changed results and --strict was given."""
 
     code = "FA402"
-    message = "{what} changes results: {reason}"
-    note = "the model was left as it was; without --strict this rewrite would have been dropped and the run gone on"
-    hint = "run again without --strict and read the numerics section of the report"
+    message = "numbers changed: {detail}"
+    note = "every rewrite that failed its check was removed; the model computes what it did before"
+    hint = "the report shows each error beside the original's own; without --strict this is a warning"
     exit_code = 7
 
 
-class StrictBuildFailed(AdvisorError):
-    """With --strict: a kernel did not build."""
+class CompileFailed(AdvisorError):
+    """A kernel did not compile and --strict was given."""
+
+    code = "FA401"
+    message = "a kernel did not compile: {detail}"
+    note = "the ops it would have replaced still run as they were"
+    hint = "the compiler's own words are in the run's log.txt; without --strict this is a warning"
+    exit_code = 8
+
+
+class NothingReplaced(AdvisorError):
+    """A fusion was planned, replaced nothing, and --strict was given."""
 
     code = "FA403"
-    message = "{fusion} {kernel} was not built: {reason}"
-    note = "the compiler's full words are in log.txt"
-    hint = "run again without --strict: this fusion is then skipped and the reason kept in the report"
-    exit_code = 8
+    message = "a fusion replaced nothing: {detail}"
+    note = "a rewrite that silently does nothing is a bug in the rewrite, not a slow one"
+    hint = "the report's receipt says why each site was left; without --strict this is a warning"
+    exit_code = 6
+
+
+class KernelCheckFailed(AdvisorError):
+    """A library kernel broke its own contract in `kernels check`."""
+
+    code = "FA404"
+    message = "`{name}` failed {failed} of {total} cases"
+    hint = "the rows marked `failed` say which case, backend and dtype"
+    exit_code = 10
+
+
+class UnknownCode(AdvisorError):
+    """`explain` was asked for a code that no error has."""
+
+    code = "FA002"
+    message = "no error has the code `{asked}`"
+    hint = "{near}"
+    exit_code = 2

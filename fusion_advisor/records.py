@@ -453,6 +453,8 @@ class Report:
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
+    torch_compile: StepProfile | None = None
+    """The same step under torch.compile, where it was measured; shown also where it is the faster one."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

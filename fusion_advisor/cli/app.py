@@ -1,0 +1,134 @@
+"""The program: commands are put together here, and errors end here.
+
+Nothing heavy is imported on the way: ``--help`` answers while torch would still be loading.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from fusion_advisor.cli import apply, doctor, explain, kernels, profile, report
+from fusion_advisor.cli.console import Settings, silence_stdout, write_result
+from fusion_advisor.cli.run_dir import tool_version
+from fusion_advisor.errors import AdvisorError
+
+BUG = 1
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="fusion-advisor",
+    help="Profile a PyTorch model, fuse its op chains into readable kernels, keep only what measurably pays.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # typer's own prints source lines of the frame; a user's mistake deserves a sentence
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("profile")(profile.profile)
+app.command("apply")(apply.apply)
+app.command("report")(report.report)
+app.add_typer(kernels.app, name="kernels")
+app.command("doctor")(doctor.doctor)
+app.command("explain")(explain.explain)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        write_result(f"fusion-advisor {tool_version()}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("-V", "--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Profile a PyTorch model, fuse its op chains into readable kernels, keep only what measurably pays."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    settings = Settings()
+    try:
+        app(args=arguments, prog_name="fusion-advisor", obj=settings)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    except AdvisorError as error:
+        print_error(error, settings)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        silence_stdout()
+        code = 0
+    except Exception as error:  # noqa: BLE001 - the last resort: a sentence and a log, not a traceback
+        print_bug(error, settings)
+        code = BUG
+    if code == INTERRUPTED:
+        where = f"; what there is lies in {settings.log_path.parent}" if settings.log_path else ""
+        _write_error(f"interrupted{where}", settings)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+    return code
+
+
+def print_error(error: AdvisorError, settings: Settings) -> None:
+    """Print a mistake in rustc's shape: code, what, note, help, and where the log is."""
+    lines = [f"error[{error.code}]: {error}"]
+    for name, text in (("note", error.note_text), ("help", error.hint_text)):
+        first, *more = text.split("\n")
+        if first:
+            lines.append(f"  {name}: {first}")
+        lines += [f"        {line.strip()}" for line in more]
+    _keep_traceback(error, lines, settings)
+    if settings.log_path is not None:
+        lines.append(f"  log:  {settings.log_path}")
+    _write_error("\n".join(lines), settings)
+
+
+def print_bug(error: Exception, settings: Settings) -> None:
+    """Print what is no user's mistake."""
+    lines = [
+        f"error: bug in fusion-advisor: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    ]
+    lines.append("  help: please report it with the traceback, which -vv prints")
+    _keep_traceback(error, lines, settings)
+    if settings.log_path is not None:
+        lines.append(f"  log:  {settings.log_path}")
+    _write_error("\n".join(lines), settings)
+
+
+def _keep_traceback(error: BaseException, lines: list[str], settings: Settings) -> None:
+    """Write the traceback into the log, and with -vv before the message."""
+    text = "".join(traceback.format_exception(error))
+    if settings.log_path is not None:
+        settings.write_log(text)
+    if settings.verbosity >= 2:
+        lines[:0] = text.rstrip().split("\n")
+
+
+def _write_error(text: str, settings: Settings) -> None:
+    from rich.text import Text
+
+    from fusion_advisor.report.text import visible
+
+    console = settings.err()
+    for line in text.split("\n"):
+        shown = Text(visible(line, 2000))
+        if line.startswith("error"):
+            shown.stylize("bold red", 0, line.find(":") if ":" in line else len(line))
+        console.print(shown, soft_wrap=True)
+    if os.environ.get("GITHUB_ACTIONS") and text.startswith("error"):
+        first = visible(text.partition("\n")[0], 500).replace("%", "%25")
+        sys.stderr.write(f"::error::{first}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""``fusion-advisor apply [MODEL_ID|RUN]``: render, build, check and time every rewrite; keep what pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fusion_advisor.cli import core, options, run_dir, session
+from fusion_advisor.errors import UnknownRun, UsageError
+from fusion_advisor.fuse.options import ApplyOptions
+
+_ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
+
+
+def apply(
+    context: typer.Context,
+    *,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODEL_ID|RUN]", help="A model, or a run to repeat; the latest run when left out.")
+    ] = None,
+    revision: options.RevisionOpt = None,
+    dtype: options.DtypeOpt = None,
+    device: options.DeviceOpt = None,
+    batch: options.BatchOpt = None,
+    seq_len: options.SeqLenOpt = None,
+    phase: options.PhaseOpt = None,
+    layers: options.LayersOpt = None,
+    seed: options.SeedOpt = None,
+    weights: options.WeightsOpt = None,
+    trust_remote_code: options.TrustOpt = False,
+    offline: options.OfflineOpt = False,
+    warmup: options.WarmupOpt = 10,
+    runs: options.RunsOpt = 50,
+    nvtx: options.NvtxOpt = False,
+    min_share: options.MinShareOpt = "0.5%",
+    top: options.TopOpt = 20,
+    only: options.OnlyOpt = None,
+    skip: options.SkipOpt = None,
+    kernels: options.KernelsOpt = None,
+    backend: options.BackendOpt = None,
+    fast_math: options.FastMathOpt = False,
+    min_gain: options.MinGainOpt = "0.5%",
+    confidence: options.ConfidenceOpt = 0.95,
+    strict: options.StrictOpt = False,
+    dry_run: options.DryRunOpt = False,
+    output: options.OutputOpt = None,
+    formats: options.FormatOpt = None,
+    as_json: options.JsonOpt = False,
+    force: options.ForceOpt = False,
+    quiet: options.QuietOpt = False,
+    verbose: options.VerboseOpt = 0,
+    color: options.ColorOpt = options.Color.AUTO,
+) -> None:
+    """Put fused kernels into a model, check its numbers, and keep what measurably pays."""
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    chosen = ApplyOptions(
+        warmup=warmup,
+        runs=runs,
+        min_share=options.parse_share(min_share),
+        top=top,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        kernel_dirs=tuple(kernels or ()),
+        backend=backend.value if backend else None,
+        fast_math=fast_math,
+        nvtx=nvtx,
+        min_gain=options.parse_share(min_gain),
+        confidence=confidence,
+        strict=strict,
+        dry_run=dry_run,
+    )
+    shown = session.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    asked = options.workload_fields(
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        batch=batch,
+        seq_len=seq_len,
+        phase=phase,
+        layers=layers,
+        seed=seed,
+        weights=weights,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    session.run_apply(settings, _request(target, asked), chosen, shown)
+
+
+def _request(target: str | None, asked: dict[str, object]) -> Any:
+    if target is not None and not run_dir.is_run(target):
+        return core.make_request(model_id=target, **asked)
+    directory = run_dir.resolve(target)
+    clash = [name for name in asked if name not in _ALLOWED_WITH_RUN]
+    if clash:
+        option = "--" + clash[0].replace("_", "-")
+        raise UsageError(
+            detail=f"{option} contradicts the run `{directory.name}`, whose model and shapes are used again",
+            help="name the model instead of the run, with the options you want",
+        )
+    path = Path(directory) / "request.json"
+    if not path.is_file():
+        detail = "it holds no request.json, so its model cannot be made again"
+        raise UnknownRun(name=directory.name, detail=detail, known="name the model instead: fusion-advisor apply MODEL_ID")
+    request = core.load_request(path.read_bytes(), str(path))
+    # a file must not be able to switch this on: whoever runs the command decides again
+    return replace(
+        request, trust_remote_code=bool(asked.get("trust_remote_code")), offline=bool(asked.get("offline", request.offline))
+    )

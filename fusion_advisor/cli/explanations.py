@@ -1,0 +1,125 @@
+"""Long texts by code; a class's own message, note and hint are added by ``explain``."""
+
+from __future__ import annotations
+
+TITLES = {
+    "FA601": "An op of the chain has no lowering",
+    "FA602": "The chain would have to cross a mutation",
+    "FA603": "A layout or a reshape cannot be folded into an address",
+    "FA604": "The chain's reductions do not run over the same dims",
+    "FA605": "Nothing to win: the chain is at its floor or below the threshold",
+    "FA606": "A dtype that no kernel handles",
+    "FA607": "Left out by --only or --skip",
+}
+"""Codes that are reasons in a report, not errors."""
+
+TEXTS: dict[str, tuple[str, ...]] = {
+    "FA001": (
+        "Options contradict each other, or one names something that does not exist. Nothing was loaded and nothing was written.",
+    ),
+    "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without one for the list.",),
+    "FA101": (
+        "The id is looked up as a local directory, then in the local cache, then on the Hub, then among the "
+        "configurations that ship with fusion-advisor. A private or gated model looks like a missing one to a reader "
+        "without a token.",
+    ),
+    "FA102": (
+        "The Hub knows the model and refuses the files. Its owner wants terms accepted by the account that the token is of.",
+    ),
+    "FA103": (
+        "Some repositories ship Python that builds the model. It would run with your rights, so it is never run "
+        "unasked. Read the files of the revision that you pass, then say --trust-remote-code.",
+    ),
+    "FA104": ("The directory or repository has no config.json that transformers can read.",),
+    "FA105": (
+        "`--weights hub` and `--weights local` insist on real weights. Speed does not depend on weight values, so "
+        "random ones do for finding and timing fusions; only statements on accuracy need the real ones, and the "
+        "report says which were used.",
+    ),
+    "FA106": ("The configuration names a model type that the installed transformers does not have; a newer one may.",),
+    "FA107": (
+        "Inputs are made from the configuration: ids, pixels, features. This class wants something that it does not describe.",
+    ),
+    "FA201": (
+        "PyTorch sees no CUDA device: a CPU build of torch, a driver older than the CUDA that torch was built with, "
+        "or CUDA_VISIBLE_DEVICES hides them. `fusion-advisor doctor` says which.",
+    ),
+    "FA202": (
+        "Triton kernels are built by the triton package that belongs to the installed torch; another version may not import.",
+    ),
+    "FA301": (
+        "The step did not fit. Besides the model, a run holds a second copy of the outputs for the check and, where "
+        "it fits, a higher-precision copy of the model. A smaller batch or shorter sequence changes the shares, so "
+        "compare like with like.",
+    ),
+    "FA302": ("The factory is your own code; it ran, and raised.",),
+    "FA303": (
+        "TorchDynamo records the ops that a forward pass runs. Where it meets Python that it cannot follow it breaks "
+        "the graph; here it recorded nothing. The part of the model that is plain PyTorch can be profiled alone "
+        "through a factory.",
+    ),
+    "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
+    "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
+    "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
+    "FA401": (
+        "The kernel was rendered and its compiler refused it: too much shared memory, an intrinsic this device does "
+        "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's own words are "
+        "in log.txt.",
+    ),
+    "FA402": (
+        "Each fused kernel is compared with a higher-precision run of the ops it replaces, beside those ops' own "
+        "error against the same run. It fails when its error is larger than the stated limit, or when exactly one "
+        "side is NaN or infinite. A kernel that fails is removed before it is timed: a wrong kernel has no speed.",
+    ),
+    "FA403": (
+        "A match was found and the rewritten model ran, yet no launch of the new kernel was seen, or no site was "
+        "replaced. The receipt in the report gives a sentence for each site.",
+    ),
+    "FA404": ("Each case of kernel.toml is built and compared with reference.py for every backend and dtype it declares.",),
+    "FA501": (
+        "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
+        "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "
+        "crash leaves the old one whole.",
+    ),
+    "FA502": (
+        "The profiler dropped kernel events: the trace holds fewer kernels than were launched. Shares of an "
+        "incomplete trace would be wrong without looking wrong, so none are printed. Fewer layers (--layers) or a "
+        "shorter step make the trace smaller.",
+    ),
+    "FA503": ("The first key of a report names its schema. Within one schema only optional fields are added.",),
+    "FA504": (
+        "A run is named by a path, its id, a prefix that fits one run alone, or @last. Ids are looked up in ./fusion- "
+        "runs, so the working directory matters.",
+    ),
+    "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
+    "FA601": (
+        "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "
+        "random numbers, has several outputs, rounds in an unusual way, or is simply not known yet. The reason in the "
+        "report names the op.",
+        "A kernel of your own can cover it: `fusion-advisor kernels new NAME`, then pass --kernels DIR.",
+    ),
+    "FA602": (
+        "Between the chain's first and last op something writes into storage that the chain reads, such as a "
+        "key/value cache. One kernel runs at one place, and no single place would see the values that the separate "
+        "ops saw.",
+    ),
+    "FA603": (
+        "Inside a kernel a view is arithmetic on an address. A reshape that splits or merges iterated dims, a strided "
+        "slice, or a cat along a dim that is not iterated has no such arithmetic in the skeletons that exist.",
+        "Often the reshape can move before or after the chain in the model's source without changing its result.",
+    ),
+    "FA604": (
+        "A row-wise kernel holds one row and reduces it, as often as needed. Here reductions run over different dims, "
+        "or over dims that are not the innermost ones, so no row serves them all. The chain is usually cut there into "
+        "two that do fuse.",
+    ),
+    "FA605": (
+        "The floor is what a perfect kernel would still need: every outside value read once, every result written "
+        "once, at the copy bandwidth measured in the run, plus one smallest launch. This chain takes hardly longer, "
+        "or the most it could save is below --min-share or --min-gain, so fusing it could not be told from noise.",
+    ),
+    "FA606": (
+        "Kernels handle fp32, fp16, bf16, fp64, and integers and booleans as inputs; complex and 8-bit floats are left alone.",
+    ),
+    "FA607": ("The chain matches a --skip pattern, or none of the --only patterns.",),
+}

@@ -1,0 +1,154 @@
+"""Options that several commands share, with the same name and meaning everywhere.
+
+A workload option left out is None here, so that the workload request's own defaults stay the only ones, and so that ``apply RUN``
+can tell what was asked from what was not.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion_advisor.cli.console import Settings
+from fusion_advisor.errors import UsageError
+
+
+class Color(enum.StrEnum):
+    """When to colour."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Dtype(enum.StrEnum):
+    """The model's dtype."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class Phase(enum.StrEnum):
+    """What one step is."""
+
+    FORWARD = "forward"
+    PREFILL = "prefill"
+
+
+class Weights(enum.StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    HUB = "hub"
+    LOCAL = "local"
+    RANDOM = "random"
+
+
+class Backend(enum.StrEnum):
+    """What kernels are written in."""
+
+    TRITON = "triton"
+    CUDA = "cuda"
+    CPP = "cpp"
+
+
+def parse_share(text: str) -> float:
+    """Read ``0.5%`` or ``0.005``."""
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise typer.BadParameter(f"{text!r} is not a share: write 0.5% or 0.005")
+    return value
+
+
+_INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
+
+RevisionOpt = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.", rich_help_panel=_INPUT)]
+DtypeOpt = Annotated[Dtype | None, typer.Option("--dtype", help="auto: 16 bits on a GPU, fp32 on a CPU.", rich_help_panel=_INPUT)]
+DeviceOpt = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_INPUT)]
+BatchOpt = Annotated[int | None, typer.Option("--batch", min=1, help="Examples in a step.", rich_help_panel=_INPUT)]
+SeqLenOpt = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)]
+PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
+LayersOpt = Annotated[
+    int | None, typer.Option("--layers", min=1, help="Keep only the first N layers, for a quick look.", rich_help_panel=_INPUT)
+]
+SeedOpt = Annotated[int | None, typer.Option("--seed", help="Of weights and inputs.", rich_help_panel=_INPUT)]
+WeightsOpt = Annotated[
+    Weights | None, typer.Option("--weights", help="random: seeded, from the configuration alone.", rich_help_panel=_INPUT)
+]
+TrustOpt = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository ships.", rich_help_panel=_INPUT)
+]
+OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub.", rich_help_panel=_INPUT)]
+
+WarmupOpt = Annotated[int, typer.Option("--warmup", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)]
+RunsOpt = Annotated[int, typer.Option("--runs", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
+NvtxOpt = Annotated[bool, typer.Option("--nvtx", help="Open NVTX ranges for Nsight Systems.", rich_help_panel=_MEASURE)]
+
+MinShareOpt = Annotated[
+    str, typer.Option("--min-share", metavar="SHARE", help="Leave smaller chains out.", rich_help_panel=_ADVISE)
+]
+TopOpt = Annotated[int, typer.Option("--top", min=1, help="At most N chains.", rich_help_panel=_ADVISE)]
+OnlyOpt = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="PATTERN", help="Only these kernels, ops or modules.", rich_help_panel=_ADVISE),
+]
+SkipOpt = Annotated[
+    list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Leave these alone.", rich_help_panel=_ADVISE)
+]
+KernelsOpt = Annotated[
+    list[Path] | None,
+    typer.Option("--kernels", metavar="DIR", help="A folder of your own kernels; its code is run.", rich_help_panel=_ADVISE),
+]
+BackendOpt = Annotated[
+    Backend | None, typer.Option("--backend", help="The device decides when left out.", rich_help_panel=_ADVISE)
+]
+FastMathOpt = Annotated[bool, typer.Option("--fast-math", help="Allow approximate instructions.", rich_help_panel=_ADVISE)]
+
+MinGainOpt = Annotated[
+    str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)
+]
+ConfidenceOpt = Annotated[
+    float, typer.Option("--confidence", min=0.5, max=0.999, help="Of the interval that must be past it.", rich_help_panel=_KEEP)
+]
+StrictOpt = Annotated[
+    bool, typer.Option("--strict", help="Wrong numbers (exit 7) or a failed build (exit 8) are errors.", rich_help_panel=_KEEP)
+]
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Render and build; leave the model as it is.", rich_help_panel=_KEEP)]
+
+OutputOpt = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of ./fusion-runs/<run id>.", rich_help_panel=_OUTPUT)
+]
+FormatOpt = Annotated[
+    list[str] | None, typer.Option("--format", metavar="LIST", help="html, md, json; repeat or comma.", rich_help_panel=_OUTPUT)
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
+ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]
+QuietOpt = Annotated[bool, typer.Option("-q", "--quiet", help="Warnings and one line of result.", rich_help_panel=_OUTPUT)]
+VerboseOpt = Annotated[
+    int, typer.Option("-v", "--verbose", count=True, help="-v more, -vv tracebacks too.", rich_help_panel=_OUTPUT)
+]
+ColorOpt = Annotated[Color, typer.Option("--color", help="auto, always or never.", rich_help_panel=_OUTPUT)]
+
+
+def apply_output(context: typer.Context, *, quiet: bool = False, verbose: int = 0, color: Color = Color.AUTO) -> Settings:
+    """Fill in the settings that ``main`` reads when it has to print an error."""
+    settings: Settings = context.obj
+    if quiet and verbose:
+        raise UsageError(detail="--quiet and --verbose contradict each other", help="leave one out")
+    settings.verbosity, settings.is_quiet, settings.color = verbose, quiet, color.value
+    return settings
+
+
+def workload_fields(**values: object) -> dict[str, object]:
+    """Return the workload options that were given, enumerations as their values."""
+    given = {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+    return {name: value for name, value in given.items() if value is not None and value is not False}

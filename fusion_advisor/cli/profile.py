@@ -1,0 +1,76 @@
+"""``fusion-advisor profile MODEL_ID``: where device time goes, and which chains could be one kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fusion_advisor.cli import core, options, run_dir, session
+from fusion_advisor.fuse.options import ProfileOptions
+
+
+def profile(
+    context: typer.Context,
+    *,
+    model_id: Annotated[
+        str, typer.Argument(metavar="MODEL_ID", help="Hub id, local directory, module:factory or file.py:factory.")
+    ],
+    revision: options.RevisionOpt = None,
+    dtype: options.DtypeOpt = None,
+    device: options.DeviceOpt = None,
+    batch: options.BatchOpt = None,
+    seq_len: options.SeqLenOpt = None,
+    phase: options.PhaseOpt = None,
+    layers: options.LayersOpt = None,
+    seed: options.SeedOpt = None,
+    weights: options.WeightsOpt = None,
+    trust_remote_code: options.TrustOpt = False,
+    offline: options.OfflineOpt = False,
+    warmup: options.WarmupOpt = 10,
+    runs: options.RunsOpt = 50,
+    nvtx: options.NvtxOpt = False,
+    min_share: options.MinShareOpt = "0.5%",
+    top: options.TopOpt = 20,
+    only: options.OnlyOpt = None,
+    skip: options.SkipOpt = None,
+    kernels: options.KernelsOpt = None,
+    backend: options.BackendOpt = None,
+    fast_math: options.FastMathOpt = False,
+    output: options.OutputOpt = None,
+    formats: options.FormatOpt = None,
+    as_json: options.JsonOpt = False,
+    force: options.ForceOpt = False,
+    quiet: options.QuietOpt = False,
+    verbose: options.VerboseOpt = 0,
+    color: options.ColorOpt = options.Color.AUTO,
+) -> None:
+    """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    chosen = ProfileOptions(
+        warmup=warmup,
+        runs=runs,
+        min_share=options.parse_share(min_share),
+        top=top,
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+        kernel_dirs=tuple(kernels or ()),
+        backend=backend.value if backend else None,
+        fast_math=fast_math,
+        nvtx=nvtx,
+    )
+    target = session.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    asked = options.workload_fields(
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        batch=batch,
+        seq_len=seq_len,
+        phase=phase,
+        layers=layers,
+        seed=seed,
+        weights=weights,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    session.run_profile(settings, core.make_request(model_id=model_id, **asked), chosen, target)

@@ -1,0 +1,60 @@
+"""``fusion-advisor report [RUN]``: the views of a report again, with no device and no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion_advisor.cli import options, run_dir
+from fusion_advisor.cli.console import write_result
+from fusion_advisor.errors import CannotWrite, UsageError
+from fusion_advisor.serialize import dump_report, read_report
+
+
+def report(
+    context: typer.Context,
+    *,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A path, a run id, a unique prefix or @last; the latest when left out.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of the run's directory.")] = None,
+    formats: options.FormatOpt = None,
+    as_json: options.JsonOpt = False,
+    md_limit: Annotated[int, typer.Option("--md-limit", min=1000, help="Most characters of the markdown.")] = 60_000,
+    quiet: options.QuietOpt = False,
+    verbose: options.VerboseOpt = 0,
+    color: options.ColorOpt = options.Color.AUTO,
+) -> None:
+    """Show a run's result, and write its HTML and markdown again from report.json."""
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    directory = run_dir.resolve(run)
+    named = Path(run) if run else directory
+    path = named if named.is_file() else directory / "report.json"
+    shown = read_report(path)
+    wanted = run_dir.parse_formats(formats)
+    target = output or directory
+    if target.exists() and not target.is_dir():
+        raise UsageError(detail=f"--output {target} is a file", help="pass a directory")
+    written = run_dir.write_views(shown, target, wanted, md_limit=md_limit)
+    if "json" in wanted and target.resolve() != path.parent.resolve():
+        from fusion_advisor.serialize import write_report
+
+        try:
+            write_report(shown, target / "report.json")
+        except OSError as error:
+            raise CannotWrite(path=target, detail=error.strerror or str(error)) from error
+        written.append(target / "report.json")
+    if as_json:
+        write_result(dump_report(shown))
+        return
+    from fusion_advisor.report.terminal import plain, result_table, summary_line
+
+    console = settings.out()
+    if quiet:
+        write_result(plain(summary_line(shown), console) + "\n")
+        return
+    with console.capture() as captured:
+        console.print(result_table(shown, console))
+    write_result(captured.get() + "".join(f"wrote: {path}\n" for path in written))

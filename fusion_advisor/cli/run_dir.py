@@ -1,0 +1,195 @@
+"""Run directories: their names, how a user may name one, and what is written into them.
+
+``<UTC date>-<time>-<6 hex>``: the hex digits depend on the model's revision, the shapes, the options and the version alone, so
+repeats of a run share them while the time tells them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
+from fusion_advisor.fuse.options import ProfileOptions
+from fusion_advisor.records import Report
+from fusion_advisor.serialize import encode, write_atomic, write_report
+
+RUNS = Path("fusion-runs")
+FORMATS = ("html", "md", "json")
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
+"""Options that name a run rather than describe it."""
+
+
+def tool_version() -> str:
+    """Return fusion-advisor's own version; a checkout that was never installed has none."""
+    try:
+        return version("fusion-advisor")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
+    """Return six hex digits of what makes two runs comparable."""
+    asked = {item.name: encode(getattr(options, item.name)) for item in fields(options) if item.name not in _OF_THE_RUN}
+    facts = [verb, encode(request), revision, asked, tool_version()]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def new_run_id(digest: str) -> str:
+    """Return a run id for now."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    moment = time.gmtime(int(epoch)) if epoch.isdecimal() else time.gmtime()
+    return f"{time.strftime('%Y%m%d-%H%M%S', moment)}-{digest}"
+
+
+def command_line(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
+    """Return the command that repeats a run: everything that differs from its default, and the seed in any case."""
+    words = ["fusion-advisor", verb, request.model_id]
+    pinned = revision if re.fullmatch(r"[0-9a-f]{40}", revision) else ""
+    for record, skipped in ((request, ("model_id",)), (options, _OF_THE_RUN)):
+        for item in fields(record):
+            value = getattr(record, item.name)
+            if item.name in skipped:
+                continue
+            if item.name == "revision" and pinned:
+                value = pinned
+            if value == item.default and item.name != "seed":
+                continue
+            option = {"kernel_dirs": "--kernels"}.get(item.name, "--" + item.name.replace("_", "-"))
+            if value is True:
+                words.append(option)
+            elif isinstance(value, tuple):
+                words += [word for part in value for word in (option, str(part))]
+            elif value is not None and value is not False:
+                words += [option, str(value)]
+    return shlex.join(words)
+
+
+def create(run_id: str, output: Path | None, *, force: bool) -> Path:
+    """Make the directory of a new run.
+
+    Raises:
+        RunExists: It already holds a run, and ``force`` was not given.
+        CannotWrite: The file system refuses.
+    """
+    directory = output if output is not None else RUNS / run_id
+    if (directory / "report.json").exists() and not force:
+        raise RunExists(path=directory)
+    try:
+        (directory / "kernels").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
+    return directory
+
+
+def known_runs() -> list[Path]:
+    """Return the runs below the working directory, the latest first."""
+    if not RUNS.is_dir():
+        return []
+    found = [path for path in RUNS.iterdir() if (path / "report.json").is_file()]
+    return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def is_run(name: str) -> bool:
+    """Whether an argument of ``apply`` names a run rather than a model."""
+    path = Path(name)
+    if name == "@last" or _RUN_ID.fullmatch(name) or re.fullmatch(r"\d{8}-[\d-]*[0-9a-f]*", name):
+        return True
+    return path.name == "report.json" or (path / "report.json").is_file() or (path / "request.json").is_file()
+
+
+def resolve(name: str | None) -> Path:
+    """Return the directory of the run that a user named.
+
+    Args:
+        name: A path, a run id, a unique prefix of one, ``@last``; None is the latest.
+
+    Raises:
+        UnknownRun: There is none, or the prefix fits several.
+    """
+    runs = known_runs()
+    listed = ", ".join(f"`{path.name}`" for path in runs[:5])
+    known = (
+        f"known runs: {listed}" if runs else f"there are no runs below ./{RUNS}; start one with `fusion-advisor profile MODEL_ID`"
+    )
+    if name is None or name == "@last":
+        if not runs:
+            raise UnknownRun(name="@last", detail=f"./{RUNS} holds none", known=known)
+        return runs[0]
+    path = Path(name)
+    if path.is_file() and path.name.endswith(".json"):
+        return path.parent
+    if path.is_dir():
+        if (path / "report.json").is_file() or (path / "request.json").is_file():
+            return path
+        raise UnknownRun(name=name, detail="the directory holds no report.json", known=known)
+    fitting = [run for run in runs if run.name.startswith(name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    detail = f"{len(fitting)} runs start like that" if fitting else "no such path, and no run id starts like that"
+    raise UnknownRun(name=name, detail=detail, known=known)
+
+
+def parse_formats(values: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the formats asked for, repeated or separated by commas."""
+    asked = [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+    for part in asked:
+        if part not in FORMATS:
+            raise UsageError(detail=f"--format {part} is not known", help=f"use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    return tuple(dict.fromkeys(asked)) or FORMATS
+
+
+def write_views(report: Report, directory: Path, formats: tuple[str, ...], *, md_limit: int | None = None) -> list[Path]:
+    """Write the views of a report that were asked for, and return their paths."""
+    written = []
+    try:
+        if "html" in formats:
+            from fusion_advisor.report.html import render_html
+
+            written.append(directory / "report.html")
+            write_atomic(written[-1], render_html(report))
+        if "md" in formats:
+            from fusion_advisor.report.markdown import LIMIT, render_markdown
+
+            text = render_markdown(report, md_limit or LIMIT)
+            written.append(directory / "report.md")
+            write_atomic(written[-1], text)
+    except OSError as error:
+        raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
+    return written
+
+
+def write_run(report: Report, directory: Path, formats: tuple[str, ...]) -> list[Path]:
+    """Write report.json, the kernels' sources and the views."""
+    try:
+        write_report(report, directory / "report.json")
+        for fusion in report.fusions:
+            for kernel in fusion.rendered:
+                path = directory / kernel.path
+                is_inside = path.resolve().is_relative_to(directory.resolve())
+                if kernel.path and is_inside and not path.exists():
+                    write_atomic(path, kernel.source)
+    except OSError as error:
+        raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
+    return [directory / "report.json", *write_views(report, directory, formats)]
+
+
+def append_step_summary(report: Report) -> None:
+    """Append the markdown to the job's summary where GitHub Actions asks for one."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    from fusion_advisor.report.markdown import render_markdown
+
+    with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(render_markdown(report) + "\n")

@@ -1,0 +1,173 @@
+"""What ``profile`` and ``apply`` share: load, make the run directory, run, write, print."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from fusion_advisor.cli import core, run_dir
+from fusion_advisor.cli.console import Settings, write_result
+from fusion_advisor.cli.progress import TerminalProgress
+from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
+from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+from fusion_advisor.records import Report, Status
+from fusion_advisor.serialize import dump_report, write_atomic, write_capture
+
+INTERRUPTED = 130
+
+O = TypeVar("O", bound=ProfileOptions)  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where results go."""
+
+    directory: Path | None
+    formats: tuple[str, ...]
+    as_json: bool
+    force: bool
+
+
+def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
+    """Profile a workload and show what was found."""
+
+    def work(loaded: core.Loaded, full: ProfileOptions, progress: TerminalProgress) -> Report:
+        report, capture = core.profile_workload(loaded, full, progress)
+        if full.run_dir is not None:
+            write_capture(capture, full.run_dir / "capture.json.gz")
+        return report
+
+    report, directory = _run(settings, "profile", request=request, options=options, output=output, work=work)
+    hint = f"fusion-advisor apply {_named(directory, output)}"
+    _show(settings, report, directory, output, hint)
+
+
+def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output) -> None:
+    """Apply what pays to a workload and show what it bought."""
+
+    def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
+        applied = core.apply_workload(loaded, full, progress)
+        try:
+            return applied.report
+        finally:
+            applied.revert()
+
+    report, directory = _run(settings, "apply", request=request, options=options, output=output, work=work)
+    hint = f"fusion-advisor report {_named(directory, output)} --format md"
+    _show(settings, report, directory, output, hint)
+    if options.strict:
+        _be_strict(report)
+
+
+def _run(
+    settings: Settings,
+    verb: str,
+    *,
+    request: Any,
+    options: O,
+    output: Output,
+    work: Callable[[core.Loaded, O, TerminalProgress], Report],
+) -> tuple[Report, Path]:
+    with _kept_apart(settings), TerminalProgress(settings) as progress:
+        progress.phase("load")
+        loaded = core.load_workload(request)
+        revision = loaded.workload.revision
+        digest = run_dir.config_hash(verb, request, options, revision)
+        run_id = run_dir.new_run_id(digest)
+        directory = run_dir.create(run_id, output.directory, force=output.force)
+        settings.open_log(directory / "log.txt")
+        write_atomic(directory / "request.json", core.dump_request(request))
+        full = replace(
+            options,
+            command=run_dir.command_line(verb, request, options, revision),
+            run_dir=directory,
+            run_id=run_id,
+            config_hash=digest,
+        )
+        report = work(loaded, full, progress)
+        progress.phase("report")
+        run_dir.write_run(report, directory, output.formats)
+        if "md" in output.formats:
+            run_dir.append_step_summary(report)
+    return report, directory
+
+
+@contextlib.contextmanager
+def _kept_apart(settings: Settings) -> Iterator[None]:
+    """Keep stdout for the result, and what libraries say for the log.
+
+    A model's own code, or a compiler, may print; with ``--json`` one such line would spoil the document.
+    """
+    handler = _LogHandler(settings)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("fusion_advisor", "py.warnings")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+    logging.captureWarnings(settings.verbosity < 2)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._settings.write_log(self.format(record))
+
+
+def _show(settings: Settings, report: Report, directory: Path, output: Output, hint: str) -> None:
+    from fusion_advisor.report.terminal import plain, result_table, summary_line
+
+    console = settings.out()
+    if output.as_json:
+        write_result(dump_report(report))
+    elif settings.is_quiet:
+        write_result(plain(summary_line(report), console) + "\n")
+    else:
+        with console.capture() as captured:
+            console.print(result_table(report, console))
+        shown = directory / ("report.html" if "html" in output.formats else "report.json")
+        write_result(f"{captured.get()}report: {shown}\nnext: {hint}\n")
+    if report.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _named(directory: Path, output: Output) -> str:
+    return "@last" if output.directory is None else str(directory)
+
+
+def _be_strict(report: Report) -> None:
+    """End with an error where something failed that a run without --strict only reports."""
+
+    def named(*statuses: Status) -> str:
+        rows = [f"{row.id} {row.kernel}: {row.reason}" for row in report.fusions if row.status in statuses]
+        return "; ".join(rows)
+
+    wrong = named(Status.WRONG_NUMBERS)
+    if report.model_check is not None and not report.model_check.is_passed:
+        wrong = "; ".join(part for part in (wrong, "the whole model's outputs are outside the limit") if part)
+    if wrong:
+        raise NumericsFailed(detail=wrong)
+    if failed := named(Status.BUILD_FAILED):
+        raise CompileFailed(detail=failed)
+    if idle := named(Status.NOT_REPLACED):
+        raise NothingReplaced(detail=idle)

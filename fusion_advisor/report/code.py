@@ -1,0 +1,56 @@
+"""Source text as highlighted HTML: classes only, no inline style, so that the page's policy can forbid styles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import CppLexer, CudaLexer, PythonLexer
+
+from fusion_advisor.report.text import visible_lines
+
+MAX_LINES = 200
+_LEXERS = {"triton": PythonLexer, "python": PythonLexer, "cuda": CudaLexer, "cpp": CppLexer}
+
+
+@dataclass(frozen=True, slots=True)
+class CodePanel:
+    """Highlighted lines with their numbers."""
+
+    lines: tuple[tuple[int, Markup], ...]
+    left_out: int
+    """Lines beyond :data:`MAX_LINES`."""
+
+
+def panel(source: str, language: str, numbers: tuple[int, ...] = ()) -> CodePanel:
+    """Highlight a source text line by line.
+
+    Args:
+        source: The text; control characters in it come out spelled.
+        language: ``python``, or a backend's name.
+        numbers: Line numbers; counted from 1 when empty.
+    """
+    lines, left_out = visible_lines(source, MAX_LINES)
+    lexer = _LEXERS.get(language, PythonLexer)(stripnl=False, ensurenl=False)
+    # the formatter closes every span at a line's end, so each line is whole by itself; Pygments escapes the text
+    marked = highlight("\n".join(lines), lexer, HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")
+    marked += [""] * (len(lines) - len(marked))
+    at = numbers or tuple(range(1, len(lines) + 1))
+    return CodePanel(tuple((number, Markup(line)) for number, line in zip(at, marked, strict=False)), left_out)
+
+
+def stylesheet() -> str:
+    """Return the rules for both themes; both styles pass WCAG AA on the page's own backgrounds."""
+    light = _rules("xcode", [".hl"])
+    dark_chosen = _rules("monokai", [":root[data-theme=dark] .hl"])
+    dark_system = _rules("monokai", [":root:not([data-theme=light]) .hl"])
+    return f"{light}\n{dark_chosen}\n@media screen and (prefers-color-scheme: dark) {{\n{dark_system}\n}}\n"
+
+
+def _rules(style: str, prefixes: list[str]) -> str:
+    rules = HtmlFormatter(style=style).get_style_defs(prefixes).splitlines()
+    # line-number rules and the panel's own background are the page's business
+    kept = [rule for rule in rules if rule.startswith(prefixes[0] + " .") and "background" not in rule.split("/*")[0]]
+    return "\n".join(kept)

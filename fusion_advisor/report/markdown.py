@@ -1,0 +1,124 @@
+"""The markdown report: fits a pull request's comment, and reads there as it does here.
+
+GitHub refuses a comment above 65,536 characters as a whole, so the text is cut by dropping whole parts in a fixed order: source,
+then kernels, then environment, then what was removed or not matched. Inline SVG, styles and classes are stripped there, so there
+are none.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fusion_advisor import units
+from fusion_advisor.content import content_dir
+from fusion_advisor.records import Report, Status
+from fusion_advisor.report import view
+from fusion_advisor.report.text import plural, visible, visible_lines
+
+LIMIT = 60_000
+MAX_ROWS = 10
+MAX_KERNELS = 20
+MAX_SOURCE_LINES = 120
+_CUTS = ("source", "kernels", "environment", "removed", "quality")
+"""Parts in the order in which they are given up."""
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~])")
+_BLANK = "\x00"
+"""Stands for an empty line of source until the template's own empty lines are thinned out; no shown text can hold it."""
+
+
+def render_markdown(report: Report, limit: int = LIMIT) -> str:
+    """Return the report as GitHub-flavoured markdown of at most ``limit`` characters."""
+    text = ""
+    for given_up in range(len(_CUTS) + 1):
+        text = _render(report, frozenset(_CUTS[given_up:]), is_cut=given_up > 0)
+        if len(text) <= limit:
+            return text
+    tail = "\n\n_cut; the full report is in `report.html`_\n"
+    head = text[: max(0, limit - len(tail))]
+    return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
+
+
+def escape(text: str, limit: int = 200) -> str:
+    """Return text that markdown shows as it is: nothing in it formats, links, mentions or starts a row."""
+    escaped = _SPECIAL.sub(r"\\\1", visible(text, limit))
+    return (
+        escaped.replace("@", "@\u200b")
+        .replace("\\#", "\\#\u200b")
+        .replace("://", ":\u200b//")
+        .replace("www.", "www\u200b.")
+        .replace("&", "&amp;")
+    )
+
+
+def code_span(text: str, limit: int = 80) -> str:
+    """Return text as a code span, whole even where it holds backticks, and safe inside a table."""
+    shown = visible(text, limit).strip() or " "
+    runs = [len(run) for run in re.findall(r"`+", shown)]
+    fence = "`" * (max(runs, default=0) + 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{pad}{shown}{pad}{fence}".replace("|", "\\|")
+
+
+def fenced(source: str, language: str) -> str:
+    """Return source as a fenced block whose fence is longer than any run of backticks inside."""
+    lines, left_out = visible_lines(source, MAX_SOURCE_LINES, 200)
+    body = "\n".join(line or _BLANK for line in lines)
+    fence = "`" * max(3, max((len(run) for run in re.findall(r"`+", body)), default=0) + 1)
+    more = f"\n\n{plural(left_out, 'more line')} in the run directory." if left_out else ""
+    return f"{fence}{language}\n{body}\n{fence}{more}"
+
+
+def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
+    rows, kernels_left, _ = view.kernel_rows(report, MAX_KERNELS)
+    with_kernel = [chain for chain in report.chains if view.kernel_cell(report, chain)[0]]
+    without = [(chain, view.kernel_cell(report, chain)[1]) for chain in report.chains if not view.kernel_cell(report, chain)[0]]
+    removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
+    text = (
+        _environment()
+        .get_template("report.md.jinja")
+        .render(
+            report=report,
+            headline=view.headline(report),
+            caveats=view.caveats(report),
+            context=view.context_line(report),
+            device=view.device_word(report),
+            quality=view.quality(report),
+            comparisons=view.comparisons(report),
+            fusions=report.fusions[:MAX_ROWS],
+            fusions_left=len(report.fusions[MAX_ROWS:]),
+            chains=(with_kernel or list(report.chains))[:MAX_ROWS],
+            kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
+            removed=removed[:100],
+            without=without[:100],
+            without_left=len(without[100:]),
+            verdicts=view.VERDICTS,
+            kernels=rows,
+            kernels_left=kernels_left,
+            environment_rows=view.environment_rows(report),
+            parts=parts,
+            is_cut=is_cut,
+        )
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip().replace(_BLANK, "") + "\n"
+
+
+def _environment() -> Environment:
+    # markdown is not HTML: escaping is by its own rules, through the filters below
+    made = Environment(
+        loader=FileSystemLoader(content_dir("reports") / "markdown"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(u=units, plural=plural)
+    made.filters.update(md=escape, code=code_span, fenced=fenced, key=_key)
+    return made
+
+
+def _key(text: str) -> str:
+    """Return what may stand in an HTML comment: a bot finds its own comment by it."""
+    return re.sub(r"[^A-Za-z0-9._/-]+", "-", text)[:80].replace("--", "-")

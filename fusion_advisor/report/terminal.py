@@ -1,0 +1,245 @@
+"""Result tables for a terminal: widths are computed here, so that nothing is squeezed to ``c…``.
+
+One column flexes, the others are as wide as their content. Where the terminal is too narrow, columns are dropped in a fixed
+order. Dynamic text goes through :class:`rich.text.Text`, never through markup: ``[/]`` in a kernel's name would raise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from fusion_advisor import units
+from fusion_advisor.records import Fusion, GraphRewrite, Match, Report
+from fusion_advisor.report import view
+from fusion_advisor.report.text import plural, visible
+
+TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    head: str
+    cells: tuple[str, ...]
+    style: str = ""
+    is_right: bool = False
+    drop: int = 0
+    """Columns with the largest number go first; 0 stays."""
+    flex_min: int = 0
+    """Above 0: the column that gives way, and how narrow it may get before others are dropped."""
+    cell_styles: tuple[str, ...] = ()
+
+
+def profile_table(report: Report, console: Console) -> RenderableType:
+    """Return the chains of a profile, the sum below them, and what limits the figures."""
+    lines = [*_caveats(report, console)]
+    if report.chains:
+        lines.append(_table(_chain_columns(report), console))
+    lines.append(_line(view.headline(report).text, console))
+    if report.chains:
+        lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
+    return Group(*lines)
+
+
+def apply_table(report: Report, console: Console) -> RenderableType:
+    """Return what each rewrite bought, the step before and after, and the numerics."""
+    head = view.headline(report)
+    lines = [*_caveats(report, console)]
+    if report.fusions or report.rewrites:
+        lines += [_table(_fusion_columns(report), console), Text("")]
+    else:
+        lines.append(_line("No rewrite was tried: no chain had a kernel.", console))
+    lines.append(_line(head.text, console, f"bold {TONES[head.tone]}".strip()))
+    if report.after is not None:
+        launches = f"{units.number(report.before.launches)} → {units.number(report.after.launches)} launches"
+        lines.append(_line(f"{launches}; {'; '.join(head.points)}.", console))
+    check = report.model_check
+    if check is not None:
+        errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
+        agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
+        words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
+        lines.append(_line(words, console, "" if check.is_passed else "red"))
+    return Group(*lines)
+
+
+def result_table(report: Report, console: Console) -> RenderableType:
+    """Return the table that fits the report: what was applied, or what was found."""
+    return profile_table(report, console) if report.status == "profiled" else apply_table(report, console)
+
+
+def is_ascii(console: Console) -> bool:
+    """Whether the stream behind a console can show only ASCII."""
+    return not (console.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def plain(text: str, console: Console) -> str:
+    """Return text safe for this console: unseen characters spelled, and signs in ASCII where it needs that."""
+    shown = visible(text, 360)
+    return units.ascii_only(shown) if is_ascii(console) else shown
+
+
+def _caveats(report: Report, console: Console) -> list[RenderableType]:
+    lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
+    lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
+    tone, sentences = view.quality(report)
+    if tone == "warn":
+        lines += [_line(f"! {sentence}", console, "yellow") for sentence in (*report.quality.warnings, *report.warnings)[:5]]
+        if not (report.quality.warnings or report.warnings):
+            lines.append(_line(f"! {sentences[0]}", console, "yellow"))
+    return lines
+
+
+def _line(text: str, console: Console, style: str = "") -> Text:
+    return Text(plain(text, console), style=style, overflow="fold")
+
+
+def _chain_columns(report: Report) -> list[Column]:
+    device = view.device_word(report)
+    replies = view.answers(report)
+    rows = report.chains
+
+    def launches(index: int) -> str:
+        chain = rows[index]
+        after = len(chain.sites) if isinstance(replies.get(chain.id), Match) else "?"
+        return f"{chain.launches}→{after}"
+
+    names = [view.kernel_cell(report, chain)[0] for chain in rows]
+    return [
+        Column("#", tuple(str(at + 1) for at in range(len(rows))), "cyan", drop=1),
+        Column("Chain", tuple(" → ".join(chain.ops) for chain in rows), flex_min=16),
+        Column("Sites", tuple(str(len(chain.sites)) for chain in rows), is_right=True, drop=2),
+        Column("Kernels", tuple(launches(at) for at in range(len(rows))), is_right=True, drop=4),
+        Column(f"{device} ms", tuple(units.milliseconds(chain.device_ns) for chain in rows), is_right=True),
+        Column("Share", tuple(units.share(chain.share) for chain in rows), is_right=True),
+        Column("Save ms", tuple(_bound(chain.saving_bound_ns) for chain in rows), is_right=True, drop=3),
+        Column(
+            "Kernel",
+            tuple(visible(name, 24) or f"none ({_code(report, chain.id)})" for name, chain in zip(names, rows, strict=True)),
+            cell_styles=tuple("cyan" if name else "dim" for name in names),
+        ),
+    ]
+
+
+def _bound(ns: int) -> str:
+    return f"≤{units.milliseconds(ns)}" if ns > 0 else "–"
+
+
+def _code(report: Report, chain_id: str) -> str:
+    answer = view.answers(report).get(chain_id)
+    return "–" if answer is None or isinstance(answer, Match) else answer.code
+
+
+def _fusion_columns(report: Report) -> list[Column]:
+    rows: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+    verdicts = [view.VERDICTS[row.status] for row in rows]
+
+    def gain(index: int) -> str:
+        ns = rows[index].step_delta_ns
+        return "–" if ns is None else units.delta(ns)
+
+    def spread(index: int) -> str:
+        ends = rows[index].step_delta_ci_ns
+        return "" if ends is None else units.delta_interval(*ends)
+
+    def site(index: int) -> str:
+        row = rows[index]
+        if not isinstance(row, Fusion) or row.chain_before is None or row.chain_after is None:
+            return "–"
+        return f"{units.duration(row.chain_before.median_ns)} → {units.duration(row.chain_after.median_ns)}"
+
+    def error(index: int) -> str:
+        row = rows[index]
+        return units.error(row.numerics.fused_rel_l2) if isinstance(row, Fusion) and row.numerics else "–"
+
+    def sites(index: int) -> str:
+        row = rows[index]
+        return f"{row.receipt.sites_replaced}/{row.receipt.sites_found}" if isinstance(row, Fusion) else str(row.sites)
+
+    span = range(len(rows))
+    return [
+        Column("ID", tuple(row.id for row in rows), "cyan"),
+        Column("Rewrite", tuple(row.kernel if isinstance(row, Fusion) else row.name for row in rows), flex_min=12),
+        Column("Sites", tuple(sites(at) for at in span), is_right=True, drop=3),
+        Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
+        Column("Step", tuple(gain(at) for at in span), is_right=True),
+        Column("95% CI", tuple(spread(at) for at in span), drop=1),
+        Column("Rel err", tuple(error(at) for at in span), is_right=True, drop=2),
+        Column(
+            "Verdict",
+            tuple(f"{verdict.mark} {verdict.words}" for verdict in verdicts),
+            cell_styles=tuple(TONES[verdict.tone] for verdict in verdicts),
+        ),
+    ]
+
+
+def _table(columns: list[Column], console: Console) -> Text:
+    """Lay columns out for the console's width; every line is at most that wide."""
+    shown = [_prepared(column, console) for column in columns]
+    width = console.width
+    while _needed(shown) > width:
+        droppable = [column for column in shown if column.drop]
+        if not droppable:
+            break
+        shown.remove(max(droppable, key=lambda column: column.drop))
+    widths = [max(cell_len(text) for text in (column.head, *column.cells)) for column in shown]
+    flex = next(at for at, column in enumerate(shown) if column.flex_min)
+    spare = width - sum(widths) - _GAP * (len(shown) - 1)
+    if spare < 0:
+        widths[flex] = max(4, widths[flex] + spare)
+    table = Text(no_wrap=True, overflow="crop")
+    count = len(shown[0].cells)
+    for row in range(-1, count):
+        line = Text()
+        for at, column in enumerate(shown):
+            text = column.head if row < 0 else column.cells[row]
+            style = "bold" if row < 0 else column.cell_styles[row] if column.cell_styles else column.style
+            is_last = at == len(shown) - 1
+            line.append(_fitted(text, widths[at], console, is_right=column.is_right, is_last=is_last), style=style)
+            line.append("" if is_last else " " * _GAP)
+        line.truncate(width)
+        table.append_text(line)
+        table.append("\n" if row < count - 1 else "")
+    return table
+
+
+def _prepared(column: Column, console: Console) -> Column:
+    cells = tuple(plain(text, console)[:400] for text in column.cells)
+    return Column(
+        plain(column.head, console), cells, column.style, column.is_right, column.drop, column.flex_min, column.cell_styles
+    )
+
+
+def _needed(columns: list[Column]) -> int:
+    widths = []
+    for column in columns:
+        widest = max(cell_len(text) for text in (column.head, *column.cells))
+        widths.append(min(widest, column.flex_min) if column.flex_min else widest)
+    return sum(widths) + _GAP * (len(columns) - 1)
+
+
+def _fitted(text: str, width: int, console: Console, *, is_right: bool, is_last: bool) -> str:
+    if cell_len(text) > width:
+        dots = ".." if is_ascii(console) else "…"
+        return set_cell_size(text, max(0, width - len(dots))) + dots[:width]
+    if is_right:
+        return " " * (width - cell_len(text)) + text
+    return text if is_last else set_cell_size(text, width)
+
+
+def summary_line(report: Report) -> str:
+    """Return the one line that ``-q`` leaves."""
+    return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
+
+
+def simple_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], console: Console) -> RenderableType:
+    """Return plain rows whose last column gives way."""
+    columns = [Column(head, tuple(row[at] for row in rows)) for at, head in enumerate(heads)]
+    last = columns[-1]
+    columns[-1] = Column(last.head, last.cells, flex_min=max(12, len(last.head)))
+    return _table(columns, console)

@@ -1,0 +1,329 @@
+"""The sentences and rows that every view of a report shares, so that headline and tables cannot disagree.
+
+Nothing is measured or judged here: ratios of two figures of the report, sums that a chart needs, and words for a status.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_advisor import units
+from fusion_advisor.records import Chain, Fusion, Match, NoMatch, Report, Status, StepProfile, Timing
+from fusion_advisor.report.text import plural, visible
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a status is shown: sign, words and tone; never by colour alone."""
+
+    mark: str
+    words: str
+    tone: str
+    """``gain``, ``loss``, ``warn`` or ``plain``."""
+
+
+VERDICTS = {
+    Status.PLANNED: Verdict("·", "planned, not applied", "plain"),
+    Status.KEPT: Verdict("✓", "kept", "gain"),
+    Status.WITHIN_NOISE: Verdict("~", "within noise, removed", "warn"),
+    Status.SLOWER: Verdict("✗", "slower, removed", "loss"),
+    Status.WRONG_NUMBERS: Verdict("✗", "wrong numbers, removed", "loss"),
+    Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
+    Status.NOT_MATCHED: Verdict("–", "not matched", "plain"),
+    Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The run in one sentence, and what must be said beside it."""
+
+    tone: str
+    text: str
+    points: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One line of the before/after table, formatted."""
+
+    name: str
+    before: str
+    before_spread: str
+    after: str
+    after_spread: str
+    change: str
+    speedup: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One kernel name with its counts and time on both sides."""
+
+    name: str
+    category: str
+    before_count: int
+    before_ns: int
+    after_count: int
+    after_ns: int
+
+
+def answers(report: Report) -> dict[str, Match | NoMatch]:
+    """The library's answer by chain id."""
+    return {answer.chain_id: answer for answer in report.answers}
+
+
+def fusion_by_chain(report: Report) -> dict[str, Fusion]:
+    """The fusion by chain id; the last one where a chain was tried twice."""
+    return {fusion.chain_id: fusion for fusion in report.fusions}
+
+
+def device_word(report: Report) -> str:
+    """``GPU`` or ``CPU``: what column heads call the device."""
+    return "CPU" if report.environment.device_kind == "cpu" else "GPU"
+
+
+def context_line(report: Report) -> str:
+    """Model, device, dtype and shapes in one line."""
+    work = report.workload
+    size = f"batch {work.batch}" + (f" × {work.seq_len}" if work.seq_len else "")
+    revision = f"@{work.revision[:7]}" if work.revision else ""
+    parts = [visible(work.model_id, 80) + revision, report.environment.device_name, work.dtype, work.phase, size]
+    return " · ".join(part for part in parts if part)
+
+
+def caveats(report: Report) -> tuple[str, ...]:
+    """What limits the figures' meaning, in sentences; shown wherever the headline is shown."""
+    work, lines = report.workload, []
+    if work.layers is not None:
+        whole = f" of {work.total_layers}" if work.total_layers else ""
+        lines.append(f"Only {work.layers}{whole} layers were run (--layers): every time is of the cut model.")
+    if work.weights == "random":
+        lines.append(
+            "Random weights: speed does not depend on them, but the numerics say nothing about a trained model's accuracy."
+        )
+    if report.environment.device_kind == "cpu":
+        lines.append("Measured on a CPU: nothing here predicts a GPU.")
+    return tuple(lines)
+
+
+def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
+    """The step that the headline speaks of, before and after: wall time, else device time."""
+    if report.after is None:
+        return None
+    if report.before.wall and report.after.wall:
+        return "wall time", report.before.wall, report.after.wall
+    if report.before.device and report.after.device:
+        return "device time", report.before.device, report.after.device
+    return None
+
+
+def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
+    """Ratio of the medians, and the widest range that the two medians' intervals allow."""
+    return (
+        before.median_ns / max(after.median_ns, 1),
+        before.ci_low_ns / max(after.ci_high_ns, 1),
+        before.ci_high_ns / max(after.ci_low_ns, 1),
+    )
+
+
+def kept_count(report: Report) -> int:
+    """How many rewrites of either kind stayed in the model."""
+    statuses = [fusion.status for fusion in report.fusions] + [rewrite.status for rewrite in report.rewrites]
+    return statuses.count(Status.KEPT)
+
+
+def headline(report: Report) -> Headline:
+    """The verdict: bad news first, then what was gained, then what was found."""
+    tone, text = _result(report)
+    points: list[str] = []
+    if report.fusions or report.rewrites:
+        tried = len(report.fusions) + len(report.rewrites)
+        points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
+    if report.model_check is not None:
+        passed = report.model_check.is_passed
+        points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
+    elif report.after is not None:
+        points.append("whole-model numerics were not checked")
+    if report.torch_compile is not None and report.torch_compile.wall and report.before.wall:
+        compiled, _, _ = speedup_bounds(report.before.wall, report.torch_compile.wall)
+        points.append(f"torch.compile: {units.duration(report.torch_compile.wall.median_ns)}, {units.speedup(compiled)} vs eager")
+    elif report.after is not None:
+        points.append("torch.compile was not measured")
+    if report.noise_share is not None:
+        points.append(f"A/A noise {units.share(report.noise_share)}")
+    if report.model_check is not None and not report.model_check.is_passed:
+        return Headline("loss", f"The numbers changed. {text}", tuple(points))
+    if report.status == "failed":
+        return Headline("loss", f"The run failed. {text}", tuple(points))
+    if report.status == "interrupted":
+        return Headline("warn", f"The run was interrupted. {text}", tuple(points))
+    return Headline(tone, text, tuple(points))
+
+
+def _result(report: Report) -> tuple[str, str]:
+    pair = step_pair(report)
+    if pair is None:
+        with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
+        if not report.chains:
+            return "plain", "No chain of pointwise or reduction ops was found that could be fused."
+        inside = sum(chain.share for chain in report.chains)
+        matched = sum(chain.share for chain in report.chains if chain.id in with_kernel)
+        text = (
+            f"{units.share(inside)} of {device_word(report)} time is in {plural(len(report.chains), 'fusible chain')}; "
+            f"{len(with_kernel)} of them, {units.share(matched)}, have a kernel."
+        )
+        return "plain", text
+    what, before, after = pair
+    ratio, low, high = speedup_bounds(before, after)
+    times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
+    spread = units.speedup_interval(low, high)
+    if low > 1:
+        return "gain", f"{units.speedup(ratio)} eager's speed {spread}: {times}."
+    if high < 1:
+        return "loss", f"Slower: {units.speedup(ratio)} eager's speed {spread}: {times}."
+    return "warn", f"No measurable change against eager, {units.speedup(ratio)} {spread}: {times}."
+
+
+def comparisons(report: Report) -> tuple[Comparison, ...]:
+    """The before/after table; empty for a profile."""
+    before, after = report.before, report.after
+    if after is None:
+        return ()
+    rows = [
+        _compared(
+            "Step, wall clock", before.wall, after.wall, "eager as it is called, against the rewritten model as it is called"
+        ),
+        _compared("Step, device only", before.device, after.device, "CUDA graph replay, no host in the way"),
+        _compared("Captured step", report.step_before, report.step_after, "interleaved: without any rewrite, with all kept ones"),
+        _counted("Kernel time, one traced step", before.device_ns, after.device_ns, units.duration),
+        _counted("Kernel launches", before.launches, after.launches, units.number),
+        _counted("Peak memory", before.peak_memory_bytes, after.peak_memory_bytes, units.size),
+    ]
+    return tuple(row for row in rows if row is not None)
+
+
+def _compared(name: str, before: Timing | None, after: Timing | None, note: str) -> Comparison | None:
+    if before is None or after is None:
+        return None
+    ratio, low, high = speedup_bounds(before, after)
+    return Comparison(
+        name,
+        units.duration(before.median_ns),
+        units.duration_interval(before.ci_low_ns, before.ci_high_ns),
+        units.duration(after.median_ns),
+        units.duration_interval(after.ci_low_ns, after.ci_high_ns),
+        units.relative_change(before.median_ns, after.median_ns),
+        f"{units.speedup(ratio)} {units.speedup_interval(low, high)}",
+        note,
+    )
+
+
+def _counted(name: str, before: int, after: int, show: object) -> Comparison | None:
+    if not before and not after:
+        return None
+    text = show if callable(show) else str
+    return Comparison(name, text(before), "", text(after), "", units.relative_change(before, after), "")
+
+
+def quality(report: Report) -> tuple[str, tuple[str, ...]]:
+    """Whether the trace can be trusted: a tone and the sentences that say why."""
+    data = report.quality
+    tone, lines = "gain", []
+    launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
+    if data.launches == data.kernels:
+        lines.append(f"{launches}, {kernels} in the trace: nothing was dropped.")
+    else:
+        tone = "warn"
+        lines.append(f"{launches} but {kernels} in the trace: shares are off by what is missing.")
+    if data.joined_share < 0.95:
+        tone = "warn"
+    lines.append(f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line.")
+    eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
+    lines.append(f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip())
+    if report.noise_share is not None:
+        lines.append(f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted.")
+        tone = "warn" if report.noise_share > 0.02 else tone
+    for broken in data.graph_breaks:
+        tone = "warn"
+        lines.append(f"Graph break at {broken.source}: {broken.reason}")
+    for warning in (*data.warnings, *report.warnings):
+        tone = "warn"
+        lines.append(warning)
+    return tone, tuple(lines)
+
+
+def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
+    """The kernel's name and where it comes from, or an empty name and the reason for none."""
+    answer = answers(report).get(chain.id)
+    if isinstance(answer, Match):
+        origin = (
+            f"library{', variant ' + answer.variant if answer.variant else ''}"
+            if answer.is_library
+            else "generated from the chain"
+        )
+        bound = ", ".join(f"{name}={value:g}" for name, value in answer.constants)
+        return answer.kernel, f"{origin}{', ' + bound if bound else ''}"
+    if isinstance(answer, NoMatch):
+        return "", f"{answer.reason} ({answer.code})"
+    return "", "the library was not asked"
+
+
+def steps(report: Report) -> tuple[StepProfile, ...]:
+    """The profiles that exist, in the order in which they were taken."""
+    rows = (report.before, report.captured, report.after, report.torch_compile)
+    return tuple(step for step in rows if step is not None)
+
+
+def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | None, ...]], ...]:
+    """For each category, (kernels, ns) in each of :func:`steps`, or None where a step has none."""
+    shown = steps(report)
+    tables = [{name: (count, ns) for name, count, ns in step.categories} for step in shown]
+    names = sorted({name for table in tables for name in table}, key=lambda name: -max(t.get(name, (0, 0))[1] for t in tables))
+    return tuple((name, tuple(table.get(name) for table in tables)) for name in names)
+
+
+def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int, int]:
+    """Kernels by name on both sides, largest first; how many are left out and their time."""
+    rows: dict[str, KernelRow] = {}
+    for name, category, count, ns in report.before.kernels:
+        rows[name] = KernelRow(name, category, count, ns, 0, 0)
+    for name, category, count, ns in report.after.kernels if report.after else ():
+        old = rows.get(name, KernelRow(name, category, 0, 0, 0, 0))
+        rows[name] = KernelRow(name, old.category, old.before_count, old.before_ns, count, ns)
+    ranked = sorted(rows.values(), key=lambda row: (-max(row.before_ns, row.after_ns), row.name))
+    rest = ranked[limit:]
+    return tuple(ranked[:limit]), len(rest), sum(max(row.before_ns, row.after_ns) for row in rest)
+
+
+def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
+    """Environment and workload as (name, value), empty values left out."""
+    env, work = report.environment, report.workload
+    rows = (
+        ("Device", env.device_name + (f" (compute capability {env.capability})" if env.capability else "")),
+        ("Device memory", units.size(env.device_memory_bytes) if env.device_memory_bytes else ""),
+        ("Measured copy bandwidth", units.bandwidth(report.bandwidth.copy_bytes_per_s)),
+        ("Smallest kernel", units.duration(report.bandwidth.launch_ns)),
+        ("fusion-advisor", env.tool),
+        ("torch", env.torch),
+        ("triton", env.triton),
+        ("transformers", env.transformers),
+        ("CUDA", env.cuda),
+        ("Driver", env.driver),
+        ("Compiler", env.compiler),
+        ("Python", env.python),
+        ("System", f"{env.os}, {plural(env.cores, 'core')}" if env.cores else env.os),
+        ("Model", work.model_id),
+        ("Revision", work.revision or "none recorded"),
+        ("Weights", work.weights),
+        (
+            "Parameters",
+            f"{units.number(work.parameter_count)} in {units.size(work.parameter_bytes)}" if work.parameter_count else "",
+        ),
+        ("Inputs", "; ".join(f"{name} {list(meta.shape)} {meta.dtype}" for name, meta in work.inputs)),
+        ("Phase, dtype", f"{work.phase}, {work.dtype}"),
+        ("Seed", str(work.seed)),
+        ("Config hash", report.config_hash),
+    )
+    return tuple((name, value) for name, value in rows if value)

@@ -1,0 +1,331 @@
+"""Records as JSON and back, read off the dataclasses' own type hints; refuses what it does not know.
+
+A file says which schema it follows in its first key. Within a schema only fields with defaults may be added, so an older file
+still reads; an unknown key means that a newer version wrote the file, and guessing would show half a truth, so it is refused.
+
+JSON has no NaN and no infinity, and a numerics record may hold either on purpose. They are written as the strings ``"nan"``,
+``"inf"`` and ``"-inf"`` where the hint is ``float``, and as ``{"kind": "float", "value": "inf"}`` where a string would be
+allowed as well.
+
+Nothing here imports torch: a report or a capture reads on any machine.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gzip
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fusion_advisor import records
+from fusion_advisor.errors import UnknownSchema, UnreadableReport
+from fusion_advisor.records import Capture, Report
+
+REPORT_SCHEMA = "fusion-advisor/1"
+CAPTURE_SCHEMA = "fusion-advisor-capture/1"
+
+T = TypeVar("T")
+
+_TAG = "kind"
+"""Names the class of a value whose hint allows several."""
+
+
+class _Mismatch(Exception):
+    """A value does not fit its hint; carries where and why, and never leaves this module."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where or 'the top level'}: {why}")
+
+
+# -- to JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def encode(value: object, hint: object = None) -> Any:
+    """Return ``value`` as plain JSON data, tagged wherever its hint alone does not tell the class."""
+    options = _options(hint)
+    if is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        hints = _hints(cls)
+        body = {item.name: encode(getattr(value, item.name), hints[item.name]) for item in fields(cls)}
+        return {_TAG: cls.__name__, **body} if _is_tagged(options) else body
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [encode(item, inner) for item, inner in zip(value, _item_hints(options, len(value)), strict=True)]
+    if isinstance(value, float) and not math.isfinite(value):
+        text = repr(value)
+        return {_TAG: "float", "value": text} if str in options else text
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"cannot write a {type(value).__name__} as JSON")
+
+
+def dump_record(record: object, schema: str) -> str:
+    """Return one record as a JSON document that names its schema first."""
+    return json.dumps({"schema": schema, **encode(record)}, indent=1, allow_nan=False, ensure_ascii=True) + "\n"
+
+
+def dump_report(report: Report) -> str:
+    """Return ``report.json``'s text."""
+    return dump_record(report, REPORT_SCHEMA)
+
+
+def dump_capture(capture: Capture) -> str:
+    """Return ``capture.json``'s text; compact, for a capture holds every op and launch."""
+    return json.dumps({"schema": CAPTURE_SCHEMA, **encode(capture)}, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+# -- from JSON -------------------------------------------------------------------------------------------------------------
+
+
+def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str) -> T:
+    """Read one record of class ``cls`` from a JSON document.
+
+    Args:
+        cls: The record's class.
+        text: The document.
+        schema: The only schema accepted.
+        name: What to call the document in an error, usually its path.
+
+    Raises:
+        UnreadableReport: The document is truncated, is not JSON, or does not hold such a record.
+        UnknownSchema: The document follows another schema.
+    """
+    data = _parse(text, name)
+    found = data.pop("schema", None) if isinstance(data, dict) else None
+    if not isinstance(found, str):
+        raise UnreadableReport(name=name, schema=schema, detail='it has no "schema" key, so another program wrote it')
+    if found != schema:
+        raise UnknownSchema(name=name, found=found, expected=schema)
+    try:
+        record = decode(data, cls)
+    except _Mismatch as error:
+        raise UnreadableReport(name=name, schema=schema, detail=str(error)) from error
+    except RecursionError as error:
+        raise UnreadableReport(name=name, schema=schema, detail="it is nested too deeply") from error
+    return typing.cast("T", record)
+
+
+def load_report(text: str | bytes, name: str = "report.json") -> Report:
+    """Read a report; see :func:`load_record` for what is refused."""
+    return load_record(Report, text, schema=REPORT_SCHEMA, name=name)
+
+
+def load_capture(text: str | bytes, name: str = "capture.json") -> Capture:
+    """Read a capture; see :func:`load_record` for what is refused."""
+    return load_record(Capture, text, schema=CAPTURE_SCHEMA, name=name)
+
+
+def decode(data: object, hint: object, where: str = "") -> Any:
+    """Turn JSON data into a value of the type that ``hint`` describes, or say where it does not fit."""
+    options = _options(hint)
+    if data is None:
+        if type(None) in options:
+            return None
+        raise _Mismatch(where, f"expected {_describe(options)}, found null")
+    if isinstance(data, dict):
+        return _decode_object(data, options, where)
+    if isinstance(data, list):
+        if not any(typing.get_origin(option) is tuple for option in options):
+            raise _Mismatch(where, f"expected {_describe(options)}, found a list")
+        inner = _item_hints(options, len(data), where)
+        return tuple(decode(item, inner[at], f"{where}[{at}]") for at, item in enumerate(data))
+    return _decode_scalar(data, options, where)
+
+
+def _decode_object(data: dict[str, object], options: tuple[Any, ...], where: str) -> Any:
+    classes = {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
+    if _is_tagged(options):
+        data = dict(data)
+        tag = data.pop(_TAG, None)
+        if tag == "float" and float in options:
+            return _decode_scalar(data.get("value"), (float,), where)
+        if not isinstance(tag, str) or tag not in classes:
+            raise _Mismatch(where, f'"{_TAG}" must be one of {", ".join(sorted(classes))}, found {_shown(tag)}')
+        cls = classes[tag]
+    elif classes:
+        (cls,) = classes.values()
+    else:
+        raise _Mismatch(where, f"expected {_describe(options)}, found an object")
+
+    hints = _hints(cls)
+    unknown = sorted(set(data) - set(hints))
+    if unknown:
+        raise _Mismatch(where, f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
+    values = {}
+    for item in fields(cls):
+        if item.name in data:
+            values[item.name] = decode(data[item.name], hints[item.name], f"{where}.{item.name}".lstrip("."))
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise _Mismatch(where, f'the key "{item.name}" is missing')
+    try:
+        return cls(**values)
+    except ValueError as error:  # a record refuses a state that must not exist
+        raise _Mismatch(where, str(error)) from error
+
+
+def _decode_scalar(data: object, options: tuple[Any, ...], where: str) -> Any:
+    if type(data) in options:
+        return data
+    if float in options and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if isinstance(data, str):
+        if float in options and str not in options and data in ("nan", "inf", "-inf"):
+            return float(data)
+        for option in options:
+            if isinstance(option, type) and issubclass(option, enum.Enum) and data in [item.value for item in option]:
+                return option(data)
+            if isinstance(option, type) and issubclass(option, Path):
+                return Path(data)
+    if any(typing.get_origin(option) is typing.Literal and data in typing.get_args(option) for option in options):
+        return data
+    raise _Mismatch(where, f"expected {_describe(options)}, found {_shown(data)}")
+
+
+def _parse(text: str | bytes, name: str) -> Any:
+    def refuse_constant(constant: str) -> object:
+        raise _Mismatch("", f"it holds {constant}, which is not JSON")
+
+    def refuse_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        data = dict(pairs)
+        if len(data) != len(pairs):
+            raise _Mismatch("", "a key occurs twice in one object")
+        return data
+
+    try:
+        source = text.decode("utf-8") if isinstance(text, bytes) else text
+        if not source.strip():
+            raise UnreadableReport(name=name, schema="", detail="it is empty")
+        return json.loads(source, parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+    except json.JSONDecodeError as error:
+        is_cut = error.pos >= len(source.rstrip()) - 1 or error.msg.startswith("Unterminated string")
+        place = f"line {error.lineno}, column {error.colno}"
+        why = f"it ends early at {place}" if is_cut else f"{error.msg} at {place}"
+        raise UnreadableReport(name=name, schema="", detail=why) from error
+    except UnicodeDecodeError as error:
+        raise UnreadableReport(name=name, schema="", detail=f"byte {error.start:,} is not UTF-8 text") from error
+    except (_Mismatch, RecursionError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UnreadableReport(name=name, schema="", detail=why) from error
+
+
+# -- hints -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _options(hint: object) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint alone; a reference by name is looked up among the records."""
+    if isinstance(hint, typing.ForwardRef):
+        hint = hint.__forward_arg__
+    if isinstance(hint, str):
+        hint = getattr(records, hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(option for member in typing.get_args(hint) for option in _options(member))
+    return (hint,)
+
+
+def _is_tagged(options: tuple[Any, ...]) -> bool:
+    """Whether a JSON object alone would not tell which member of the union it is."""
+    others = [option for option in options if option is not type(None)]
+    return len(others) > 1 and any(is_dataclass(option) for option in others)
+
+
+def _item_hints(options: tuple[Any, ...], count: int, where: str = "") -> tuple[Any, ...]:
+    for option in options:
+        if typing.get_origin(option) is not tuple:
+            continue
+        inner = typing.get_args(option)
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return (inner[0],) * count
+        if len(inner) == count:
+            return inner
+        raise _Mismatch(where, f"expected {len(inner)} items, found {count}")
+    return (None,) * count
+
+
+def _describe(options: tuple[Any, ...]) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    words = []
+    for option in options:
+        if typing.get_origin(option) is tuple:
+            words.append("a list")
+        elif isinstance(option, type) and issubclass(option, enum.Enum):
+            words.append("one of " + ", ".join(str(item.value) for item in option))
+        else:
+            words.append(names.get(option) or f"an object ({getattr(option, '__name__', option)})")
+    return " or ".join(words)
+
+
+def _shown(data: object) -> str:
+    text = json.dumps(data, default=str)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, or a crash half-way, never sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+        umask = os.umask(0)  # mkstemp makes files private; a report is as readable as any other file of the user
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write ``report.json``."""
+    write_atomic(path, dump_report(report))
+
+
+def read_report(path: Path) -> Report:
+    """Read ``report.json``."""
+    return load_report(_read(path), str(path))
+
+
+def write_capture(capture: Capture, path: Path) -> None:
+    """Write ``capture.json``, compressed where the name ends in ``.gz``; equal captures give equal bytes."""
+    text = dump_capture(capture)
+    write_atomic(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
+
+
+def read_capture(path: Path) -> Capture:
+    """Read ``capture.json`` or ``capture.json.gz``."""
+    return load_capture(_read(path), str(path))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UnreadableReport(name=str(path), schema="", detail=error.strerror or "it cannot be read") from error
+    if path.suffix != ".gz":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except EOFError as error:
+        raise UnreadableReport(name=str(path), schema="", detail=f"gzip ends early at byte {len(raw):,}") from error
+    except (OSError, ValueError) as error:  # BadGzipFile and zlib's complaints
+        raise UnreadableReport(name=str(path), schema="", detail=f"it is not a gzip file ({error})") from error
