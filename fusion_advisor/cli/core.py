@@ -5,6 +5,7 @@ So ``--help``, ``report`` and ``explain`` answer at once on a machine without a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,13 +36,15 @@ class Progress(Protocol):
 class Loaded(Protocol):
     """A model with its inputs."""
 
-    workload: Workload
+    record: Workload
+    notes: tuple[str, ...]
 
 
 class AppliedRun(Protocol):
     """A model with its rewrites in place."""
 
     report: Report
+    capture: Capture
 
     def revert(self) -> None:
         """Put the model back exactly as it was."""
@@ -75,9 +78,9 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
     return report, capture
 
 
-def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress) -> AppliedRun:
-    """Profile, then render, build, check, time and keep or drop every rewrite."""
-    applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress)
+def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+    """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
+    applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
     return applied
 
 

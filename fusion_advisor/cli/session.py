@@ -53,8 +53,14 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
     """Apply what pays to a workload and show what it bought."""
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
-        applied = core.apply_workload(loaded, full, progress)
+        def save(report: Report) -> None:
+            if full.run_dir is not None:
+                write_atomic(full.run_dir / "report.json", dump_report(report))
+
+        applied = core.apply_workload(loaded, full, progress, save)
         try:
+            if full.run_dir is not None:
+                write_capture(applied.capture, full.run_dir / "capture.json.gz")
             return applied.report
         finally:
             applied.revert()
@@ -78,7 +84,9 @@ def _run(
     with _kept_apart(settings), TerminalProgress(settings) as progress:
         progress.phase("load")
         loaded = core.load_workload(request)
-        revision = loaded.workload.revision
+        for sentence in loaded.notes:
+            progress.note(sentence)
+        revision = loaded.record.revision
         digest = run_dir.config_hash(verb, request, options, revision)
         run_id = run_dir.new_run_id(digest)
         directory = run_dir.create(run_id, output.directory, force=output.force)

@@ -252,6 +252,14 @@ def _install(
 ) -> AppliedRun:
     passes = [name for name, rewrite in _kept_passes(report).items() if rewrite.status is Status.KEPT]
     variant = bench.build(built, passes)
+    measured = replace(
+        report,
+        status="applied",
+        noise_share=decision.noise_share,
+        step_before=decision.before,
+        step_after=decision.after,
+        notes=(*report.notes, *_method_notes(decision, options, bench)),
+    )
     original = torch_internals.original_call(loaded.model)
     fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
 
@@ -261,6 +269,11 @@ def _install(
     def fused_call() -> Any:
         return fused.dispatch(*loaded.args, **loaded.kwargs)
 
+    if not built and not passes:
+        # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
+        unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
+        fused.report = unchanged
+        return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
         with torch.no_grad():
             check = check_whole_model(loaded, eager_call, fused_call)
@@ -291,19 +304,15 @@ def _install(
         fused.apply()
     captured = None if report.captured is None else replace(report.captured, device=decision.before if bench.on_cuda else None)
     final = replace(
-        report,
-        status="applied",
+        measured,
+        rewrites=report.rewrites,
         before=before,
         captured=captured,
         after=after,
         fusions=tuple(receipts),
         model_check=check,
-        noise_share=decision.noise_share,
-        step_before=decision.before,
-        step_after=decision.after,
         durations_s=tuple(clock.durations_s),
         warnings=tuple(warnings),
-        notes=(*report.notes, *_method_notes(decision, options, bench)),
     )
     fused.report = final
     return AppliedRun(fused=fused, report=final, capture=capture)
