@@ -54,7 +54,9 @@ class CudaBackend:
         is_reduced = plan.kind == "rows"
         macros = [("threads along a row", "THREADS", _BLOCK)]
         if plan.kind != "flat":
-            macros.append(("rows of a block; 1 when more than a warp shares a row" if is_reduced else "rows of a block", "ROWS", 1))
+            macros.append(
+                ("rows of a block; 1 when more than a warp shares a row" if is_reduced else "rows of a block", "ROWS", 1)
+            )
         if is_reduced and not is_looped:
             macros.append(("packs of a thread: PACKS * THREADS * VEC >= cols", "PACKS", 2))
         macros.append(("columns of a pack", "VEC", vector_width(plan)))
@@ -110,7 +112,9 @@ class CudaKernel:
         self.tuning = " ".join(f"{name}={value}" for name, value in macros.items())
         kernel = self._variant(macros)
         scalar = ctypes.c_int64 if "WIDE_INDEX" in macros else ctypes.c_int32
-        return _launcher(kernel, grid, (macros["THREADS"], macros.get("ROWS", 1), 1), [scalar(value) for _, value in plan.arguments])
+        return _launcher(
+            kernel, grid, (macros["THREADS"], macros.get("ROWS", 1), 1), [scalar(value) for _, value in plan.arguments]
+        )
 
     def _variant(self, macros: dict[str, int]) -> Any:
         key = tuple(macros.items())

@@ -218,7 +218,11 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
         after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n)]
         loop += [_store(plan, writer, position) for position in step.stores]
-        columns = ["col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)", "col_mask = col < cols", "mask = row_mask & col_mask"]
+        columns = [
+            "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
+            "col_mask = col < cols",
+            "mask = row_mask & col_mask",
+        ]
         steps.append({"accumulators": accumulators, "loop": kept(columns, loop) + loop, "after": after})
     rows = [p for p in range(len(plan.program.stores)) if not plan.stores_col(p)]
     stores = [_store(plan, writer, position) for position in rows]

@@ -91,7 +91,14 @@ def _step(plan: Schedule, writer: CudaWriter, step: Pass, resident: dict[int, st
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack}, lanes);")
     # A guard of a pack is already in the pack's lanes: its values are declared again only where something else uses them.
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
-    lines = [*head, _UNROLL, "for (int lane = 0; lane < VEC; ++lane) {", *textwrap.indent("\n".join(lane), "    ").split("\n"), "}", *tail]
+    lines = [
+        *head,
+        _UNROLL,
+        "for (int lane = 0; lane < VEC; ++lane) {",
+        *textwrap.indent("\n".join(lane), "    ").split("\n"),
+        "}",
+        *tail,
+    ]
     if any(re.search(r"\blanes\b", line) for line in lines):
         lines.insert(0, f"const unsigned lanes = lanes_before({plan.sizes[-1]}, first);")
     return {"accumulators": accumulators, "columns": lines, "after": after}

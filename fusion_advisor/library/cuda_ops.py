@@ -123,7 +123,11 @@ class CudaWriter(Writer):
             source = self.plan.program.values[value.args[0]]
             if source.dtype == value.dtype:
                 return args[0]
-            return Text(f"{args[0].at(SUM)} != 0", LOOSE) if value.dtype == "bool" else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
+            return (
+                Text(f"{args[0].at(SUM)} != 0", LOOSE)
+                if value.dtype == "bool"
+                else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
+            )
         if op == "where":
             return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
         if op == "not":
@@ -134,12 +138,20 @@ class CudaWriter(Writer):
             return Text(f"__fdividef({code})")
         if op == "reciprocal":
             one = "1.0f" if is_float32 else "1.0"
-            return Text(f"__fdividef({one}, {code})") if is_float32 and self.fast_math else Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
+            return (
+                Text(f"__fdividef({one}, {code})")
+                if is_float32 and self.fast_math
+                else Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
+            )
         if op in _HELPERS:
             self.helpers.add(_HELPERS[op])
             return Text(f"{_HELPERS[op]}({code})")
         if op == "abs":
-            return Text(f"({args[0].at(SUM)} < 0 ? -{args[0].at(ATOM)} : {args[0].at(SUM)})") if is_int else Text(f"fabs{suffix}({code})")
+            return (
+                Text(f"({args[0].at(SUM)} < 0 ? -{args[0].at(ATOM)} : {args[0].at(SUM)})")
+                if is_int
+                else Text(f"fabs{suffix}({code})")
+            )
         if op == "round":
             return Text(f"rint{suffix}({code})")
         if op in _MATH:

@@ -21,7 +21,15 @@ _MAX_FOLDED = 44
 INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
-_NOUNS = {"mul": "product", "add": "total", "sub": "difference", "div": "quotient", "where": "chosen", "neg": "negated", "cast": "cast"}
+_NOUNS = {
+    "mul": "product",
+    "add": "total",
+    "sub": "difference",
+    "div": "quotient",
+    "where": "chosen",
+    "neg": "negated",
+    "cast": "cast",
+}
 
 
 class Unsupported(Exception):

@@ -80,7 +80,9 @@ def first_error(log: str) -> str:
 def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:
     from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(arch=target, std="c++17", define_macro=[(name, str(value)) for name, value in macros.items()] or None)
+    options = ProgramOptions(
+        arch=target, std="c++17", define_macro=[(name, str(value)) for name, value in macros.items()] or None
+    )
     try:
         return Program(rendered.source, code_type="c++", options=options).compile("cubin")
     except Exception as error:  # noqa: BLE001 - cuda-core's error classes differ between releases

@@ -123,7 +123,9 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     program = _with_rows(program)
     dims = len(program.dims)
     kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
-    operand_names = [o.name if not keyword.iskeyword(o.name) and o.name not in _C_KEYWORDS else f"{o.name}_" for o in program.operands]
+    operand_names = [
+        o.name if not keyword.iskeyword(o.name) and o.name not in _C_KEYWORDS else f"{o.name}_" for o in program.operands
+    ]
     names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
     one_row = flatten_rows or kind == "rows"
     if kind == "flat":

@@ -65,7 +65,9 @@ class TritonWriter(Writer):
         row_dims = varies - {self.plan.col_dim}
         if self.plan.kind == "tiled":
             row_dims &= {self.plan.col_dim - 1}  # outer dims are one number per program, never past the end
-        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[bool(row_dims), has_col]
+        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[
+            bool(row_dims), has_col
+        ]
 
     def address(self, access: Access, varies: frozenset[int]) -> str:
         """Pointer expression shaped like the dims in ``varies``; a dim that does not move the address adds ``0 * index``."""
@@ -131,7 +133,11 @@ class TritonWriter(Writer):
             source = self.plan.program.values[value.args[0]]
             if source.dtype == value.dtype:
                 return args[0]
-            return Text(f"{args[0].at(SUM)} != 0", LOOSE) if value.dtype == "bool" else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
+            return (
+                Text(f"{args[0].at(SUM)} != 0", LOOSE)
+                if value.dtype == "bool"
+                else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
+            )
         if op == "where":
             return Text(f"tl.where({', '.join(code)})")
         if op in ("maximum", "minimum"):
@@ -144,7 +150,9 @@ class TritonWriter(Writer):
             exact = is_float32 and not self.fast_math
             return Text(f"tl.div_rn({', '.join(code)})") if exact else Text("")
         if op == "reciprocal":
-            return Text(f"tl.div_rn(1.0, {code[0]})" if is_float32 and not self.fast_math else f"1.0 / {args[0].at(UNARY)}", UNARY - 1)
+            return Text(
+                f"tl.div_rn(1.0, {code[0]})" if is_float32 and not self.fast_math else f"1.0 / {args[0].at(UNARY)}", UNARY - 1
+            )
         if op == "sqrt":
             return Text(f"tl.sqrt_rn({code[0]})" if is_float32 and not self.fast_math else f"tl.sqrt({code[0]})")
         if op == "exp":

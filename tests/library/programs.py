@@ -31,7 +31,9 @@ class Build:
                 count *= size if stride else 1
             self.inputs.append(Operand(name=name, dtype=dtype or self.dtype, element_count=count))
             names.append(name)
-        return self.add("load", dtype=value_dtype or self.compute, operand=names.index(name), strides=strides, offset=offset, guard=guard)
+        return self.add(
+            "load", dtype=value_dtype or self.compute, operand=names.index(name), strides=strides, offset=offset, guard=guard
+        )
 
     def add(self, op, *args, dtype=None, **fields):
         is_logic = op in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "isnan")
@@ -53,7 +55,11 @@ class Build:
     def program(self):
         stores = tuple(replace(s, operand=s.operand + len(self.inputs)) for s in self.stores)
         return Program(
-            dims=self.dims, operands=(*self.inputs, *self.outputs), values=tuple(self.values), stores=stores, is_reduced=self.is_reduced
+            dims=self.dims,
+            operands=(*self.inputs, *self.outputs),
+            values=tuple(self.values),
+            stores=stores,
+            is_reduced=self.is_reduced,
         )
 
 

@@ -21,7 +21,8 @@ HEADER = Header(title="case", summary="a test", origin="generated from the chain
 CASES = cases()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
 needs_nvrtc = pytest.mark.skipif(
-    not importlib.util.find_spec("cuda") or not importlib.util.find_spec("cuda.core"), reason="compiles with NVRTC, and cuda-core is missing"
+    not importlib.util.find_spec("cuda") or not importlib.util.find_spec("cuda.core"),
+    reason="compiles with NVRTC, and cuda-core is missing",
 )
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="compiles with nvcc, and there is none")
 

@@ -62,7 +62,9 @@ def test_matches_oracle_with_other_block_sizes(interpreted_tuned, name):
     assert interpreted_tuned[name] <= 1
 
 
-@pytest.mark.parametrize("name", ["gelu_tanh-bfloat16", "swiglu-float16", "rmsnorm-float32", "softmax-float32", "special-sigmoid"])
+@pytest.mark.parametrize(
+    "name", ["gelu_tanh-bfloat16", "swiglu-float16", "rmsnorm-float32", "softmax-float32", "special-sigmoid"]
+)
 def test_fast_math_stays_close(interpreted_fast, name):
     assert interpreted_fast[name] <= 50
 
@@ -94,7 +96,12 @@ def test_one_kernel_serves_every_width_with_the_same_key():
 
 
 def test_addresses_beyond_32_bits_use_64_bit_indices():
-    wide = Program(dims=(2**31,), operands=p.gelu_tanh().operands, values=p.gelu_tanh().values, stores=(Store(operand=1, value=11, strides=(1,)),))
+    wide = Program(
+        dims=(2**31,),
+        operands=p.gelu_tanh().operands,
+        values=p.gelu_tanh().values,
+        stores=(Store(operand=1, value=11, strides=(1,)),),
+    )
     from fusion_advisor.library.schedule import schedule
 
     assert schedule(wide, flatten_rows=False).needs_int64
@@ -125,7 +132,9 @@ def test_unknown_op_is_a_build_failure():
 
 def test_bad_source_is_a_build_failure_with_a_short_cause(tmp_path):
     rendered = render(p.gelu_tanh())
-    broken = type(rendered)(backend="triton", entry=rendered.entry, source=rendered.source.replace("tl.store", "tl.stoer"), suffix=".py")
+    broken = type(rendered)(
+        backend="triton", entry=rendered.entry, source=rendered.source.replace("tl.store", "tl.stoer"), suffix=".py"
+    )
     with pytest.raises(KernelBuildFailed, match="stoer") as caught:
         compile_for(p.gelu_tanh(), broken, 90)
     assert len(str(caught.value)) < 400

@@ -1,0 +1,233 @@
+"""What ``kernel.toml`` says about a kernel, checked key by key: a manifest that is wrong is refused with its file and key named."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.library.program import ITEM_BYTES
+from fusion_advisor.library.source import Tuning, identifier
+
+BACKENDS = ("triton", "cuda", "cpp")
+_KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants", "tunables",
+         "check", "bench")  # fmt: skip
+
+
+class BadManifest(AdvisorError):
+    """A kernel.toml that cannot be used."""
+
+    code = "FA410"
+    message = "{file}: {key}: {detail}"
+    hint = "`fusion-advisor kernels new NAME` writes a manifest that is right, with every key explained"
+    exit_code = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One tensor parameter of the references."""
+
+    name: str
+    shape: tuple[str | int, ...]
+    """Letters that cases give sizes to, or numbers: ``("R", "C")``, ``("B", 1, "S", "D")``."""
+    order: tuple[str | int, ...]
+    """The same dims, as they lie in memory, outermost first."""
+    dtype: str = ""
+    """Fixed dtype; empty: the case's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Sizes and dtypes to check or bench."""
+
+    sizes: tuple[tuple[str, int], ...]
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """A kernel's manifest."""
+
+    name: str
+    summary: str
+    source: str
+    """Paper or URL of the idea."""
+    backends: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    constraints: tuple[str, ...]
+    """Sentences for the reader; what they say is enforced by the match."""
+    has_backward: bool
+    inputs: tuple[Input, ...]
+    """In the order of the references' parameters."""
+    outputs: tuple[str, ...]
+    """Names, in the order in which references return them; a reference that returns fewer returns the last ones."""
+    constants: tuple[tuple[str, float], ...]
+    """Keyword floats of the references with their defaults; a match binds them from the graph."""
+    tunables: tuple[Tuning, ...]
+    check: tuple[Case, ...]
+    bench: tuple[Case, ...]
+    folder: Path
+
+    def shape_of(self, tensor: Input, case: Case) -> tuple[int, ...]:
+        """An input's shape in a case."""
+        sizes = dict(case.sizes)
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
+
+
+def read_spec(folder: Path) -> KernelSpec:
+    """Read ``folder/kernel.toml``.
+
+    Raises:
+        BadManifest: it is missing, not TOML, or a key is missing, unknown or wrong.
+    """
+    file = folder / "kernel.toml"
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadManifest(file=file, key="file", detail=error.strerror or "cannot be read") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadManifest(file=file, key="file", detail=f"is not TOML: {error}") from error
+    return _Reader(file, data).spec()
+
+
+class _Reader:
+    """Takes one manifest apart; every refusal names its key."""
+
+    def __init__(self, file: Path, data: dict[str, Any]) -> None:
+        self.file = file
+        self.data = data
+
+    def spec(self) -> KernelSpec:
+        self._known("", self.data, _KEYS)
+        dtypes = self._names("dtypes", tuple(ITEM_BYTES))
+        inputs = self._inputs()
+        name = self._identifier("name", self._text("name"))
+        if name != self.file.parent.name:
+            self._refuse("name", f"`{name}` differs from its folder's name, `{self.file.parent.name}`")
+        outputs = self._list("outputs", str)
+        taken: set[str] = set()
+        for item in (*(i.name for i in inputs), *outputs):
+            self._identifier("outputs", item)
+            if item in taken:
+                self._refuse("outputs", f"`{item}` names two tensors")
+            taken.add(item)
+        if not outputs:
+            self._refuse("outputs", "needs a name")
+        letters = {dim for i in inputs for dim in i.shape if isinstance(dim, str)}
+        return KernelSpec(
+            name=name, summary=self._text("summary"), source=self._text("source"), backends=self._names("backends", BACKENDS), dtypes=dtypes,
+            constraints=tuple(self._list("constraints", str, default=[])), has_backward=self._flag("has_backward"), inputs=inputs,
+            outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(), check=self._cases("check", letters, dtypes),
+            bench=self._cases("bench", letters, dtypes), folder=self.file.parent,
+        )  # fmt: skip
+
+    def _refuse(self, key: str, detail: str) -> None:
+        raise BadManifest(file=self.file, key=key, detail=detail)
+
+    def _known(self, key: str, table: dict[str, Any], allowed: tuple[str, ...]) -> None:
+        for found in table:
+            if found not in allowed:
+                near = difflib.get_close_matches(found, allowed, n=1)
+                meant = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(allowed)}"
+                self._refuse(f"{key}.{found}" if key else found, f"unknown key; {meant}")
+
+    def _identifier(self, key: str, text: str) -> str:
+        try:
+            return identifier(text)
+        except ValueError:
+            self._refuse(key, f"`{text}` is not a plain identifier")
+            raise
+
+    def _text(self, key: str) -> str:
+        value = self.data.get(key)
+        if not isinstance(value, str) or not value.strip():
+            self._refuse(key, "needs a text")
+        return str(value)
+
+    def _flag(self, key: str) -> bool:
+        value = self.data.get(key, False)
+        if not isinstance(value, bool):
+            self._refuse(key, "must be true or false")
+        return bool(value)
+
+    def _list(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        value = self.data.get(key, default)
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            self._refuse(key, "needs a list of tables" if kind is dict else "needs a list of texts")
+        return list(value or [])
+
+    def _names(self, key: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+        found = tuple(self._list(key, str))
+        for item in found:
+            if item not in allowed:
+                self._refuse(key, f"`{item}` is not one of {', '.join(allowed)}")
+        if not found:
+            self._refuse(key, f"needs at least one of {', '.join(allowed)}")
+        return found
+
+    def _table(self, key: str) -> dict[str, Any]:
+        value = self.data.get(key, {})
+        if not isinstance(value, dict):
+            self._refuse(key, "must be a table")
+        return dict(value)
+
+    def _inputs(self) -> tuple[Input, ...]:
+        found = []
+        for name, value in self._table("inputs").items():
+            key = f"inputs.{name}"
+            table = value if isinstance(value, dict) else {"shape": value}
+            self._known(key, table, ("shape", "order", "dtype"))
+            shape = table.get("shape")
+            if not isinstance(shape, list) or not all(isinstance(d, str | int) and not isinstance(d, bool) for d in shape):
+                self._refuse(key, 'needs a shape such as ["R", "C"]')
+            order = table.get("order", shape)
+            if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, shape or [])):
+                self._refuse(key, "order must hold the dims of shape")
+            dtype = table.get("dtype", "")
+            if dtype and dtype not in ITEM_BYTES:
+                self._refuse(key, f"`{dtype}` is not one of {', '.join(ITEM_BYTES)}")
+            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or ()), order=tuple(order), dtype=dtype))
+        if not found:
+            self._refuse("inputs", "needs at least one tensor")
+        return tuple(found)
+
+    def _constants(self) -> tuple[tuple[str, float], ...]:
+        found = []
+        for name, value in self._table("constants").items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                self._refuse(f"constants.{name}", "needs a number: its default")
+            found.append((self._identifier(f"constants.{name}", name), float(value)))
+        return tuple(found)
+
+    def _tunables(self) -> tuple[Tuning, ...]:
+        found = []
+        for number, table in enumerate(self._list("tunables", dict, default=[])):
+            key = f"tunables[{number}]"
+            self._known(key, table, tuple(f.name for f in fields(Tuning)))
+            for name, value in table.items():
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+                    self._refuse(f"{key}.{name}", "must be a power of two")
+            found.append(Tuning(**table))
+        return tuple(found) or (Tuning(),)
+
+    def _cases(self, key: str, letters: set[str], dtypes: tuple[str, ...]) -> tuple[Case, ...]:
+        found = []
+        for number, table in enumerate(self._list(key, dict, default=[])):
+            place = f"{key}[{number}]"
+            self._known(place, table, ("sizes", "dtypes"))
+            sizes = table.get("sizes")
+            if not isinstance(sizes, dict) or set(sizes) != letters:
+                self._refuse(f"{place}.sizes", f"needs a size for each of {', '.join(sorted(letters))} and nothing else")
+            for letter, size in dict(sizes or {}).items():
+                if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                    self._refuse(f"{place}.sizes.{letter}", "must be a whole number")
+            chosen = table.get("dtypes", list(dtypes))
+            if not isinstance(chosen, list) or not set(chosen) <= set(dtypes):
+                self._refuse(f"{place}.dtypes", f"must be some of {', '.join(dtypes)}")
+            found.append(Case(sizes=tuple(dict(sizes or {}).items()), dtypes=tuple(chosen)))
+        if not found:
+            self._refuse(key, "needs at least one case")
+        return tuple(found)

@@ -1,0 +1,113 @@
+"""The library as it is installed: every kernel's manifest and references fit, agree with each other, and can be scaffolded."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.library.discover import BadReference, UnknownKernel, list_kernels, load_kernel, scaffold
+from fusion_advisor.library.spec import BadManifest
+
+NAMES = [spec.name for spec in list_kernels()]
+
+
+def arguments(spec, case, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for tensor in spec.inputs:
+        sizes = dict(case.sizes)
+        by_dim = dict(zip(tensor.shape, spec.shape_of(tensor, case), strict=True))
+        stored = torch.randn(
+            [by_dim[dim] if isinstance(dim, str) else dim for dim in tensor.order], generator=generator, dtype=dtype
+        )
+        found.append(stored.permute([tensor.order.index(dim) for dim in tensor.shape]))
+        assert list(found[-1].shape) == [sizes.get(dim, dim) for dim in tensor.shape]
+    return found
+
+
+def test_the_library_holds_the_kernels_that_models_need():
+    assert {"gelu_tanh", "gelu_erf", "rmsnorm", "add_rmsnorm", "layernorm", "add_layernorm", "swiglu", "rope"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_compute_the_same(name):
+    kernel = load_kernel(name)
+    for case in kernel.spec.check:
+        tensors = arguments(kernel.spec, case)
+        results = {variant: function(*tensors) for variant, function in kernel.references if variant != "gemma"}
+        last = [value[-1] if isinstance(value, tuple) else value for value in results.values()]
+        for value in last[1:]:
+            torch.testing.assert_close(value, last[0], rtol=1e-5, atol=1e-6)
+        widest = max(len(value) if isinstance(value, tuple) else 1 for value in results.values())
+        assert widest == len(kernel.spec.outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_references_keep_dtype_and_take_the_constants(name):
+    kernel = load_kernel(name)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _, function in kernel.references:
+            found = function(*arguments(kernel.spec, kernel.spec.check[0], dtype), **dict(kernel.spec.constants))
+            assert all(t.dtype == dtype for t in (found if isinstance(found, tuple) else (found,)))
+
+
+def test_rmsnorm_variants_are_found_in_order():
+    assert [variant for variant, _ in load_kernel("rmsnorm").references] == ["llama", "t5", "gemma", "builtin"]
+
+
+def test_loading_leaves_no_module_behind():
+    before = set(sys.modules)
+    load_kernel("rope")
+    assert not [name for name in set(sys.modules) - before if "reference" in name]
+
+
+def test_an_unknown_name_is_answered_with_a_near_one():
+    with pytest.raises(UnknownKernel) as caught:
+        load_kernel("rmsnrom")
+    assert "rmsnorm" in caught.value.note_text
+
+
+def test_a_scaffold_is_a_kernel(tmp_path):
+    folder = scaffold("my_norm", tmp_path)
+    kernel = load_kernel("my_norm", [tmp_path])
+    assert kernel.spec.folder == folder
+    result = kernel.references[0][1](*arguments(kernel.spec, kernel.spec.check[0]))
+    assert result.shape == (7, 129)
+
+
+def test_a_scaffold_overwrites_nothing(tmp_path):
+    scaffold("my_norm", tmp_path)
+    with pytest.raises(UsageError, match="exists"):
+        scaffold("my_norm", tmp_path)
+    with pytest.raises(UsageError, match="cannot name"):
+        scaffold("../evil", tmp_path)
+
+
+def test_a_name_twice_is_refused(tmp_path):
+    scaffold("rmsnorm", tmp_path)
+    with pytest.raises(BadManifest, match="also in"):
+        list_kernels([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("x: torch.Tensor, weight", "y: torch.Tensor, weight", "takes \\(y, weight\\)"),
+        ("eps: float", "epsilon: float", "epsilon"),
+        ("def reference_", "def other_", "has no function"),
+        ("import torch", "import torhc", "does not import"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(tmp_path, old, new, words):
+    file = scaffold("my_norm", tmp_path) / "reference.py"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(BadReference, match=words):
+        load_kernel("my_norm", [tmp_path])
+
+
+def test_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="not a directory"):
+        list_kernels([tmp_path / "none"])

@@ -1,0 +1,89 @@
+"""kernel.toml: what it says is read whole, and what is wrong in it is refused with file and key."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_advisor.library.source import Tuning
+from fusion_advisor.library.spec import BadManifest, Case, Input, read_spec
+
+GOOD = """
+name = "thing"
+summary = "does a thing"
+source = "https://example.org"
+backends = ["triton", "cuda"]
+dtypes = ["float32", "bfloat16"]
+outputs = ["total", "out"]
+has_backward = false
+constraints = ["even"]
+[inputs]
+x = { shape = ["B", "H", "S"], order = ["B", "S", "H"] }
+ids = { shape = ["S"], dtype = "int64" }
+cos = ["B", 1, "S"]
+[constants]
+eps = 1e-5
+[[tunables]]
+num_warps = 4
+[[check]]
+sizes = { B = 1, H = 2, S = 3 }
+dtypes = ["float32"]
+[[bench]]
+sizes = { B = 8, H = 16, S = 1024 }
+"""
+
+
+def read(tmp_path, text):
+    folder = tmp_path / "thing"
+    folder.mkdir()
+    (folder / "kernel.toml").write_text(text)
+    return read_spec(folder)
+
+
+def test_reads_every_key(tmp_path):
+    spec = read(tmp_path, GOOD)
+    assert spec.inputs[0] == Input(name="x", shape=("B", "H", "S"), order=("B", "S", "H"))
+    assert spec.inputs[1].dtype == "int64"
+    assert spec.constants == (("eps", 1e-5),)
+    assert spec.tunables == (Tuning(num_warps=4),)
+    assert spec.check == (Case(sizes=(("B", 1), ("H", 2), ("S", 3)), dtypes=("float32",)),)
+    assert spec.bench[0].dtypes == ("float32", "bfloat16")
+    assert spec.shape_of(spec.inputs[2], spec.bench[0]) == (8, 1, 1024)
+    assert (spec.name, spec.outputs, spec.has_backward, spec.constraints) == ("thing", ("total", "out"), False, ("even",))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "words"),
+    [
+        ('name = "thing"', "", "name", "needs a text"),
+        ('name = "thing"', 'name = "other"', "name", "folder"),
+        ('name = "thing"', 'name = "rm -rf"', "name", "identifier"),
+        ("summary", "sumary", "sumary", "did you mean `summary`"),
+        ('"cuda"]', '"hip"]', "backends", "`hip`"),
+        ('"bfloat16"]', '"fp8"]', "dtypes", "`fp8`"),
+        ("has_backward = false", 'has_backward = "no"', "has_backward", "true or false"),
+        ('["total", "out"]', "[]", "outputs", "needs a name"),
+        ('["total", "out"]', '["out", "out"]', "outputs", "two tensors"),
+        ('["total", "out"]', '["x", "out"]', "outputs", "two tensors"),
+        ('order = ["B", "S", "H"]', 'order = ["B", "S"]', "inputs.x", "order"),
+        ('["B", 1, "S"]', '"B"', "inputs.cos", "shape"),
+        ("eps = 1e-5", 'eps = "small"', "constants.eps", "number"),
+        ("num_warps = 4", "num_warps = 5", "tunables[0].num_warps", "power of two"),
+        ("num_warps = 4", "warps = 4", "tunables[0].warps", "did you mean `num_warps`"),
+        ("H = 2, S = 3", "H = 2", "check[0].sizes", "B, H, S"),
+        ("H = 2, S = 3", "H = 2, S = -3", "check[0].sizes.S", "whole number"),
+        ('dtypes = ["float32"]', 'dtypes = ["float16"]', "check[0].dtypes", "float32, bfloat16"),
+        ("[[bench]]", "[[check]]", "bench", "at least one case"),
+        ("[inputs]", "[inputs", "file", "is not TOML"),
+    ],
+)
+def test_refuses_with_file_and_key(tmp_path, old, new, key, words):
+    assert old in GOOD
+    with pytest.raises(BadManifest) as caught:
+        read(tmp_path, GOOD.replace(old, new))
+    message = str(caught.value)
+    assert "kernel.toml" in message and f": {key}: " in message and words in message
+
+
+def test_a_missing_manifest_is_refused(tmp_path):
+    with pytest.raises(BadManifest, match="No such file"):
+        read_spec(tmp_path)
