@@ -43,6 +43,7 @@ def test_the_rest() -> None:
     assert units.bandwidth(12_340_000_000) == "12.3 GB/s"
     assert units.speedup(1.187) == "1.19×"
     assert units.speedup(0.97) == "0.970×"
+    assert units.speedup(1.0041) == "1.004×"
     assert units.speedup(12.34) == "12.3×"
     assert units.share(0.131) == "13.1%"
     assert units.relative_change(18.42, 15.52) == "−15.7%"

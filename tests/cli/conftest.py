@@ -13,7 +13,10 @@ from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
 from tests.report.fixtures import applied, profiled, timing
 
-CLEARED = "NO_COLOR FORCE_COLOR TTY_COMPATIBLE COLUMNS TERM CI GITHUB_ACTIONS GITHUB_STEP_SUMMARY SOURCE_DATE_EPOCH HF_TOKEN HF_HUB_OFFLINE"
+CLEARED = (
+    "NO_COLOR FORCE_COLOR TTY_COMPATIBLE COLUMNS TERM CI GITHUB_ACTIONS GITHUB_STEP_SUMMARY "
+    "SOURCE_DATE_EPOCH HF_TOKEN HF_HUB_OFFLINE"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
 
         return SimpleNamespace(report=finish(applied(), options), revert=revert)
 
-    monkeypatch.setattr(core, "make_request", lambda **fields: FakeRequest(**fields))
+    monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(
         core, "load_request", lambda text, name: core.load_record(FakeRequest, text, schema=core.REQUEST_SCHEMA, name=name)
     )
