@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, session
+from fusion_advisor.cli import core, options, run_dir, runner
 from fusion_advisor.errors import UnknownRun, UsageError
 from fusion_advisor.fuse.options import ApplyOptions
 
@@ -72,7 +72,7 @@ def apply(
         strict=strict,
         dry_run=dry_run,
     )
-    shown = session.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,
@@ -86,7 +86,7 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    session.run_apply(settings, _request(target, asked), chosen, shown)
+    runner.run_apply(settings, _request(target, asked), chosen, shown)
 
 
 def _request(target: str | None, asked: dict[str, object]) -> Any:

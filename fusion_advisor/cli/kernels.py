@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,7 +99,7 @@ def _field(row: Any, name: str) -> str:
     return str(row[at] if isinstance(row, tuple) else getattr(row, name))
 
 
-def _print_rows(settings: Settings, heads: tuple[str, ...], rows: list[tuple[str, ...]], when_empty: str) -> None:
+def _print_rows(settings: Settings, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], when_empty: str) -> None:
     from fusion_advisor.report.terminal import plain, simple_table
 
     console = settings.out()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, session
+from fusion_advisor.cli import core, options, run_dir, runner
 from fusion_advisor.fuse.options import ProfileOptions
 
 
@@ -59,7 +59,7 @@ def profile(
         fast_math=fast_math,
         nvtx=nvtx,
     )
-    target = session.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    target = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,
@@ -73,4 +73,4 @@ def profile(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    session.run_profile(settings, core.make_request(model_id=model_id, **asked), chosen, target)
+    runner.run_profile(settings, core.make_request(model_id=model_id, **asked), chosen, target)

@@ -6,6 +6,7 @@ order. Dynamic text goes through :class:`rich.text.Text`, never through markup: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -237,7 +238,7 @@ def summary_line(report: Report) -> str:
     return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
 
 
-def simple_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], console: Console) -> RenderableType:
+def simple_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], console: Console) -> RenderableType:
     """Return plain rows whose last column gives way."""
     columns = [Column(head, tuple(row[at] for row in rows)) for at, head in enumerate(heads)]
     last = columns[-1]

@@ -247,7 +247,7 @@ def quality(report: Report) -> tuple[str, tuple[str, ...]]:
         tone = "warn" if report.noise_share > 0.02 else tone
     for broken in data.graph_breaks:
         tone = "warn"
-        lines.append(f"Graph break at {broken.source}: {broken.reason}")
+        lines.append(f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})")
     for warning in (*data.warnings, *report.warnings):
         tone = "warn"
         lines.append(warning)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fusion_advisor.cli import core, doctor
+from fusion_advisor.cli.console import build_console, stream_width, wants_color
+from fusion_advisor.cli.explain import error_classes, explanation
+from fusion_advisor.cli.explanations import TEXTS, TITLES
+from fusion_advisor.serialize import read_report
+from tests.cli.conftest import Ran
+from tests.report.make_fixtures import DIRECTORY
+
+Run = Callable[..., Ran]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def put_run(name: str, fixture: str = "applied") -> Path:
+    directory = Path("fusion-runs") / name
+    directory.mkdir(parents=True)
+    shutil.copy(DIRECTORY / f"{fixture}.json", directory / "report.json")
+    return directory
+
+
+@pytest.mark.parametrize("command", [(), ("profile",), ("apply",), ("report",), ("kernels",), ("doctor",), ("explain",)])
+def test_help_needs_nothing_heavy(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from fusion_advisor.cli.app import main\n"
+        f"code = main({[*command, '--help']!r})\n"
+        "heavy = {'torch', 'transformers', 'pandas', 'triton', 'numpy', 'jinja2'} & set(sys.modules)\n"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_report_again(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    put_run("20290102-030405-aaaaaa", "profiled")
+    for name in ((), ("@last",), ("20300102",), (str(directory),), (str(directory / "report.json"),)):
+        ran = run("report", *name)
+        assert ran.code == 0, ran.err
+        assert "1.19× eager's speed" in ran.out
+        assert ran.out.endswith(f"wrote: {directory}/report.html\nwrote: {directory}/report.md\n")
+    assert "<!doctype html>" in (directory / "report.html").read_text()
+    ran = run("report", "2029", "--json")
+    assert json.loads(ran.out)["status"] == "profiled"
+    assert run("report", "-o", "elsewhere", "--format", "json,md").code == 0
+    assert {path.name for path in Path("elsewhere").iterdir()} == {"report.json", "report.md"}
+    assert read_report(Path("elsewhere/report.json")) == read_report(directory / "report.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("report",), 9, "error[FA504]: no run `@last`: ./fusion-runs holds none"),
+        (("report", "nothing"), 9, "no such path, and no run id starts like that"),
+        (("report", "."), 9, "the directory holds no report.json"),
+        (("apply", "20300101-000000-abcdef"), 9, "error[FA504]"),
+        (("apply",), 9, "error[FA504]"),
+        (("profile", "m", "--format", "pdf"), 2, "--format pdf is not known"),
+        (("profile", "m", "-q", "-v"), 2, "contradict"),
+        (("profile", "m", "--min-share", "lots"), 2, "is not a share"),
+        (("profile", "m", "--dtype", "int3"), 2, "int3"),
+        (("profile",), 2, "MODEL_ID"),
+        (("nonsense",), 2, "nonsense"),
+        (("explain", "FA99"), 2, "error[FA002]: no error has the code `FA99`"),
+        (("kernels", "new", "Bad-Name"), 2, "is not a kernel name"),
+    ],
+)
+def test_mistakes(run: Run, arguments: tuple[str, ...], code: int, text: str) -> None:
+    ran = run(*arguments)
+    assert ran.code == code, ran.err
+    assert text in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+def test_prefix_that_fits_several(run: Run) -> None:
+    put_run("20300102-030405-aaaaaa")
+    put_run("20300102-030406-bbbbbb")
+    ran = run("report", "2030")
+    assert ran.code == 9
+    assert "2 runs start like that" in ran.err
+    assert "known runs: `20300102-030406-bbbbbb`, `20300102-030405-aaaaaa`" in ran.err
+
+
+def test_damaged_reports(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    path = directory / "report.json"
+    text = path.read_text()
+    path.write_text(text[:1000])
+    ran = run("report")
+    assert ran.code == 9
+    assert "error[FA501]" in ran.err
+    assert "ends early at line" in ran.err
+    path.write_text(text.replace("fusion-advisor/1", "fusion-advisor/9"))
+    ran = run("report")
+    assert ran.code == 9
+    assert "error[FA503]" in ran.err
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_columns_are_honoured(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    put_run("20300102-030405-7f3a9c", "hostile")
+    monkeypatch.setenv("COLUMNS", str(width))
+    ran = run("report")
+    assert ran.code == 0
+    assert max(len(line) for line in ran.out.splitlines() if not line.startswith("wrote:")) <= width
+    assert "\x1b" not in ran.out
+
+
+def test_color(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_run("20300102-030405-7f3a9c")
+    assert "\x1b" not in run("report").out
+    assert "\x1b[" in run("report", "--color", "always").out
+    monkeypatch.setenv("FORCE_COLOR", "0")
+    assert "\x1b" not in run("report").out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in run("report").out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run("report").out
+    assert "\x1b[" in run("report", "--color", "always").out
+
+
+class Tty:
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return
+
+
+def test_a_terminal_is_coloured_unless_it_is_dumb() -> None:
+    tty = Tty()
+    assert wants_color(tty, "auto", {"TERM": "xterm"})  # type: ignore[arg-type]
+    assert not wants_color(tty, "auto", {"TERM": "dumb"})  # type: ignore[arg-type]
+    assert not wants_color(tty, "auto", {"TERM": "xterm", "NO_COLOR": "1"})  # type: ignore[arg-type]
+    assert not wants_color(tty, "never", {"FORCE_COLOR": "1"})  # type: ignore[arg-type]
+    assert stream_width(sys.stdout, {"COLUMNS": "77"}) == 77
+    assert stream_width(sys.stdout, {"COLUMNS": "x"}) == 120
+    assert build_console(tty, "never", {"COLUMNS": "50"}).color_system is None  # type: ignore[arg-type]
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    put_run("20300102-030405-7f3a9c", "hostile")
+    command = f"{sys.executable} -m fusion_advisor report --json | head -c 10 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, check=False)
+    assert done.stdout.strip() == "0"
+    assert done.stderr == ""
+
+
+def test_every_code_is_explained(run: Run) -> None:
+    classes = error_classes()
+    for code in [*classes, *TITLES]:
+        text = "\n".join(explanation(code))
+        assert "{" not in text, code
+        assert code in TEXTS, f"{code} has no long text"
+        assert run("explain", code.lower()).code == 0
+    ran = run("explain")
+    assert [line[:5] for line in ran.out.splitlines()] == sorted({*classes, *TITLES})
+
+
+def test_codes_are_unique() -> None:
+    from fusion_advisor.errors import AdvisorError
+
+    def below(cls: type[AdvisorError]) -> list[type[AdvisorError]]:
+        return [cls, *(found for child in cls.__subclasses__() for found in below(child))]
+
+    codes = [cls.code for cls in below(AdvisorError)]
+    assert len(codes) == len(set(codes))
+
+
+def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        doctor.Finding("torch", "ok", "2.13"),
+        doctor.Finding("cuda", "missing", "no device", "get one"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    ran = run("doctor")
+    assert ran.code == 0
+    assert "! cuda" in ran.out
+    assert "→ get one" in ran.out
+    assert json.loads(run("doctor", "--json").out)[1]["fix"] == "get one"
+    findings.append(doctor.Finding("torch", "broken", "not importable"))
+    assert run("doctor").code == 3
+
+
+def test_kernels(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "gelu"
+    folder.mkdir()
+    (folder / "kernel.toml").write_text('name = "gelu"\n')
+    (folder / "reference.py").write_text("def gelu(x):\n    return x\x1b\n")
+    kernel = SimpleNamespace(
+        name="gelu", summary="GELU, the tanh form", backends=("triton", "cpp"), dtypes=("float32",), directory=folder
+    )
+    monkeypatch.setattr(core, "list_kernels", lambda: [kernel])
+    monkeypatch.setattr(core, "load_kernel", lambda name: kernel)
+    monkeypatch.setattr(core, "scaffold_kernel", lambda name, directory: directory / name)
+    assert "GELU, the tanh form" in run("kernels", "list").out
+    assert json.loads(run("kernels", "list", "--json").out)[0]["backends"] == ["triton", "cpp"]
+    shown = run("kernels", "show", "gelu").out
+    assert shown.index("# kernel.toml") < shown.index("# reference.py")
+    assert "\\x1b" in shown
+    assert "next: fusion-advisor kernels check mine" in run("kernels", "new", "mine").out
+    rows = [("rows", "cpp", "float32", "passed", ""), ("rows", "cuda", "float32", "skipped", "no device")]
+    monkeypatch.setattr(core, "check_kernel", lambda name, progress: rows)
+    assert run("kernels", "check", "gelu").code == 0
+    rows.append(("wide", "cpp", "float16", "failed", "rel L2 0.1"))
+    ran = run("kernels", "check", "gelu")
+    assert ran.code == 10
+    assert "rel L2 0.1" in ran.out
+    assert "error[FA404]: `gelu` failed 1 of 3 cases" in ran.err
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out.startswith("fusion-advisor ")

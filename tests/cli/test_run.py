@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusion_advisor.cli import core
+from fusion_advisor.errors import CannotCapture
+from fusion_advisor.records import Status
+from fusion_advisor.serialize import load_report, read_capture, read_report
+from tests.cli.conftest import Core, Ran
+from tests.report.fixtures import applied, failed_numbers
+
+Run = Callable[..., Ran]
+
+
+def only_run() -> Path:
+    (directory,) = Path("fusion-runs").iterdir()
+    return directory
+
+
+def test_profile_writes_a_run(run: Run, fake: Core) -> None:
+    ran = run("profile", "org/m", "--batch", "8", "--dtype", "bf16", "--min-share", "1%", "--only", "gelu*", "--only", "mul")
+    assert ran.code == 0, ran.err
+    directory = only_run()
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", directory.name)
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"report.json", "report.html", "report.md", "capture.json.gz", "request.json", "kernels", "log.txt"}
+    assert ran.out.splitlines()[-2:] == [f"report: {directory}/report.html", "next: fusion-advisor apply @last"]
+    assert "gelu_tanh" in ran.out
+    assert fake.requests[0].batch == 8
+    assert fake.requests[0].dtype == "bf16"
+    assert fake.requests[0].seq_len is None
+    asked = fake.options[0]
+    assert (asked.min_share, asked.only, asked.run_dir, asked.run_id) == (0.01, ("gelu*", "mul"), directory, directory.name)
+    read_capture(directory / "capture.json.gz")
+    report = read_report(directory / "report.json")
+    assert report.command == (
+        "fusion-advisor profile org/m --revision 0123456789abcdef0123456789abcdef01234567 --dtype bf16 --batch 8 --seed 0 "
+        "--min-share 0.01 --only 'gelu*' --only mul"
+    )
+    assert "1,204 kernels" in (directory / "log.txt").read_text()
+
+
+def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
+    ran = run("profile", "org/m")
+    assert "a library that prints" in ran.err
+    assert "a library" not in ran.out
+    assert [line.split()[:2] for line in ran.err.splitlines() if line[0] in "✓ "] == [
+        ["load", "…"],
+        ["✓", "load"],
+        ["trace", "…"],
+        ["✓", "trace"],
+        ["report", "…"],
+        ["✓", "report"],
+    ]
+    assert "\x1b" not in ran.err + ran.out
+
+
+def test_json_is_one_document(run: Run, fake: Core) -> None:
+    ran = run("apply", "org/m", "--json")
+    assert ran.code == 0
+    assert load_report(ran.out) == read_report(only_run() / "report.json")
+
+
+def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
+        assert run("profile", "org/m", *extra).code == 0
+    first, second, third, fourth = sorted(path.name[-6:] for path in Path("fusion-runs").iterdir()) or [""] * 4
+    hashes = [path.name[-6:] for path in sorted(Path("fusion-runs").iterdir())]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+    assert {first, second, third, fourth} == set(hashes)
+
+
+def test_apply_reverts_writes_kernels_and_reports(run: Run, fake: Core) -> None:
+    ran = run("apply", "org/m", "--format", "md,json", "--min-gain", "1%", "--strict", "--dry-run")
+    assert ran.code == 7  # the fixture holds a kernel with wrong numbers
+    assert fake.reverted == 1
+    directory = only_run()
+    assert not (directory / "report.html").exists()
+    assert (directory / "kernels" / "F2_gelu_tanh.py").exists() or (directory / "kernels" / "F1_gelu_tanh.py").exists()
+    assert "1.19× eager's speed" in ran.out
+    assert ran.err.count("error[FA402]") == 1
+    options = fake.options[0]
+    assert (options.min_gain, options.strict, options.dry_run) == (0.01, True, True)  # type: ignore[attr-defined]
+
+
+def test_kernel_paths_cannot_leave_the_run(run: Run, fake: Core, tmp_path: Path) -> None:
+    report = applied()
+    kernel = replace(report.fusions[0].rendered[0], path="../../../escaped.py")
+    fake.report = replace(report, fusions=(replace(report.fusions[0], rendered=(kernel,)),))
+    assert run("apply", "org/m").code == 0
+    assert not list(tmp_path.rglob("escaped.py"))
+    assert not (tmp_path.parent / "escaped.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "exit_code"),
+    [(Status.BUILD_FAILED, "FA401", 8), (Status.NOT_REPLACED, "FA403", 6), (Status.WITHIN_NOISE, "", 0)],
+)
+def test_strict(run: Run, fake: Core, status: Status, code: str, exit_code: int) -> None:
+    report = applied()
+    fake.report = replace(report, fusions=(replace(report.fusions[2], status=status),))
+    ran = run("apply", "org/m", "--strict")
+    assert ran.code == exit_code
+    assert code in ran.err
+    assert run("apply", "org/m", "-o", "other").code == 0
+
+
+def test_an_interrupted_report_exits_130(run: Run, fake: Core) -> None:
+    fake.report = failed_numbers()
+    ran = run("apply", "org/m")
+    assert ran.code == 130
+    assert "The run was interrupted." in ran.out or "The numbers changed." in ran.out
+    assert "interrupted; what there is lies in fusion-runs" in ran.err
+    assert (only_run() / "report.html").exists()
+
+
+def test_ctrl_c(run: Run, fake: Core) -> None:
+    def stop(progress: core.Progress) -> None:
+        raise KeyboardInterrupt
+
+    fake.on_work = stop
+    ran = run("profile", "org/m")
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+    assert "✗ trace" in ran.err
+
+
+def test_a_run_is_repeated_with_its_own_request(run: Run, fake: Core) -> None:
+    run("profile", "org/m", "--batch", "8", "--trust-remote-code", "-o", "mine")
+    run("profile", "org/other", "--batch", "3")
+    assert run("apply").code == 0
+    assert fake.requests[-1].model_id == "org/other"
+    assert run("apply", "mine", "-o", "again").code == 0
+    assert (fake.requests[-1].model_id, fake.requests[-1].batch) == ("org/m", 8)
+    assert not fake.requests[-1].trust_remote_code  # a file may not switch it on
+    assert run("apply", "mine", "--trust-remote-code", "-o", "third").code == 0
+    assert fake.requests[-1].trust_remote_code
+    assert run("apply", "@last", "-o", "fourth").code == 0
+    ran = run("apply", "mine", "--batch", "4")
+    assert ran.code == 2
+    assert "--batch contradicts the run `mine`" in ran.err
+
+
+def test_a_run_is_not_overwritten(run: Run, fake: Core) -> None:
+    assert run("profile", "org/m", "-o", "here").code == 0
+    ran = run("profile", "org/m", "-o", "here")
+    assert ran.code == 2
+    assert "error[FA505]: `here` already holds a run" in ran.err
+    assert run("profile", "org/m", "-o", "here", "--force").code == 0
+
+
+def test_errors_have_rustcs_shape(run: Run, fake: Core) -> None:
+    def fail(progress: core.Progress) -> None:
+        raise CannotCapture(model_id="org/m\x1b[2J", detail="line one")
+
+    fake.on_work = fail
+    ran = run("profile", "org/m")
+    assert ran.code == 4
+    lines = ran.err.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("error["))
+    assert lines[at] == "error[FA303]: `org/m\\x1b[2J` could not be captured: line one"
+    assert lines[at + 1].startswith("  note: TorchDynamo")
+    assert lines[at + 2].startswith("  help: ")
+    assert lines[at + 3] == f"  log:  {only_run()}/log.txt"
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+    assert "Traceback" in (only_run() / "log.txt").read_text()
+
+
+def test_a_bug_is_a_sentence(run: Run, fake: Core) -> None:
+    def fail(progress: core.Progress) -> None:
+        raise ZeroDivisionError("oops\nsecond line")
+
+    fake.on_work = fail
+    for flags in ((), ("-v",)):
+        ran = run("profile", "org/m", "-o", f"d{len(flags)}", *flags)
+        assert ran.code == 1
+        assert "error: bug in fusion-advisor: ZeroDivisionError: oops" in ran.err
+        assert "Traceback" not in ran.err
+        assert "log:  d" in ran.err
+    ran = run("profile", "org/m", "-o", "d3", "-vv")
+    assert ran.code == 1
+    assert "Traceback" in ran.err
+
+
+def test_quiet(run: Run, fake: Core) -> None:
+    fake.on_work = lambda progress: progress.warn("clocks moved [/]")
+    ran = run("apply", "org/m", "-q")
+    assert ran.out.startswith("1.19× eager's speed")
+    assert len(ran.out.splitlines()) == 1
+    assert ran.err.splitlines() == ["a library that prints", "! clocks moved [/]"]
+
+
+def test_github_actions(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    fake.on_work = lambda progress: progress.warn("100% busy\nnext")
+    ran = run("apply", "org/m")
+    assert "::warning::100%25 busy next" in ran.err
+    assert "### fusion-advisor:" in (tmp_path / "summary.md").read_text()
+
+
+def test_request_is_readable_json(run: Run, fake: Core) -> None:
+    run("profile", "org/m")
+    data = json.loads((only_run() / "request.json").read_text())
+    assert data["schema"] == core.REQUEST_SCHEMA
+    assert data["model_id"] == "org/m"

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from fusion_advisor import units
+from fusion_advisor.report import view
+from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown
+from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled
+
+MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
+
+
+def is_balanced(text: str) -> bool:
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
+    outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
+    return outside.count("<details>") == outside.count("</details>") and "```" not in outside
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_fits_and_closes(name: str) -> None:
+    text = render_markdown(ALL[name]())
+    assert len(text) <= LIMIT
+    assert is_balanced(text)
+    assert not re.search(r"\n{4,}", text)
+    assert text.startswith("<!-- fusion-advisor key=")
+    assert "style=" not in re.sub(r"`[^`]*`", "", text)
+
+
+def test_headline_and_table_agree() -> None:
+    report = applied()
+    text = render_markdown(report)
+    before, after = view.comparisons(report)[0].before, view.comparisons(report)[0].after
+    assert f"{before} → {after} per step" in text.splitlines()[1]
+    assert f"| Step, wall clock | {before} | {after} |" in text
+    for fusion in report.fusions:
+        assert f"| {fusion.id} `{fusion.kernel}` |" in text
+        if fusion.step_delta_ns is not None:
+            assert units.delta(fusion.step_delta_ns) in text
+
+
+def test_hostile_text_renders_as_text() -> None:
+    html = MARKDOWN.render(render_markdown(hostile()))
+    tags = set(re.findall(r"<(/?\w+)", html))
+    assert {"img", "script", "/script"}.isdisjoint(tags)
+    assert "@octocat" not in re.sub(r"<code[^>]*>.*?</code>", "", html, flags=re.DOTALL)
+    assert html.count("<details>") == html.count("</details>")
+    for row in re.findall(r"<tr>(.*?)</tr>", html, flags=re.DOTALL):
+        assert len(re.findall(r"<t[dh]", row)) in (2, 3, 4, 6, 7)
+
+
+def test_five_thousand_chains_still_fit() -> None:
+    base = profiled()
+    many = tuple(chain(at, (f"op{at}", HOSTILE, "mul"), 3, 10_000, 0.0001) for at in range(1, 5001))
+    text = render_markdown(replace(base, chains=many))
+    assert len(text) <= LIMIT
+    assert is_balanced(text)
+
+
+def test_parts_are_given_up_in_order() -> None:
+    base = applied()
+    kernel = replace(base.fusions[0].rendered[0], source="x = 1  # " + "long " * 30 + "\n")
+    kernel = replace(kernel, source=kernel.source * 110)
+    report = replace(base, fusions=tuple(replace(fusion, rendered=(kernel,) * 2) for fusion in base.fusions))
+    text = render_markdown(report)
+    assert "Fused source" not in text
+    assert "<summary>Kernels</summary>" in text
+    assert text.rstrip().endswith("_cut; the full report is in `report.html`_")
+    small = render_markdown(report, 2_500)
+    assert len(small) <= 2_500
+    assert "Environment" not in small
+    assert is_balanced(small)
+    assert len(render_markdown(report, 1_000)) <= 1_000
+
+
+@given(st.text(max_size=60))
+def test_any_name_is_one_code_span(name: str) -> None:
+    html = MARKDOWN.render(f"x {code_span(name)} y")
+    assert html.count("<code>") == 1
+    assert html.startswith("<p>x <code>")
+    assert html.endswith("</code> y</p>\n")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_only_text(text: str) -> None:
+    html = MARKDOWN.render(f"x {escape(text)} y")
+    assert set(re.findall(r"<(/?\w+)", html)) == {"p", "/p"}
+
+
+@given(st.text(alphabet="`~ab\n", max_size=80))
+def test_any_source_stays_in_its_fence(source: str) -> None:
+    block = fenced(source, "python").replace("\x00", "")
+    html = MARKDOWN.render(f"{block}\n\nafter\n")
+    assert html.count("<pre>") == 1
+    assert html.endswith("<p>after</p>\n")

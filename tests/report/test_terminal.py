@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from fusion_advisor import units
+from fusion_advisor.report.terminal import result_table, simple_table, summary_line
+from tests.report.fixtures import ALL, applied, profiled
+
+WIDTHS = (40, 60, 80, 100, 120)
+
+
+def shown(name: str, width: int, encoding: str = "utf-8") -> list[str]:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    console = Console(file=stream, width=width, force_terminal=False, color_system=None, highlight=False, markup=False)
+    console.print(result_table(ALL[name](), console))
+    stream.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_too_wide(name: str, width: int) -> None:
+    lines = shown(name, width)
+    assert max(cell_len(line) for line in lines) <= width
+    for char in ("\x1b", "\u202e", "\x07"):
+        assert char not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ascii_terminals_get_ascii(name: str) -> None:
+    lines = shown(name, 80, "ascii")
+    assert "\n".join(lines).isascii()
+    assert max(cell_len(line) for line in lines) <= 80
+
+
+def test_columns_are_dropped_in_order() -> None:
+    heads = {width: next(line.split() for line in shown("profiled", width) if line.startswith("#")) for width in (60, 80, 120)}
+    assert heads[120] == ["#", "Chain", "Sites", "Kernels", "GPU", "ms", "Share", "Save", "ms", "Kernel"]
+    assert "Save" in heads[80]
+    assert "Kernels" not in heads[60]
+    assert {"Chain", "Share", "Kernel"} <= set(heads[60])
+    for width in (60, 80, 120):
+        assert "Verdict" in next(line for line in shown("applied", width) if line.startswith("ID"))
+
+
+def test_figures_are_the_reports_own() -> None:
+    report = profiled()
+    text = "\n".join(shown("profiled", 120))
+    for chain in report.chains:
+        assert units.milliseconds(chain.device_ns) in text
+        assert units.share(chain.share) in text
+    assert "none (FA603)" in text
+    text = "\n".join(shown("applied", 120))
+    for fusion in applied().fusions:
+        if fusion.step_delta_ns is not None:
+            assert units.delta(fusion.step_delta_ns) in text
+    assert "✓ kept" in text
+    assert "✗ wrong numbers, removed" in text
+    assert "~ within noise, removed" in text
+
+
+def test_what_limits_the_figures_is_said() -> None:
+    text = " ".join("\n".join(shown("on_cpu", 80)).split())
+    assert "Random weights" in text
+    assert "Only 2 of 24 layers" in text
+    assert "CPU" in text
+    assert "GPU ms" not in text
+    assert "No chain of pointwise or reduction ops was found" in "\n".join(shown("empty", 80))
+
+
+def test_markup_in_names_is_text() -> None:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(simple_table(("A", "B"), [("[/]", "[bold]x[/bold] [link=http://x]")], console))
+    assert "[bold]x[/bold]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_one_line_for_quiet() -> None:
+    assert summary_line(applied()).startswith("1.19× eager's speed")
