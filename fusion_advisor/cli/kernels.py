@@ -38,7 +38,7 @@ def show_command(context: typer.Context, name: NameArg, color: options.ColorOpt 
     """Print a kernel's manifest and its reference."""
     settings = options.apply_output(context, color=color)
     kernel = core.load_kernel(name)
-    directory = Path(kernel.directory)
+    directory = kernel.spec.folder
     files = sorted(path for path in directory.iterdir() if path.suffix in (".toml", ".py", ".jinja", ".cu", ".cpp"))
     files.sort(
         key=lambda path: ["kernel.toml", "reference.py"].index(path.name) if path.name in ("kernel.toml", "reference.py") else 2

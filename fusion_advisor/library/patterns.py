@@ -1,18 +1,133 @@
 """Trace the library's references into patterns, with the tracer and the lowering that models go through.
 
-A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many. Its
-keyword floats get values that occur nowhere else, so that they can be told from the constants that are part of the formula.
+A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and once
+more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats get values
+that occur nowhere else, so that they can be told from the constants that belong to the formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.library.lower import lower
-from fusion_advisor.library.match import Pattern
+import torch
+
+from fusion_advisor.capture.graph import Region, describe, trace
+from fusion_advisor.library.discover import list_kernels, load_references
+from fusion_advisor.library.lower import Lowered, lower
+from fusion_advisor.library.match import Pattern, structure
+from fusion_advisor.library.spec import Input, KernelSpec
+from fusion_advisor.records import OpClass, Ref
+
+_SENTINEL = 0.00123456789
+_ROWS, _COLS = (5, 3, 7, 2), 24
 
 
-def library_patterns(_kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, ...], dict[str, str]]:
-    return (), {}
+def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, ...], dict[str, str]]:
+    """Return the patterns of all kernels, and where each kernel's idea comes from.
+
+    Args:
+        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
+    """
+    specs = list_kernels(kernel_dirs)
+    patterns = tuple(pattern for spec in specs for pattern in kernel_patterns(spec))
+    return patterns, {spec.name: spec.source for spec in specs}
+
+
+def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
+    """Yield one pattern per reference, example shape and set of outputs of a kernel."""
+    for variant, function in load_references(spec).references:
+        seen: set[str] = set()
+        for sizes in _example_sizes(spec):
+            for lowered in lower_reference(spec, function, sizes, sentinels=True):
+                pattern = _pattern(spec, variant, lowered)
+                if pattern.structure.text not in seen:
+                    seen.add(pattern.structure.text)
+                    yield pattern
+
+
+def lower_reference(
+    spec: KernelSpec,
+    function: Callable[..., Any],
+    sizes: Mapping[str, int],
+    *,
+    sentinels: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Lowered]:
+    """Lower a reference: first with all its outputs, then, where there are several, with the last alone.
+
+    Args:
+        spec: the kernel's manifest.
+        function: one of its references.
+        sizes: size of each letter of the manifest's shapes.
+        sentinels: give the keyword floats values that mark them; else their defaults.
+        dtype: of the tensors whose dtype the manifest leaves open.
+    """
+    constants = {
+        name: _SENTINEL * (number + 1) if sentinels else default for number, (name, default) in enumerate(spec.constants)
+    }
+    bound = functools.partial(function, **constants)
+    graph = trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
+    names = tuple(tensor.name for tensor in spec.inputs)
+    region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * len(names))
+    ops, _ = describe(region)
+    members = [op.index for op in ops if op.role == "op"]
+    returned = ops[-1].args[0]
+    outputs = [item.index for item in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(item, Ref)]
+    outputs = [_computed(ops, index) for index in outputs]
+    yield lower(ops, members, outputs)
+    if len(outputs) > 1:
+        yield lower(ops, members, outputs[-1:])
+
+
+def _computed(ops: Sequence[Any], index: int) -> int:
+    while ops[index].op_class is OpClass.VIEW:
+        index = ops[index].args[0].index
+    return index
+
+
+def example(tensor: Input, sizes: Mapping[str, int], dtype: torch.dtype) -> torch.Tensor:
+    """Make an input of a reference, laid out as the manifest says."""
+    shape = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape]
+    own = getattr(torch, tensor.dtype) if tensor.dtype else dtype
+    memory = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.order]
+    if tensor.order == tensor.shape:
+        return torch.empty(shape, dtype=own)
+    places = list(range(len(tensor.order)))
+    moved = []
+    for dim in tensor.shape:
+        place = next(number for number in places if tensor.order[number] == dim)
+        places.remove(place)
+        moved.append(place)
+    return torch.empty(memory, dtype=own).permute(moved)
+
+
+def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
+    letters = list(dict.fromkeys(dim for tensor in spec.inputs for dim in tensor.shape if isinstance(dim, str)))
+    last = next(dim for dim in reversed(spec.inputs[0].shape) if isinstance(dim, str))
+    rows = [letter for letter in letters if letter != last]
+    many = {letter: _ROWS[number % len(_ROWS)] for number, letter in enumerate(rows)}
+    yield {**many, last: _COLS}
+    yield {**dict.fromkeys(rows, 1), last: _COLS}
+    for letter in rows:  # a batch, or a sequence, of one
+        if len(rows) > 1:
+            yield {**many, letter: 1, last: _COLS}
+
+
+def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
+    form = structure(lowered.program)
+    marks = {_SENTINEL * (number + 1): name for number, (name, _) in enumerate(spec.constants)}
+    input_names = {number: spec.inputs[index].name for number, index in enumerate(lowered.inputs)}
+    count = len(lowered.outputs)
+    output_names = {len(lowered.inputs) + number: name for number, name in enumerate(spec.outputs[-count:])}
+    names = {**input_names, **output_names}
+    return Pattern(
+        kernel=spec.name,
+        variant=variant,
+        structure=form,
+        operand_names=tuple(names[number] for number in form.operands),
+        constant_names=tuple(marks.get(constant, "") for constant in form.constants),
+        dtypes=spec.dtypes,
+    )
