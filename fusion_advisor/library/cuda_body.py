@@ -178,6 +178,6 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
-    order = ["INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "half", "bfloat16", "narrow", "narrow_half", "narrow_bfloat16", "pack", "load_pack", "store_pack", "nan_max", "nan_min",
-             "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "row_reduce"]  # fmt: skip
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
+        store_pack nan_max nan_min sigmoid remainder_of sign_of fast_tanh fast_sqrt row_reduce""".split()  # noqa: SIM905
     return [name for name in order if name in wanted]

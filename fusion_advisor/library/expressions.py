@@ -1,8 +1,8 @@
-"""SSA values as the lines a person would write: what is used once and short is folded into its user, the rest gets a name.
+"""SSA values as the lines a person would write: what is used once and short is folded, the rest gets a name.
 
-The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass of
-:class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order of the IR, and an operand
-of equal precedence on the right keeps its parentheses.
+The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass
+of :class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order
+of the IR, and an operand of equal precedence on the right keeps its parentheses.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Writer:
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
-        for number, value in enumerate(program.values):
+        for value in program.values:
             args = [nouns[a] for a in value.args]
             if value.op == "load":
                 noun = program.operands[value.operand].name
