@@ -200,7 +200,7 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     order = [*sorted(first), *(n for n in range(len(values)) if n not in first)]
     body = [" = ".join(writer.statement(n)) for n in order if writer.is_named(n)]
     stores = [_store(plan, writer, position) for position in range(len(plan.program.stores))]
-    return {"place": _place(plan, [*body, *stores]), "body": body, "stores": stores}
+    return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
 def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     stores = [_store(plan, writer, position) for position in rows]
     first = [" = ".join(writer.statement(n)) for n in before if writer.is_named(n)]
     everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
-    return {"place": _place(plan, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
+    return {"place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
 
 
 def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
@@ -242,17 +242,18 @@ def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
     return f"tl.store({writer.address(access, varies)}, {text}{f', mask={mask}' if mask else ''})"
 
 
-def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list[str]:
+def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns: bool = True) -> list[str]:
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
         return kept([run, "mask = index < size"], body)
     columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)"] if has_columns else []
+    bases = [f"{name} = {code}" for name, code, _ in writer.bases]
     masks = ["row_mask = row < rows", *(["col_mask = col < cols", "mask = row_mask & col_mask"] if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]
         outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
-        return kept([*lines, *outer, *columns, *masks], body)
+        return kept([*lines, *outer, *columns, *masks, *bases], body)
     lines = [
         "tile = tl.program_id(0)",
         "col_tiles = tl.cdiv(cols, BLOCK_COLS)",
@@ -261,10 +262,10 @@ def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list
     ]
     if len(plan.indices) == 2:
         lines.append("row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
-        return kept([*lines, *masks], body)
+        return kept([*lines, *masks, *bases], body)
     lines.append("row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
     outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *split_index("outer", plan.indices[:-2], plan.sizes[:-2])]
-    return kept([*lines, *outer, *masks], body)
+    return kept([*lines, *outer, *masks, *bases], body)
 
 
 def _signature(plan: Schedule) -> list[str]:

@@ -60,7 +60,7 @@ class CudaWriter(Writer):
         if self._is_pack(value, access):
             self.packs[number] = self.fresh(f"{self._nouns[number]}_pack")
             return self.widened(f"{self.packs[number]}[lane]", access.operand.dtype, value.dtype)
-        code = self.widened(f"{access.pointer}[{self.element(access)}]", access.operand.dtype, value.dtype)
+        code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         checks = []
         if self.plan.has_col(number) and access.strides[-1] != "0":
             checks.append("(lanes >> lane & 1)")
@@ -68,10 +68,6 @@ class CudaWriter(Writer):
             checks.append(self.text(value.guard).at(ATOM))
         zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
         return f"{' && '.join(checks)} ? {code} : {zero}" if checks else code
-
-    def element(self, access: Access) -> str:
-        """Index of an element, without the pointer."""
-        return self.operand_address(access).removeprefix(access.pointer).removeprefix(" + ") or "0"
 
     def _is_pack(self, value: Value, access: Access) -> bool:
         """Whether a load is contiguous and its guard, if any, needs nothing that is loaded."""

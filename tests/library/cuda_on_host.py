@@ -1,7 +1,7 @@
 """Run a rendered CUDA kernel on the host, one thread after another: everything but warps and PTX, checked without a GPU.
 
-The launch shape is one thread per row and block, so that a row's reduction is that thread's own sum: ``row_reduce`` becomes the identity. The
-conversions written in PTX are replaced by torch's own, bit by bit.
+The launch shape is one thread per row and block, so that a row's reduction is that thread's own sum: ``row_reduce``
+becomes the identity. The conversions written in PTX are replaced by C++ that rounds to nearest even as they do.
 """
 
 from __future__ import annotations
