@@ -1,9 +1,9 @@
 """The CUDA C++ backend: source that needs no header, compiled in-process by NVRTC through cuda-core.
 
-Every thread works on packs of neighbouring columns, 16 bytes where they are aligned and complete, lane by lane otherwise; the choice is made
-per access at run time, so any stride, offset and width is served by one source. Reduced rows live in registers between passes up to
-16384 columns and are read again beyond. Launch shape (THREADS, ROWS, PACKS) and 64-bit indices are macros: a bind that needs others
-compiles once more, in tens of milliseconds.
+Every thread works on packs of neighbouring columns, 16 bytes where they are aligned and complete, lane by lane
+otherwise; the choice is made per access at run time, so any stride, offset and width is served by one source. Reduced
+rows live in registers between passes up to 16384 columns and are read again beyond. Launch shape (THREADS, ROWS,
+PACKS) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
@@ -63,7 +63,8 @@ class CudaBackend:
         bits = 64 if any(v.dtype == "float64" for v in plan.program.values) else 32
         source = environment().get_template(f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja").render(
             heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
-            macros=macros, entry=entry, fast_math=fast_math, bits=bits, bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
+            macros=macros, entry=entry, fast_math=fast_math, bits=bits,
+            bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
             is_looped=is_looped, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
         )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")

@@ -1,18 +1,18 @@
 """The Triton backend: three skeletons, picked from the Program's shape alone.
 
-Flat Programs are a run of elements. Pointwise Programs of more dims are tiles of the last two, the outer dims decomposed from the
-program id once per tile, in scalar registers. Reduced Programs hold whole rows in registers up to 16384 columns, so every operand is read
-once; wider rows are walked once per reduction. Block sizes are constexpr arguments that :meth:`TritonKernel.bind` derives from the shape,
-so one source serves every shape.
+Flat Programs are a run of elements. Pointwise Programs of more dims are tiles of the last two, the outer dims
+decomposed from the program id once per tile, in scalar registers. Reduced Programs hold whole rows in registers up to
+16384 columns, so every operand is read once; wider rows are walked once per reduction. Block sizes are constexpr
+arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
-An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by that name.
+An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
+that name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 import tempfile
 import textwrap
 import time
@@ -30,7 +30,8 @@ from fusion_advisor.library.triton_ops import TritonWriter, identity
 from fusion_advisor.library.triton_shape import Shape, choose_shape
 
 _POINTER_TYPES = {
-    "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int64": "*i64", "int32": "*i32", "int16": "*i16",
+    "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int64": "*i64",
+    "int32": "*i32", "int16": "*i16",
     "int8": "*i8", "uint8": "*u8", "bool": "*i1",
 }  # fmt: skip
 
@@ -63,7 +64,8 @@ class TritonBackend:
         source = environment().get_template(f"triton/{template}.py.jinja").render(
             heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
             helpers=sorted(writer.helpers, key=lambda name: (name != "exp", name)),
-            entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp, bits=64 if writer.is_float64 else 32, **context,
+            entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp,
+            bits=64 if writer.is_float64 else 32, **context,
         )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
 
@@ -118,7 +120,8 @@ class TritonKernel:
 class _Launcher:
     """Launches the machine code directly: 5.6 µs a call on an H200's host against 8.1 µs through ``kernel[grid]``.
 
-    The code was compiled for 16-byte aligned tensors on one device; any other call takes Triton's own road, which specialises again.
+    The code was compiled for 16-byte aligned tensors on one device; any other call takes Triton's
+    own road, which specialises again.
     """
 
     def __init__(self, kernel: Any, plan: Schedule, shape: Shape, entry: str) -> None:
@@ -133,7 +136,7 @@ class _Launcher:
         dtypes = [getattr(torch, operand.dtype) for operand in plan.program.operands]
         try:
             compiled = kernel.warmup(*dtypes, *self._scalars, grid=self._grid, num_warps=self._warps)
-        except Exception as error:  # noqa: BLE001 - Triton raises many kinds; all of them mean "did not compile"
+        except Exception as error:
             raise KernelBuildFailed(kernel=entry, target=f"cuda:{self._device}", cause=_last_cause(error)) from error
         self._run = compiled[self._grid] if hasattr(compiled, "__getitem__") else None
 
@@ -181,7 +184,7 @@ def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
         try:
             source = ASTSource(kernel, signature, constants, attributes)
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": shape.num_warps})
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
             raise KernelBuildFailed(kernel=rendered.entry, target=f"sm_{target}", cause=_last_cause(error)) from error
     return bytes(compiled.asm["cubin"])
 
@@ -197,7 +200,7 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     order = [*sorted(first), *(n for n in range(len(values)) if n not in first)]
     body = [" = ".join(writer.statement(n)) for n in order if writer.is_named(n)]
     stores = [_store(plan, writer, position) for position in range(len(plan.program.stores))]
-    return {"place": _place(plan, [*body, *stores]), "body": body, "stores": stores}
+    return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
 def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
@@ -211,7 +214,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
             accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
-            tile = writer.masked(number, value)
+            tile = writer.masked(value)
             combine = f"{name}_tile, {tile}, propagate_nan=tl.PropagateNan.ALL"
             combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
             loop.append(f"{name}_tile = {combined}")
@@ -228,7 +231,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     stores = [_store(plan, writer, position) for position in rows]
     first = [" = ".join(writer.statement(n)) for n in before if writer.is_named(n)]
     everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
-    return {"place": _place(plan, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
+    return {"place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
 
 
 def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
@@ -239,17 +242,18 @@ def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
     return f"tl.store({writer.address(access, varies)}, {text}{f', mask={mask}' if mask else ''})"
 
 
-def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list[str]:
+def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns: bool = True) -> list[str]:
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
         return kept([run, "mask = index < size"], body)
     columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)"] if has_columns else []
+    bases = [f"{name} = {code}" for name, code, _ in writer.bases]
     masks = ["row_mask = row < rows", *(["col_mask = col < cols", "mask = row_mask & col_mask"] if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]
         outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
-        return kept([*lines, *outer, *columns, *masks], body)
+        return kept([*lines, *outer, *columns, *masks, *bases], body)
     lines = [
         "tile = tl.program_id(0)",
         "col_tiles = tl.cdiv(cols, BLOCK_COLS)",
@@ -258,10 +262,10 @@ def _place(plan: Schedule, body: list[str], *, has_columns: bool = True) -> list
     ]
     if len(plan.indices) == 2:
         lines.append("row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
-        return kept([*lines, *masks], body)
+        return kept([*lines, *masks, *bases], body)
     lines.append("row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
     outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *split_index("outer", plan.indices[:-2], plan.sizes[:-2])]
-    return kept([*lines, *outer, *masks], body)
+    return kept([*lines, *outer, *masks, *bases], body)
 
 
 def _signature(plan: Schedule) -> list[str]:
@@ -299,7 +303,7 @@ def _load(rendered: Rendered, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever importing raises is the kernel's failure
+    except Exception as error:
         raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=_last_cause(error)) from error
     return module
 

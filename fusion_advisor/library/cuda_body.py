@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter
+from fusion_advisor.library.expressions import ATOM
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.schedule import Pass, Schedule, column_passes, kept, split_index
 
@@ -41,7 +42,7 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     everything = [*first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     text = "\n".join(everything)
     context: dict[str, Any] = {
-        "place": _place(plan, everything), "before": first, "arrays": arrays, "stores": stores, "passes": steps,
+        "place": _place(plan, writer, everything), "before": first, "arrays": arrays, "stores": stores, "passes": steps,
         "columns": steps[0]["columns"] if steps else [], "signature": _signature(plan),
     }  # fmt: skip
     context["helpers"] = _helpers(plan, writer, text)
@@ -128,7 +129,7 @@ def _guard_lanes(plan: Schedule, writer: CudaWriter, guard: int, lanes: str) -> 
         needed.add(number)
         waiting += values[number].args
     loop = [_declare(plan, writer, n) for n in sorted(needed) if writer.is_named(n) and plan.has_col(n)]
-    loop.append(f"{lanes} |= (unsigned)({writer.text(guard).code}) << lane;")
+    loop.append(f"{lanes} |= (unsigned){writer.text(guard).at(ATOM)} << lane;")
     if any(re.search(rf"\b{plan.indices[-1]}\b", line) for line in loop):
         loop.insert(0, f"const index_t {plan.indices[-1]} = first + lane;")
     return [f"unsigned {lanes} = 0;", _UNROLL, "for (int lane = 0; lane < VEC; ++lane) {", *(f"    {line}" for line in loop), "}",
@@ -138,7 +139,7 @@ def _guard_lanes(plan: Schedule, writer: CudaWriter, guard: int, lanes: str) -> 
 def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
     access, store = plan.stores[position], plan.program.stores[position]
     code = writer.narrowed(writer.text(store.value).code, plan.program.values[store.value].dtype, access.operand.dtype)
-    return f"{access.pointer}[{writer.element(access)}] = {code};"
+    return f"{writer.base(access)}[{writer.element(access)}] = {code};"
 
 
 def _declare(plan: Schedule, writer: CudaWriter, number: int) -> str:
@@ -150,13 +151,17 @@ def _type(plan: Schedule, number: int) -> str:
     return SCALARS[plan.loads[number].operand.dtype]
 
 
-def _place(plan: Schedule, lines: list[str]) -> list[str]:
+def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
     """The row of a thread, and the indices of its outer dims as far as the body uses them."""
     if plan.kind == "flat":
         return []
     rows = "rows"
     outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
-    declared = kept([f"const index_t {line.replace('//', '/')};" for line in outer], lines)
+    bases = []
+    for name, code, access in writer.bases:
+        constness = "" if access.operand.is_output else "const "
+        bases.append(f"{constness}{SCALARS[access.operand.dtype]}* const {name} = {code};")
+    declared = kept([*(f"const index_t {line.replace('//', '/')};" for line in outer), *bases], lines)
     return ["const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;", f"if (row >= {rows}) return;", *declared]
 
 
@@ -178,6 +183,6 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
-    order = ["INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "half", "bfloat16", "narrow", "narrow_half", "narrow_bfloat16", "pack", "load_pack", "store_pack", "nan_max", "nan_min",
-             "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "row_reduce"]  # fmt: skip
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
+        store_pack nan_max nan_min sigmoid remainder_of sign_of fast_tanh fast_sqrt row_reduce""".split()  # noqa: SIM905
     return [name for name in order if name in wanted]

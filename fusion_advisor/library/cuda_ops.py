@@ -1,7 +1,8 @@
 """How the ops of the kernel IR are written in CUDA C++.
 
-Columns are handled in packs of ``VEC`` neighbours. A value that varies over columns is computed per lane of a pack, inside the lane loop;
-a load along contiguous columns is one pack (a 16-byte access where it is aligned and complete), any other load is read per lane.
+Columns are handled in packs of ``VEC`` neighbours. A value that varies over columns is computed per lane of a pack,
+inside the lane loop; a load along contiguous columns is one pack (a 16-byte access where it is aligned and complete),
+any other load is read per lane.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from fusion_advisor.library.program import Value
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
-    "float64": "double", "float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits", "int64": "long long", "int32": "int",
-    "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
+    "float64": "double", "float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits", "int64": "long long",
+    "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
 }  # fmt: skip
 COMPUTE = {"float32": "float", "float64": "double", "int64": "long long", "bool": "bool"}
 _MATH = {"exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "pow", "floor", "ceil", "trunc"}
@@ -38,6 +39,7 @@ class CudaWriter(Writer):
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
+        """A C++ literal."""
         constant = value.constant
         if value.dtype == "bool":
             return "true" if constant else "false"
@@ -54,10 +56,11 @@ class CudaWriter(Writer):
         return f"-{name}" if number < 0 else name
 
     def load(self, number: int, value: Value, access: Access) -> str:
+        """A lane of a pack, or an element read by itself."""
         if self._is_pack(value, access):
             self.packs[number] = self.fresh(f"{self._nouns[number]}_pack")
             return self.widened(f"{self.packs[number]}[lane]", access.operand.dtype, value.dtype)
-        code = self.widened(f"{access.pointer}[{self.element(access)}]", access.operand.dtype, value.dtype)
+        code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         checks = []
         if self.plan.has_col(number) and access.strides[-1] != "0":
             checks.append("(lanes >> lane & 1)")
@@ -65,10 +68,6 @@ class CudaWriter(Writer):
             checks.append(self.text(value.guard).at(ATOM))
         zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
         return f"{' && '.join(checks)} ? {code} : {zero}" if checks else code
-
-    def element(self, access: Access) -> str:
-        """Index of an element, without the pointer."""
-        return self.operand_address(access).removeprefix(access.pointer).removeprefix(" + ") or "0"
 
     def _is_pack(self, value: Value, access: Access) -> bool:
         """Whether a load is contiguous and its guard, if any, needs nothing that is loaded."""
@@ -101,10 +100,12 @@ class CudaWriter(Writer):
             return code
         return f"{Text(code, LOOSE).at(ATOM)} != 0" if dtype == "bool" else f"({SCALARS[dtype]})({code})"
 
-    def reduction(self, number: int, value: Value) -> str:
+    def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
+        """Empty: the skeleton accumulates reductions."""
         return ""
 
     def widen(self, name: str) -> str:
+        """An index as int64."""
         return f"(long long){name}"
 
     def _expression(self, number: int, value: Value) -> Text:
@@ -114,6 +115,7 @@ class CudaWriter(Writer):
         return text
 
     def call(self, value: Value, args: list[Text]) -> Text:
+        """A function, a cast or a choice; empty for what is an infix operator."""
         op, code = value.op, ", ".join(a.code for a in args)
         is_float32, is_int = value.dtype == "float32", value.dtype == "int64"
         suffix = "f" if is_float32 else ""

@@ -1,7 +1,8 @@
-"""Finding kernels: every folder with a ``kernel.toml`` in the installation's ``kernels/`` and in the user's own directories.
+"""Finding kernels: folders with a ``kernel.toml``, in the installation's ``kernels/`` and in the user's directories.
 
-Listing reads manifests only. Loading runs ``reference.py``, which is code: the CLI says so before it loads a user's directory. References are
-imported by path and stay out of ``sys.modules``, so two directories may hold a file of the same name.
+Listing reads manifests only. Loading runs ``reference.py``, which is code: the CLI says so before it loads a user's
+directory. References are imported by path and stay out of ``sys.modules``, so two directories may hold a file of the
+same name.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _import(file: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever the user's file raises is reported as its mistake
+    except Exception as error:
         raise BadReference(file=file, detail=f"does not import: {type(error).__name__}: {error}") from error
     return module
 

@@ -1,8 +1,8 @@
-"""SSA values as the lines a person would write: what is used once and short is folded into its user, the rest gets a name.
+"""SSA values as the lines a person would write: what is used once and short is folded, the rest gets a name.
 
-The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass of
-:class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order of the IR, and an operand
-of equal precedence on the right keeps its parentheses.
+The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass
+of :class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order
+of the IR, and an operand of equal precedence on the right keeps its parentheses.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Writer:
 
     Attributes:
         helpers: names of the helper functions that the text calls; the template prints those.
+        bases: row pointers that addresses start from: name, expression, and an access that uses it.
     """
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
@@ -62,6 +63,8 @@ class Writer:
         self.fast_math = fast_math
         self.helpers: set[str] = set()
         self._taken = set(plan.taken) | self.helper_names
+        self.bases: list[tuple[str, str, Access]] = []
+        self._base_names: dict[str, str] = {}
         self._texts: dict[int, Text] = {}
         self._code: dict[int, str] = {}
         self._users = self._count_users()
@@ -110,14 +113,27 @@ class Writer:
             access: the load or store.
             col: what stands for the last dim's variable; its own name by default.
         """
-        indices = [*self.plan.indices[:-1], col or self.plan.indices[-1]]
-        terms = [access.pointer]
-        for index, stride in zip(indices, access.strides, strict=True):
-            if stride != "0":
-                terms.append(index if stride == "1" else f"{index} * {stride}")
-        if access.offset:
-            terms.append(access.offset)
-        return " + ".join(terms)
+        rest = self.element(access, col=col)
+        return f"{self.base(access)} + {rest}" if rest != "0" else self.base(access)
+
+    def base(self, access: Access) -> str:
+        """The pointer; where several dims move it, the name of its row, which ``bases`` defines once."""
+        terms = _terms(self.plan.indices[:-1], access.strides[:-1])
+        if len(terms) < 2:
+            return access.pointer
+        code = " + ".join([access.pointer, *terms])
+        if code not in self._base_names:
+            self._base_names[code] = self.fresh(f"{access.operand.name}_row")
+            self.bases.append((self._base_names[code], code, access))
+        return self._base_names[code]
+
+    def element(self, access: Access, *, col: str = "") -> str:
+        """What is added to :meth:`base`; ``0`` when that is nothing."""
+        indices, strides = (*self.plan.indices[:-1], col or self.plan.indices[-1]), access.strides
+        terms = _terms(indices, strides)
+        if self.base(access) != access.pointer:
+            terms = _terms(indices[-1:], strides[-1:])
+        return " + ".join([*terms, access.offset] if access.offset else terms) or "0"
 
     # Naming and folding.
 
@@ -131,10 +147,11 @@ class Writer:
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
-        for number, value in enumerate(program.values):
+        for value in program.values:
             args = [nouns[a] for a in value.args]
             if value.op == "load":
-                noun = program.operands[value.operand].name
+                is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
+                noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
             elif value.constant_name:
                 noun = value.constant_name
             elif value.op in REDUCTIONS:
@@ -234,3 +251,9 @@ class Writer:
     def widen(self, name: str) -> str:
         """An index as int64."""
         raise NotImplementedError
+
+
+def _terms(indices: tuple[str, ...], strides: tuple[str, ...]) -> list[str]:
+    """``row * x_stride0`` for every dim that moves the address."""
+    pairs = zip(indices, strides, strict=True)
+    return [index if stride == "1" else f"{index} * {stride}" for index, stride in pairs if stride != "0"]

@@ -85,5 +85,5 @@ def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:
     )
     try:
         return Program(rendered.source, code_type="c++", options=options).compile("cubin")
-    except Exception as error:  # noqa: BLE001 - cuda-core's error classes differ between releases
+    except Exception as error:
         raise KernelBuildFailed(kernel=rendered.entry, target=target, cause=first_error(str(error))) from error

@@ -1,9 +1,10 @@
-"""How a Program becomes a kernel's signature and order of work; what the GPU backends share before any text is written.
+"""How a Program becomes a signature and an order of work: what the GPU backends share before any text is written.
 
-The dims are read as rows × columns: the last dim is the columns, the ones before it are the rows (a Program of one dim has columns
-only, called ``index`` and ``size``). Everything here follows from what :func:`~fusion_advisor.library.program.layout_key` sees, so a
-Program that was not rendered, but shares the key, gets the same arguments in the same order. That is why strides are looked at as
-"0, 1 or other" and never by value, and a dim of size 1 counts as varying when its stride says so.
+The dims are read as rows × columns: the last dim is the columns, the ones before it are the rows (a Program of one dim
+has columns only, called ``index`` and ``size``). Everything here follows from what
+:func:`~fusion_advisor.library.program.layout_key` sees, so a Program that was not rendered, but shares the key, gets
+the same arguments in the same order. That is why strides are looked at as "0, 1 or other" and never by value, and a dim
+of size 1 counts as varying when its stride says so.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ _INT32_SAFE = 2**31 - 2**24
 """Below this an index fits in 32 bits; the margin is for the part of the last tile that lies past the end."""
 
 _C_KEYWORDS = frozenset(
-    "auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long "
-    "namespace new operator private public register return short signed sizeof static struct switch template this typedef union "
-    "unsigned using void volatile while".split()
+    """auto bool break case char class const continue default delete do double else enum extern float for goto if inline int long
+    namespace new operator private public register return short signed sizeof static struct switch template this typedef union
+    unsigned using void volatile while""".split()  # noqa: SIM905
 )
 _STRUCTURE = frozenset(
-    "row col rows cols index size outer tile tl triton lane lanes first mask row_mask col_mask col_tiles row_tiles start".split()
+    """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
+    start""".split()  # noqa: SIM905
 )
 
 
@@ -128,6 +130,8 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     ]
     names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
     one_row = flatten_rows or kind == "rows"
+    indices: tuple[str, ...]
+    sizes: tuple[str, ...]
     if kind == "flat":
         indices, sizes = ("index",), ("size",)
     elif dims == 2:

@@ -1,4 +1,7 @@
-"""What ``kernel.toml`` says about a kernel, checked key by key: a manifest that is wrong is refused with its file and key named."""
+"""What ``kernel.toml`` says about a kernel, checked key by key.
+
+A manifest that is wrong is refused with its file and key named.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Tuning, identifier
 
 BACKENDS = ("triton", "cuda", "cpp")
-_KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants", "tunables",
-         "check", "bench")  # fmt: skip
+_KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
+         "tunables", "check", "bench")  # fmt: skip
 
 
 class BadManifest(AdvisorError):
@@ -118,9 +121,11 @@ class _Reader:
             self._refuse("outputs", "needs a name")
         letters = {dim for i in inputs for dim in i.shape if isinstance(dim, str)}
         return KernelSpec(
-            name=name, summary=self._text("summary"), source=self._text("source"), backends=self._names("backends", BACKENDS), dtypes=dtypes,
+            name=name, summary=self._text("summary"), source=self._text("source"),
+            backends=self._names("backends", BACKENDS), dtypes=dtypes,
             constraints=tuple(self._list("constraints", str, default=[])), has_backward=self._flag("has_backward"), inputs=inputs,
-            outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(), check=self._cases("check", letters, dtypes),
+            outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
+            check=self._cases("check", letters, dtypes),
             bench=self._cases("bench", letters, dtypes), folder=self.file.parent,
         )  # fmt: skip
 
@@ -189,7 +194,7 @@ class _Reader:
             dtype = table.get("dtype", "")
             if dtype and dtype not in ITEM_BYTES:
                 self._refuse(key, f"`{dtype}` is not one of {', '.join(ITEM_BYTES)}")
-            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or ()), order=tuple(order), dtype=dtype))
+            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or []), order=tuple(order or []), dtype=dtype))
         if not found:
             self._refuse("inputs", "needs at least one tensor")
         return tuple(found)

@@ -1,7 +1,8 @@
 """How the ops of the kernel IR are written in Triton.
 
-Only ``tl`` functions that the interpreter has too: no libdevice, so every kernel can be run and checked without a GPU. Where ``tl`` lacks
-a function or its version is not accurate enough, the template prints a helper (``templates/triton/helpers.py.jinja``).
+Only ``tl`` functions that the interpreter has too: no libdevice, so every kernel can be run and checked without a
+GPU. Where ``tl`` lacks a function or its version is not accurate enough, the template prints a helper
+(``templates/triton/helpers.py.jinja``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Un
 from fusion_advisor.library.program import Value
 from fusion_advisor.library.schedule import Access, Schedule
 
-_PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt", "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
+_PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
+          "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
           "floor": "tl.floor", "ceil": "tl.ceil"}  # fmt: skip
 _HELPERS = {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign"}
 _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
@@ -47,6 +49,7 @@ class TritonWriter(Writer):
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
+        """A Python literal."""
         constant = value.constant
         if value.dtype == "bool":
             return "True" if constant else "False"
@@ -79,6 +82,7 @@ class TritonWriter(Writer):
         return code
 
     def load(self, number: int, value: Value, access: Access) -> str:
+        """A masked ``tl.load``."""
         varies = self.plan.varies[number]
         masks = [self.mask(varies)] if self.mask(varies) else []
         if value.guard is not None:
@@ -94,17 +98,18 @@ class TritonWriter(Writer):
             return code
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
 
-    def masked(self, number: int, value: Value) -> str:
+    def masked(self, value: Value) -> str:
         """The argument of a reduction, with lanes past the end set to the reduction's identity."""
         arg = value.args[0]
         if value.op == "reduce_sum" and arg in self.zero_past_end:
             return self.text(arg).code
         return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.text(arg).code}, {identity(value)})"
 
-    def reduction(self, number: int, value: Value) -> str:
+    def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
+        """A reduced tile; empty in a loop, whose skeleton accumulates it."""
         if self.is_looped:
             return ""
-        return self.reduce_tile(value, self.masked(number, value))
+        return self.reduce_tile(value, self.masked(value))
 
     def reduce_tile(self, value: Value, tile: str) -> str:
         """Reduce a tile over its columns."""
@@ -115,6 +120,7 @@ class TritonWriter(Writer):
         return f"tl.reduce({tile}, 1, {helper}, keep_dims=True)"
 
     def widen(self, name: str) -> str:
+        """An index as int64."""
         return f"{name}.to(tl.int64)"
 
     def _write(self, number: int) -> None:
@@ -125,6 +131,7 @@ class TritonWriter(Writer):
             self.zero_past_end.add(number)
 
     def call(self, value: Value, args: list[Text]) -> Text:
+        """A ``tl`` function or a helper; empty for what is an infix operator."""
         op, code = value.op, [a.code for a in args]
         is_float32 = value.dtype == "float32"
         if op == "size":

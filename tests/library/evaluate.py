@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 _BINARY = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide, "maximum": torch.maximum, "minimum": torch.minimum,
-    "pow": torch.pow, "remainder": torch.remainder, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
-    "ge": torch.ge, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,
+    "maximum": torch.maximum, "minimum": torch.minimum,
+    "pow": torch.pow, "remainder": torch.remainder,
+    "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
 }  # fmt: skip
 _WIDE = {"float32": torch.float64, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 

@@ -1,4 +1,5 @@
-"""Run every case through Triton's interpreter and print name → distance as JSON; a process of its own, see test_backend_triton.py."""
+"""Run every case through Triton's interpreter and print name → distance as JSON; a process of its own, see
+test_backend_triton.py."""
 
 from __future__ import annotations
 

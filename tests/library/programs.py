@@ -18,7 +18,7 @@ class Build:
     def contiguous(self):
         strides, step = [], 1
         for size in reversed(self.dims):
-            strides.insert(0, step if size != 1 else step)
+            strides.insert(0, step)
             step *= size
         return tuple(strides)
 
@@ -182,7 +182,7 @@ def five_dims(dtype="float32"):
 def batched_softmax(dims=(2, 3, 4, 21), dtype="float32"):
     """Reduced with row dims that do not collapse: a mask without the head dim."""
     b = Build(dims, dtype, is_reduced=True)
-    batch, heads, rows, cols = dims
+    _, heads, rows, cols = dims
     x = b.add("add", b.load("x", (heads * rows * cols, cols, heads * cols, 1)), b.load("mask", (rows * cols, 0, cols, 1)))
     shifted = b.add("exp", b.add("sub", x, b.add("reduce_max", x)))
     b.store("out", b.add("div", shifted, b.add("reduce_sum", shifted)))

@@ -1,11 +1,14 @@
-"""CUDA C++ kernels: compiling for GPUs that are not here with NVRTC and nvcc, their arithmetic on the host (see cuda_on_host.py), and on a
-CUDA device the real thing."""
+"""CUDA C++ kernels: compiling for GPUs that are not here with NVRTC and nvcc, their arithmetic on the host (see
+cuda_on_host.py), and on a CUDA device the real thing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 
+import cuda_on_host
 import programs as p
 import pytest
 import torch
@@ -29,6 +32,17 @@ needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="compiles with nvcc,
 
 def render(program, tuning=None, fast_math=False, header=HEADER):
     return CudaBackend().render(program, header, tuning=tuning or Tuning(), fast_math=fast_math)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64_oracle_on_the_host(tmp_path, name):
+    program = CASES[name]
+    tensors, outputs = inputs(name, program), allocate(program)
+    cuda_on_host.run(render(program), program, tensors, outputs, tmp_path)
+    limit = 4 if name.startswith("looped") else 1  # here one thread adds up 16,385 terms in a row
+    for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
+        assert distance(name, got, oracle) <= limit
 
 
 @needs_nvrtc

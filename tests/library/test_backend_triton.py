@@ -1,5 +1,6 @@
-"""Triton kernels: numerics in the interpreter (a process of its own: it must be switched on before triton is imported), compiling for
-GPUs that are not here, and on a CUDA device the real thing."""
+"""Triton kernels: numerics in the interpreter (a process of its own: it must be switched on before triton is
+imported), compiling for GPUs that are not here, and on a CUDA device the real thing.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ def test_fast_math_stays_close(interpreted_fast, name):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     "name",
-    ["gelu_tanh-bfloat16", "bias_gelu_erf-float32", "swiglu_split-float16", "rmsnorm-bfloat16", "add_layernorm-float64", "softmax-float32",
-     "rope-bfloat16", "looped_softmax-1x20000", "five_dims", "batched_softmax", "int_and_bool", "transposed_add"],
+    ["gelu_tanh-bfloat16", "bias_gelu_erf-float32", "swiglu_split-float16", "rmsnorm-bfloat16", "add_layernorm-float64",
+     "softmax-float32", "rope-bfloat16", "looped_softmax-1x20000", "five_dims", "batched_softmax", "int_and_bool",
+     "transposed_add"],
 )  # fmt: skip
 def test_compiles_without_a_gpu(name, capability):
     cubin = compile_for(CASES[name], render(CASES[name]), capability)
