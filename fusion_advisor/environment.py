@@ -100,7 +100,8 @@ def _cuda_copy_bytes_per_s(device: torch.device) -> int:
     # Two buffers, and half of what is free stays free.
     source = torch.ones(min(_CUDA_COPY_BYTES, free // 4) // 4, device=device)
     target = torch.empty_like(source)
-    copy_ns = _replay_ns(lambda: target.copy_(source), _CUDA_COPIES)
+    # A copy kernel, not a memcpy node: inside a CUDA graph the latter reached 2714 GB/s where kernels reach 4.2 TB/s (H200).
+    copy_ns = _replay_ns(lambda: torch.mul(source, 1.0, out=target), _CUDA_COPIES)
     return int(2 * source.numel() * source.element_size() * 1e9 / copy_ns)
 
 

@@ -183,7 +183,9 @@ class _Finder:
         sources = {self._owner(source) for member in members for source in inputs_of(self.ops[member]) if source not in members}
         first_reader = min(readers)
         if sources and max(sources) >= first_reader:
-            return outputs, Verdict(is_fusible=False, code="FA602", reason="an input is only ready after an output is already read")
+            return outputs, Verdict(
+                is_fusible=False, code="FA602", reason="an input is only ready after an output is already read"
+            )
         first = min(members)
         for write in self.writes:
             if first < write < first_reader and sources & set(self.ops[write].mutates):

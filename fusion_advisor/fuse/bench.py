@@ -120,12 +120,11 @@ class Bench:
         return result
 
 
-def kernels_in(variant: Variant) -> Mapping[str, int]:
-    """Return how many fused calls stand in a variant's graphs, by kernel name."""
+def replaced_sites(variant: Variant) -> Mapping[str, int]:
+    """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
     counts: dict[str, int] = {}
     for module in variant.modules:
         for node in module.graph.nodes:
             if "fusion_id" in node.meta:
-                name = getattr(node.target, "__name__", "")
-                counts[name] = counts.get(name, 0) + 1
+                counts[node.meta["fusion_id"]] = counts.get(node.meta["fusion_id"], 0) + 1
     return counts

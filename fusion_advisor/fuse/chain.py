@@ -104,7 +104,9 @@ def _wider(value: Any) -> Any:
 class Observer(torch.fx.Interpreter):
     """Runs a region once and keeps the values of some nodes, and notes where real strides differ from the traced ones."""
 
-    def __init__(self, region: Region, index_of: Mapping[Node, int], ops: Sequence[OpNode], *, keep: set[int], check: set[int]) -> None:
+    def __init__(
+        self, region: Region, index_of: Mapping[Node, int], ops: Sequence[OpNode], *, keep: set[int], check: set[int]
+    ) -> None:
         super().__init__(region.graph)
         self._index_of = index_of
         self._ops = ops
@@ -123,5 +125,7 @@ class Observer(torch.fx.Interpreter):
             if index in self._check:
                 meta = self._ops[index].outputs[0]
                 if tuple(result.stride()) != meta.stride or tuple(result.shape) != meta.shape:
-                    self.surprises[index] = f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
+                    self.surprises[index] = (
+                        f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
+                    )
         return result

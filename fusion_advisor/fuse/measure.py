@@ -27,7 +27,7 @@ class Difference:
     high_ns: int
 
 
-class CannotRecord(Exception):  # noqa: N818 - an answer: this step is timed from the host instead
+class CannotRecord(Exception):
     """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
 
 
@@ -59,7 +59,9 @@ def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> 
     return graph.replay
 
 
-def interleave(candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool, least: int = 6) -> list[list[int]]:
+def interleave(
+    candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool, least: int = 6
+) -> list[list[int]]:
     """Time candidates against each other.
 
     Args:
@@ -109,7 +111,9 @@ def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: fl
     return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
 
 
-def compare_alone(before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3) -> tuple[Timing, Timing]:
+def compare_alone(
+    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3
+) -> tuple[Timing, Timing]:
     """Time one chain's original ops against its kernel, each by itself, per call.
 
     On a GPU both are recorded twenty times into one graph, so that a microsecond kernel is not lost in the events' resolution.

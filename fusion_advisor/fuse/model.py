@@ -30,14 +30,20 @@ class FusedModel:
     """
 
     def __init__(
-        self, model: torch.nn.Module, regions: list[Region], modules: list[torch.fx.GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: torch.nn.Module,
+        regions: list[Region],
+        modules: list[torch.fx.GraphModule],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         self.model = model
         self.report: Report | None = None
         self.fallbacks: dict[str, int] = {}
         """Why calls ran the original ops, and how often."""
         self._modules_by_code = {
-            (region.original.code, _input_layouts(region.example_args)): module for region, module in zip(regions, modules, strict=True)
+            (region.original.code, _input_layouts(region.example_args)): module
+            for region, module in zip(regions, modules, strict=True)
         }
         self._signature = signature(args, kwargs)
         self._is_inference = torch.is_inference_mode_enabled()
@@ -135,5 +141,6 @@ def _leaf(leaf: Any) -> Any:
 
 def _input_layouts(values: Any) -> tuple[Any, ...]:
     return tuple(
-        (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else type(value) for value in values
+        (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        for value in values
     )

@@ -47,7 +47,8 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> tuple[list
         return None, "eager"
     model = copy.deepcopy(loaded.model).to(wide)
     args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.to(wide) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, (loaded.args, loaded.kwargs)
+        lambda leaf: leaf.to(wide) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        (loaded.args, loaded.kwargs),
     )
     outputs = named_tensors(model(*args, **kwargs))
     del model

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.attribute import Step
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, Variant, kernels_in
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Candidate, Decision, decide
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
@@ -28,7 +29,7 @@ from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Receipt, Report, Status
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status
 from fusion_advisor.workload.device import is_out_of_memory, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -122,7 +123,9 @@ def apply_workload(
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
-            fusions, built = _try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
+            fusions, built = _try_all(
+                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done)))
+            )
         with clock.phase("keep what pays"):
             decision, rewrites, fusions, built = _decide(bench, fusions, built, options, progress)
         report = replace(report, fusions=tuple(fusions), rewrites=rewrites)
@@ -130,7 +133,9 @@ def apply_workload(
         return _install(loaded, capture, bench, plan, report, decision, built, options, progress, clock)
 
 
-def _profile(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: _Clock) -> tuple[Capture, LiveCapture, Plan]:
+def _profile(
+    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: _Clock
+) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
         environment = describe_environment(device)
@@ -279,10 +284,14 @@ def _install(
             check = check_whole_model(loaded, eager_call, fused_call)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
-        wall_before, wall_after = steps.wall_pair(eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=_WALL_S)
+        wall_before, wall_after = steps.wall_pair(
+            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=_WALL_S
+        )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
-        before = replace(report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda))
+        before = replace(
+            report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
+        )
         after = steps.step_profile(
             "fused",
             after_step.launches,
@@ -291,7 +300,9 @@ def _install(
             peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda),
         )
     receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
-    refusal = _why_nothing_stays(check.is_passed, before.device_ns, after.device_ns, wall_before, wall_after, on_cuda=bench.on_cuda)
+    refusal = _why_nothing_stays(
+        check.is_passed, before.device_ns, after.device_ns, wall_before, wall_after, on_cuda=bench.on_cuda
+    )
     warnings = list(report.warnings)
     if fused.fallbacks:
         warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
@@ -323,23 +334,32 @@ def _kept_passes(report: Report) -> dict[str, GraphRewrite]:
     return {by_title[rewrite.name]: rewrite for rewrite in report.rewrites}
 
 
-def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Any) -> Fusion:
-    mine = next((item for item in built if item.planned.id == fusion.id), None)
-    if mine is None:
+def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:
+    """Fill in what the live model and the after-trace say; fusions that differ only in sizes share one kernel and its launches."""
+    replaced = replaced_sites(variant)
+    if fusion.id not in replaced:
         return fusion
-    replaced = kernels_in(variant).get(mine.kernel.name, 0)
-    receipt: Receipt = replace(
-        fusion.receipt, sites_replaced=replaced, launches_after=steps.launches_of(after_step, mine.kernel.name)
-    )
+    name = next(item.kernel.name for item in built if item.planned.id == fusion.id)
+    sharing = sum(replaced.get(item.planned.id, 0) for item in built if item.kernel.name == name)
+    seen = steps.launches_of(after_step, name)
+    refusals = fusion.receipt.refusals
+    if seen != sharing:
+        refusals = (*refusals, f"{name} was launched {seen} times where {sharing} sites call it")
+    launches = replaced[fusion.id] if seen == sharing else min(seen, replaced[fusion.id])
+    receipt = replace(fusion.receipt, sites_replaced=replaced[fusion.id], launches_after=launches, refusals=refusals)
     return replace(fusion, receipt=receipt)
 
 
-def _why_nothing_stays(is_passed: bool, before_ns: int, after_ns: int, wall_before: Any, wall_after: Any, *, on_cuda: bool) -> str | None:
+def _why_nothing_stays(
+    is_passed: bool, before_ns: int, after_ns: int, wall_before: Any, wall_after: Any, *, on_cuda: bool
+) -> str | None:
     """The whole-model gate: device time never rises (on a CPU: the step), and numbers pass; else everything is reverted."""
     if not is_passed:
         return "the whole model's numbers do not pass: everything was reverted"
     if on_cuda and after_ns > before_ns:
-        return f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
+        return (
+            f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
+        )
     if not on_cuda and wall_after.ci_low_ns > wall_before.ci_high_ns:
         return f"the step would rise from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms: everything was reverted"
     return None

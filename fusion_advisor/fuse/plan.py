@@ -96,7 +96,9 @@ def _answer(ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern]) -> 
     return match, found.program
 
 
-def _refusal(row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str]) -> NoMatch | None:
+def _refusal(
+    row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str]
+) -> NoMatch | None:
     if isinstance(answer, NoMatch):
         return answer
     chain = row.chain

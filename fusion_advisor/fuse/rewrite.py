@@ -20,7 +20,7 @@ from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
 
 
-class LayoutChanged(RuntimeError):  # noqa: N818 - caught by the fused model, which then runs the original ops
+class LayoutChanged(RuntimeError):
     """A fused call got a tensor whose strides or dtype were never verified."""
 
 
@@ -57,7 +57,9 @@ def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], output
     def check(tensors: tuple[torch.Tensor, ...]) -> None:
         for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
             if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                raise LayoutChanged(f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}")
+                raise LayoutChanged(
+                    f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}"
+                )
 
     if len(allocations) == 1:
         shape, stride, dtype = allocations[0]
@@ -109,7 +111,9 @@ def rewrite_region(
 
 def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> None:
     members = {live[index] for index in site.members}
-    first_reader = next(node for node in graph.nodes if node not in members and any(source in members for source in node.all_input_nodes))
+    first_reader = next(
+        node for node in graph.nodes if node not in members and any(source in members for source in node.all_input_nodes)
+    )
     originals = [live[index] for index in site.outputs]
     with graph.inserting_before(first_reader):
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))

@@ -85,8 +85,11 @@ def peak_memory_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
-def wall_pair(before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float) -> tuple[Timing, Timing]:
+def wall_pair(
+    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float
+) -> tuple[Timing, Timing]:
     """Time two ways of calling the model against each other, from the host's side, interleaved."""
+
     def waiting(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
             call()

@@ -66,7 +66,10 @@ def check_chain(
     """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
-    for inputs in (list(roots), *(_random_like(roots, seed + number, scale) for number, scale in enumerate((1.0, 1.0, 32.0, 1e-3)))):
+    for inputs in (
+        list(roots),
+        *(_random_like(roots, seed + number, scale) for number, scale in enumerate((1.0, 1.0, 32.0, 1e-3))),
+    ):
         oracle = chain.run(inputs, as_float64=True)
         eager = chain.run(inputs)
         answer = fused(*inputs)
@@ -146,7 +149,9 @@ def check_model(
     _, ours_error, theirs_error, between, ours, theirs = max(rows, key=lambda row: row[1].rel_l2 / max(row[2].rel_l2, 1e-12))
     unit = _unit(ours.dtype)
     if oracle_name == "eager":
-        limit = f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"
+        limit = (
+            f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"
+        )
         passed = between.rel_l2 <= 8 * unit
     else:
         limit = f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"

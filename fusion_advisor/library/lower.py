@@ -23,7 +23,6 @@ from fusion_advisor.library.program import COMMUTATIVE, Operand, Program, Store,
 from fusion_advisor.library.rules import FLOATS, INTEGERS, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
-
 _PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
 
 
@@ -345,6 +344,12 @@ class Lowering:
         stores = []
         for index, where, number in results:
             meta = self.meta(index)
+            varies = {variable for variable, _ in where}
+            repeated = [
+                dim for dim, size in enumerate(self.domain) if size != 1 and dim not in varies and dim not in self.reduced
+            ]
+            if repeated:
+                raise CannotLower("FA603", f"a value of shape {meta.shape} would be computed once for each of {self.domain}")
             strides = [0] * len(self.domain)
             for stride, size, (variable, _) in zip(meta.stride, meta.shape, where, strict=True):
                 if variable is not None and size != 1:

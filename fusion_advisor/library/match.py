@@ -72,7 +72,9 @@ def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
         if all(name or _is_same(wanted, found) for name, wanted, found in pairs):
             bound = tuple(dict.fromkeys((name, found) for name, _, found in pairs if name))
             if len({name for name, _ in bound}) == len(bound):
-                return Found(kernel=pattern.kernel, variant=pattern.variant, constants=bound, program=_renamed(program, mine, pattern))
+                return Found(
+                    kernel=pattern.kernel, variant=pattern.variant, constants=bound, program=_renamed(program, mine, pattern)
+                )
     return None
 
 

@@ -79,5 +79,3 @@ def _is_pure(node: Node) -> bool:
         return node.op == "call_function" and "fusion_id" in node.meta
     name = node.target._schema.name
     return not node.target._schema.is_mutable and not any(word in name for word in _RANDOM)
-
-
