@@ -63,7 +63,7 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines."""
     interpreter = torch.fx.Interpreter(graph_module)
-    return torch_internals.retrace_to_aten(lambda *args: interpreter.run(*args), torch_internals.placeholder_values(graph_module))
+    return torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
 
 
 def capture_regions(
@@ -162,7 +162,7 @@ def _describe_op(
     owners = [owner.get(key) for key in storages]
     if base_name(target) == "dropout" and not _is_live_dropout(node):
         # Eager returns the input itself; only the fake tensor is a fresh one.
-        owners = [owner.get(key) for key in _storages(node.args[0])]
+        owners = [owner.get(key) for key in _storages(node.all_input_nodes[0])]
         owner.update({key: found for key, found in zip(storages, owners, strict=True) if found is not None})
     is_view = bool(storages) and not mutates and all(found is not None for found in owners)
     file, line, text = _source(node)
@@ -273,7 +273,7 @@ def _source(node: Node) -> tuple[str, int, str]:
 
 
 def relative_path(path: str) -> str:
-    """Return a path without this machine's folders: relative to an import root or the working directory, where it is inside one."""
+    """Return a path relative to an import root or the working directory where it is inside one: reports name no folders."""
     roots = sorted({str(Path(root).resolve()) for root in [*sys.path, "."]}, key=len, reverse=True)
     for root in roots:
         if path.startswith(root + "/"):

@@ -84,7 +84,7 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
 
 
 def read_events(raw_events: list[dict[str, Any]]) -> Trace:
-    """Sort a chrome trace's events into a :class:`Trace`; annotations mirrored onto the device are left out (they count twice)."""
+    """Sort a chrome trace's events; annotations mirrored onto the device are left out (they count twice)."""
     kernels: list[Event] = []
     launches: list[Event] = []
     ranges: list[Event] = []

@@ -28,7 +28,7 @@ def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:
     for value in values:
         mode = getattr(value, "fake_mode", None)
         if mode is not None:
-            return mode  # type: ignore[no-any-return]
+            return mode
     return contextlib.nullcontext()
 
 
@@ -103,4 +103,4 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
 
     Each capture is a backend of its own; with dynamo's default of 8, the ninth profile of one process would silently run eager.
     """
-    return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))

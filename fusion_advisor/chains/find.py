@@ -82,7 +82,7 @@ def depends_on_inputs(ops: Sequence[OpNode]) -> list[bool]:
 
 
 def is_candidate(op: OpNode) -> bool:
-    """Whether an op may stand in a chain: arithmetic, reductions, and ``cat`` (a choice by index); nothing that writes in place."""
+    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` (a choice by index); nothing that writes in place."""
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION) or op.target.startswith("aten.cat.")
     return arithmetic and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
 
@@ -124,13 +124,22 @@ class _Finder:
         """The grouped ops that ``op`` reads, latest first, each with the views in between."""
         found: dict[int, frozenset[int]] = {}
         for source in inputs_of(op):
-            glue: set[int] = set()
-            while self.ops[source].op_class is OpClass.VIEW and isinstance(self.ops[source].args[0], Ref):
-                glue.add(source)
-                source = self.ops[source].args[0].index  # type: ignore[union-attr]
-            if source in self.group_of:
-                found[source] = found.get(source, frozenset()) | glue
+            producer, glue = self._behind_views(source)
+            if producer in self.group_of:
+                found[producer] = found.get(producer, frozenset()) | glue
         return sorted(found.items(), reverse=True)
+
+    def _behind_views(self, index: int) -> tuple[int, frozenset[int]]:
+        """The op that computed what a view shows, and the views in between."""
+        glue: set[int] = set()
+        while (
+            self.ops[index].op_class is OpClass.VIEW
+            and self.ops[index].args
+            and isinstance(viewed := self.ops[index].args[0], Ref)
+        ):
+            glue.add(index)
+            index = viewed.index
+        return index, frozenset(glue)
 
     def _try_merge(self, index: int, producer: int, glue: frozenset[int]) -> None:
         mine, theirs = self.group_of[index], self.group_of[producer]
@@ -169,10 +178,7 @@ class _Finder:
         for member in members:
             if all(user in members for user in self.users[member]):
                 continue
-            source = member
-            while self.ops[source].op_class is OpClass.VIEW:
-                source = self.ops[source].args[0].index  # type: ignore[union-attr]
-            needed.add(source)
+            needed.add(self._behind_views(member)[0])
         return tuple(sorted(needed & members))
 
     def _judge(self, members: frozenset[int]) -> tuple[tuple[int, ...], Verdict]:

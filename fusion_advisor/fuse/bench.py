@@ -77,7 +77,7 @@ class Bench:
         members = fusion.chain.sites[0].op_indices
         region = self.ops[members[0]].region
         lowered = fusion.sites[0]
-        chain = original_chain(self.live.regions[region], self.ops, self.index_of[region], members, lowered)
+        chain = original_chain(self.ops, self.index_of[region], members, lowered)
         return chain, [self.values[index] for index in lowered.inputs]
 
     def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:

@@ -59,7 +59,7 @@ class OriginalChain:
 
 
 def original_chain(
-    region: Region, ops: Sequence[OpNode], index_of: Mapping[Node, int], members: Sequence[int], lowered: Lowered
+    ops: Sequence[OpNode], index_of: Mapping[Node, int], members: Sequence[int], lowered: Lowered
 ) -> OriginalChain:
     """Collect the nodes of one site."""
     node_at = {index: node for node, index in index_of.items()}

@@ -1,4 +1,4 @@
-"""The fused model: the user's own module, which runs rewritten graphs for the calls that were verified and its original ops for all others.
+"""The fused model: the user's own module, with rewritten graphs for the calls that were verified and its own ops for all others.
 
 Only this instance is touched, and only the slot that ``nn.Module.compile`` uses: no class, no parameter, no buffer, no state_dict
 key. Dynamo guards every assumption that the captured graph makes about the module; what it cannot know (shapes and strides of the
@@ -25,8 +25,8 @@ from fusion_advisor.records import Report
 class FusedModel:
     """A live model with fusions in place.
 
-    Call it like the model (or call the model itself: it is the same object). ``revert()`` puts the original call back exactly, and
-    so does leaving a ``with`` block. Everything else (``generate``, ``config`` …) is the model's own.
+    Call it like the model (or call the model itself: it is the same object). ``revert()`` puts the original call back exactly,
+    and so does leaving a ``with`` block. Everything else (``generate``, ``config`` …) is the model's own.
     """
 
     def __init__(

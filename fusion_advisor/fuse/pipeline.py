@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,22 +37,20 @@ _DECIDE_S = {"cuda": 8.0, "cpu": 30.0}
 _WALL_S = 3.0
 
 
-class Progress(Protocol):
-    """Whoever shows the run's progress."""
+class Progress:
+    """Told how a run goes; shows nothing itself. The command line passes an object of its own with these methods."""
 
-    def phase(self, name: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def step(self, done: int, total: int, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
+    def phase(self, name: str) -> None:
+        """A phase begins."""
 
+    def note(self, text: str) -> None:
+        """What the phase found."""
 
-class Silent:
-    """Shows nothing: the library's default."""
+    def step(self, done: int, total: int, text: str) -> None:
+        """How far the phase has come."""
 
-    def phase(self, name: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def step(self, done: int, total: int, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
+    def warn(self, text: str) -> None:
+        """Something the user should know, though the run goes on."""
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     clock = _Clock(progress)
     with _memory_errors(loaded, "profiling"):
         capture, _, plan = _profile(loaded, options, progress, clock)
@@ -115,7 +113,7 @@ def apply_workload(
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     clock = _Clock(progress)
     with _memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
@@ -130,7 +128,7 @@ def apply_workload(
             decision, rewrites, fusions, built = _decide(bench, fusions, built, options, progress)
         report = replace(report, fusions=tuple(fusions), rewrites=rewrites)
         on_report(report)
-        return _install(loaded, capture, bench, plan, report, decision, built, options, progress, clock)
+        return _install(loaded, capture, bench, report, decision, built, options, progress, clock)
 
 
 def _profile(
@@ -225,16 +223,19 @@ def _decide(
         )
     judged = []
     for fusion in fusions:
-        verdict_or_none = decision.verdicts.get(fusion.id)
-        if verdict_or_none is not None:
-            fusion = replace(
+        timed = decision.verdicts.get(fusion.id)
+        if timed is None:
+            judged.append(fusion)
+            continue
+        judged.append(
+            replace(
                 fusion,
-                status=verdict_or_none.status,
-                reason=verdict_or_none.reason,
-                step_delta_ns=verdict_or_none.delta_ns,
-                step_delta_ci_ns=verdict_or_none.interval_ns,
+                status=timed.status,
+                reason=timed.reason,
+                step_delta_ns=timed.delta_ns,
+                step_delta_ci_ns=timed.interval_ns,
             )
-        judged.append(fusion)
+        )
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
 
@@ -247,7 +248,6 @@ def _install(
     loaded: LoadedWorkload,
     capture: Capture,
     bench: Bench,
-    plan: Plan,
     report: Report,
     decision: Decision,
     built: list[BuiltFusion],
@@ -335,7 +335,7 @@ def _kept_passes(report: Report) -> dict[str, GraphRewrite]:
 
 
 def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:
-    """Fill in what the live model and the after-trace say; fusions that differ only in sizes share one kernel and its launches."""
+    """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
@@ -361,7 +361,8 @@ def _why_nothing_stays(
             f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
         )
     if not on_cuda and wall_after.ci_low_ns > wall_before.ci_high_ns:
-        return f"the step would rise from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms: everything was reverted"
+        rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
+        return f"the step would rise {rise}: everything was reverted"
     return None
 
 
@@ -413,8 +414,8 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
     rounds = len(decision.before.times_ns)
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
-        f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step and "
-        f"more than the A/A noise ({decision.noise_share:.2%}).",
+        f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
+        f"and more than the A/A noise ({decision.noise_share:.2%}).",
         f"{len(bench.live.regions)} captured graph(s).",
     )
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Verdict, find_groups
 from fusion_advisor.chains.rank import Ranked, rank_chains
-from fusion_advisor.library.lower import CannotLower, Lowered, lower
+from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.program import Program, layout_key
+from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import Header
 from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode
 

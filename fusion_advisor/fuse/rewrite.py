@@ -35,7 +35,7 @@ class SiteRewrite:
     call: Callable[..., Any]
 
 
-GraphPass = Callable[[Graph, Region, Mapping[str, torch.Tensor]], int]
+GraphPass = Callable[[Graph, Region, dict[str, torch.Tensor]], int]
 """Rewrites a graph in place and returns the number of sites it changed; constants it makes go into the mapping."""
 
 

@@ -1,8 +1,8 @@
 """Are the numbers right? Fused and original side by side, each against the same chain in fp64.
 
-The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a unit of
-the output's last place, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are usually nearer to the
-truth than eager's rounded ones.
+The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a
+unit of the output's last place, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are usually
+nearer to the truth than eager's rounded ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fusion_advisor.records import ModelCheck, Numerics, TensorMeta
 _REL_FACTOR = 1.5
 _ABS_FACTOR = 2.0
 _MODEL_FACTOR = 1.5
+_SCALES = (1.0, 1.0, 32.0, 1e-3)
+"""Magnitudes of the random inputs: ordinary twice, large enough to saturate what saturates, and small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
-    """Fresh inputs with the same layouts: floats are normal, everything else (ids, masks, positions) stays as the model had it."""
+    """Fresh inputs with the same layouts: floats are normal, ids, masks and positions stay as the model had them."""
     fresh = []
     for number, root in enumerate(roots):
         if not root.is_floating_point():

@@ -83,15 +83,18 @@ class Lowering:
         return widest
 
     def op(self, index: int) -> OpNode:
+        """Return a captured op."""
         return self.ops[index]
 
     def meta(self, index: int) -> TensorMeta:
+        """Return the layout of an op's one output."""
         outputs = self.op(index).outputs
         if len(outputs) != 1:
             raise CannotLower("FA601", f"{self.op(index).target} has {len(outputs)} outputs")
         return outputs[0]
 
     def run(self) -> Lowered:
+        """Ask every output for its element and assemble what was appended on the way."""
         for index in self.members:
             meta = self.op(index).outputs
             if meta and meta[0].dtype not in (*FLOATS, *INTEGERS, "bool"):
@@ -122,6 +125,7 @@ class Lowering:
     # ------------------------------------------------------------------ values
 
     def emit(self, value: Value) -> int:
+        """Append a value, or return the number it already has."""
         number = self._number_of.get(value)
         if number is None:
             number = len(self.values)
@@ -130,10 +134,12 @@ class Lowering:
         return number
 
     def const(self, constant: float | int | bool, dtype: str) -> int:
+        """Append a constant of a compute dtype."""
         typed = bool(constant) if dtype == "bool" else int(constant) if dtype == "int64" else float(constant)
         return self.emit(Value(op="const", constant=typed, dtype=dtype))
 
     def constant_of(self, number: int) -> float | int | bool | None:
+        """Return a value's constant, or None when it is not one."""
         value = self.values[number]
         return value.constant if value.op == "const" else None
 
@@ -430,7 +436,7 @@ class Lowering:
         return Lowered(program=program, inputs=tuple(roots), outputs=tuple(index for index, _, _ in stores))
 
     def _operand_names(self, roots: Sequence[int], stores: int) -> list[str]:
-        """Parameters keep their own last name (``weight``), everything else is x, y, …: no other text of a model enters a kernel."""
+        """Parameters keep their own last name (``weight``), all else is x, x2, …: no other text of a model enters a kernel."""
         names: list[str] = []
         for root in roots:
             op = self.op(root)

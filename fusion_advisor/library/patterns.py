@@ -1,8 +1,8 @@
 """Trace the library's references into patterns, with the tracer and the lowering that models go through.
 
-A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and once
-more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats get values
-that occur nowhere else, so that they can be told from the constants that belong to the formula.
+A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and
+once more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats
+get values that occur nowhere else, so that they can be told from the constants that belong to the formula.
 """
 
 from __future__ import annotations

@@ -273,15 +273,15 @@ def _addcmul(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 POINTWISE: dict[str, _Rule] = {
     **{name: _unary(name) for name in (
-        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "sin", "cos",
-        "floor", "ceil", "trunc", "round", "sign",
+        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "sin",
+        "cos", "floor", "ceil", "trunc", "round", "sign",
     )},
     "add": _binary("add"), "sub": _binary("sub"), "mul": _binary("mul"), "div": _binary("div"), "true_divide": _binary("div"),
     "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _binary("remainder"), "rsub": _rsub, "pow": _pow,
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: _logical(op) for name, op in (
-        ("__and__", "and"), ("__or__", "or"), ("__xor__", "xor"), ("logical_and", "and"), ("logical_or", "or"), ("logical_not", "not"),
-        ("bitwise_and", "and"), ("bitwise_or", "or"), ("bitwise_not", "not"),
+        ("__and__", "and"), ("__or__", "or"), ("__xor__", "xor"), ("logical_and", "and"), ("logical_or", "or"),
+        ("logical_not", "not"), ("bitwise_and", "and"), ("bitwise_or", "or"), ("bitwise_not", "not"),
     )},
     "to": _to, "_to_copy": _to, "type_as": _to, "silu": _silu, "gelu": _gelu, "relu": _relu, "clamp": _clamp, "where": _where,
     "masked_fill": _masked_fill, "leaky_relu": _leaky_relu, "addcmul": _addcmul,
@@ -354,7 +354,7 @@ def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 def _rms_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     value, inner, variables, meta = _norm_parts(lowering, op, where)
-    element = value if inner == where else lowering.at(op.args[0].index, where)  # type: ignore[union-attr]
+    element = value if inner == where else lowering.argument(op, 0, where)
     eps = op.args[3] if len(op.args) > 3 else None
     eps = _EPSILON[meta.dtype] if eps is None else eps
     mean = _mean_of(lowering, lowering.make("mul", value, value), variables)

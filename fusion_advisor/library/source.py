@@ -75,8 +75,15 @@ Launcher = Callable[..., None]
 class BuiltKernel(Protocol):
     """A compiled kernel."""
 
-    build_ns: int
-    tuning: str
+    @property
+    def build_ns(self) -> int:
+        """Nanoseconds spent compiling."""
+        ...
+
+    @property
+    def tuning(self) -> str:
+        """The launch parameters in words."""
+        ...
 
     def bind(self, program: Program) -> Launcher:
         """Fix sizes, strides and grid for a Program with the layout key that was rendered; do it once, not per call."""
