@@ -20,6 +20,16 @@ def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
     return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
+def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a dynamo graph was traced with symbolic sizes: what is measured for one size then proves nothing for others."""
+    for value in placeholder_values(graph_module):
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            return True
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+            return True
+    return False
+
+
 def fake_mode_of(values: list[Any]) -> contextlib.AbstractContextManager[Any]:
     """Return the fake mode that ``values`` belong to.
 
