@@ -39,7 +39,14 @@ def try_all(
     for number, planned in enumerate(plan.fusions):
         progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
         trial = try_fusion(
-            bench, planned, backend=backend, fast_math=options.fast_math, kernel_dir=kernel_dir, seed=number, log=progress.note
+            bench,
+            planned,
+            backend=backend,
+            fast_math=options.fast_math,
+            kernel_dir=kernel_dir,
+            seed=number,
+            with_nvtx=options.nvtx,
+            log=progress.note,
         )
         if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
             progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")

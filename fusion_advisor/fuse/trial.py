@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.capture.graph import source_path
+from fusion_advisor.capture.profile import named_range
 from fusion_advisor.fuse import measure, verify
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -37,6 +38,7 @@ def try_fusion(
     fast_math: bool,
     kernel_dir: Path,
     seed: int,
+    with_nvtx: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> Trial:
     """Render, build, check and time one fusion.
@@ -48,6 +50,7 @@ def try_fusion(
         fast_math: let the kernel approximate.
         kernel_dir: where its source goes, named after the fusion.
         seed: of the random inputs.
+        with_nvtx: open an NVTX range for the check and for the timing.
         log: gets a compiler's full words.
     """
     base = Fusion(
@@ -90,7 +93,8 @@ def try_fusion(
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     try:
         call = fused_call(rendered.entry, built.bind(planned.program), inputs, outputs)
-        numerics = verify.check_chain(chain, call, roots, seed=seed)
+        with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
+            numerics = verify.check_chain(chain, call, roots, seed=seed, fast_math=fast_math)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
@@ -98,7 +102,8 @@ def try_fusion(
     if not numerics.is_passed:
         reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
-    before, after = measure.compare_alone(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda)
+    with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
+        before, after = measure.compare_alone(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda)
     sites = len(planned.sites)
     base = replace(
         base,
