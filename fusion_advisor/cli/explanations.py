@@ -76,6 +76,19 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "replaced. The receipt in the report gives a sentence for each site.",
     ),
     "FA404": ("Each case of kernel.toml is built and compared with reference.py for every backend and dtype it declares.",),
+    "FA410": (
+        "A manifest is read key by key: an unknown key, a missing one or a value of the wrong kind is refused with the file and "
+        "the key named. Fields and their meaning are in the comments that `kernels new` writes.",
+    ),
+    "FA411": ("Kernels are looked up by their manifests' names, in the shipped library and in each --kernels directory.",),
+    "FA412": (
+        "reference.py is imported and its functions traced: they are the pattern, the oracle and the baseline at once. It has to "
+        "import without side effects, and each function's parameters are the manifest's inputs, its keywords the constants.",
+    ),
+    "FA413": (
+        "The same as FA401, said of one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
+        "check` shows it as a failed case.",
+    ),
     "FA501": (
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from fusion_advisor.cli import core, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
-from fusion_advisor.errors import KernelCheckFailed, UsageError
+from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check.")
 
@@ -21,23 +22,30 @@ NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.")
 
 
 @app.command("list")
-def list_command(context: typer.Context, as_json: options.JsonOpt = False, color: options.ColorOpt = options.Color.AUTO) -> None:
+def list_command(
+    context: typer.Context,
+    kernels: options.KernelsOpt = None,
+    as_json: options.JsonOpt = False,
+    color: options.ColorOpt = options.Color.AUTO,
+) -> None:
     """Name every kernel, what it computes, and the backends it has."""
     settings = options.apply_output(context, color=color)
-    kernels = core.list_kernels()
+    found = core.list_kernels(options.kernel_dirs(kernels))
     if as_json:
-        listed = [{"name": k.name, "summary": k.summary, "backends": list(k.backends), "dtypes": list(k.dtypes)} for k in kernels]
+        listed = [{"name": k.name, "summary": k.summary, "backends": list(k.backends), "dtypes": list(k.dtypes)} for k in found]
         write_result(json.dumps(listed, indent=1) + "\n")
         return
-    rows = [(kernel.name, ", ".join(kernel.backends), kernel.summary) for kernel in kernels]
+    rows = [(kernel.name, ", ".join(kernel.backends), kernel.summary) for kernel in found]
     _print_rows(settings, ("Kernel", "Backends", "Computes"), rows, "The library is empty.")
 
 
 @app.command("show")
-def show_command(context: typer.Context, name: NameArg, color: options.ColorOpt = options.Color.AUTO) -> None:
+def show_command(
+    context: typer.Context, name: NameArg, kernels: options.KernelsOpt = None, color: options.ColorOpt = options.Color.AUTO
+) -> None:
     """Print a kernel's manifest and its reference."""
     settings = options.apply_output(context, color=color)
-    kernel = core.load_kernel(name)
+    kernel = core.load_kernel(name, options.kernel_dirs(kernels))
     directory = kernel.spec.folder
     files = sorted(path for path in directory.iterdir() if path.suffix in (".toml", ".py", ".jinja", ".cu", ".cpp"))
     files.sort(
@@ -63,9 +71,12 @@ def new_command(
     """Write a new kernel's folder: a manifest and a reference in plain PyTorch."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{1,47}", name):
         raise UsageError(detail=f"`{name}` is not a kernel name", help="use lower-case letters, digits and _, as in `gelu_tanh`")
-    made = core.scaffold_kernel(name, directory)
-    where = made if isinstance(made, str | Path) else directory / name
-    write_result(f"wrote: {where}\nnext: fusion-advisor kernels check {name}\n")
+    try:
+        made = core.scaffold_kernel(name, directory)
+    except OSError as error:
+        raise CannotWrite(path=directory / name, detail=error.strerror or str(error)) from error
+    command = shlex.join(["fusion-advisor", "kernels", "check", name, "--kernels", str(directory)])
+    write_result(f"wrote: {made}\nnext: {command}\n")
 
 
 @app.command("check")
@@ -73,6 +84,7 @@ def check_command(
     context: typer.Context,
     *,
     name: NameArg,
+    kernels: options.KernelsOpt = None,
     as_json: options.JsonOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -82,7 +94,7 @@ def check_command(
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
     with TerminalProgress(settings) as progress:
         progress.phase(f"check {name}")
-        rows = core.check_kernel(name, progress)
+        rows = core.check_kernel(name, progress, options.kernel_dirs(kernels))
     failed = sum(_field(row, "result") not in ("passed", "ok", "skipped") for row in rows)
     heads = ("case", "backend", "dtype", "result", "detail")
     if as_json:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli.console import Settings
+from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UsageError
 
 
@@ -67,6 +68,12 @@ def parse_share(text: str) -> float:
     if not 0 <= value < 1:
         raise typer.BadParameter(f"{text!r} is not a share: write 0.5% or 0.005")
     return value
+
+
+def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
+    """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
+    shipped = content_dir("kernels").resolve()
+    return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
 
 
 _INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
