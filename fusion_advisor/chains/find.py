@@ -192,9 +192,13 @@ class _Finder:
             return outputs, Verdict(
                 is_fusible=False, code="FA602", reason="an input is only ready after an output is already read"
             )
-        first = min(members)
+        # A view's writes reach every value of its storage, so what counts is the storage that is read, not the op that is named.
+        # Between the first member and the kernel's place, or the last member if that is later, nobody may write to what the
+        # group reads or makes.
+        touched = {storage for source in sources for storage in self._storages(source)} | members
+        first, end = min(members), max(first_reader, *members)
         for write in self.writes:
-            if first < write < first_reader and sources & set(self.ops[write].mutates):
+            if first < write < end and touched & set(self.ops[write].mutates):
                 reason = f"{self.ops[write].target} writes to what the chain reads"
                 return outputs, Verdict(is_fusible=False, code="FA602", reason=reason)
         return outputs, self.judge(tuple(sorted(members)), outputs)
@@ -203,3 +207,8 @@ class _Finder:
         while (owner := self.ops[index].alias_of) is not None:
             index = owner
         return index
+
+    def _storages(self, index: int) -> tuple[int, ...]:
+        """The ops that own the storage of a value; an op that writes in place returns what it wrote to."""
+        owner = self._owner(index)
+        return self.ops[owner].mutates or (owner,)
