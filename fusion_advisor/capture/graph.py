@@ -147,7 +147,7 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             )
         else:
             op = _describe_op(node, index, region.index, index_of, owner, metas)
-        for key in _storages(node):
+        for key in storages(node):
             owner.setdefault(key, index)
         ops.append(op)
     return ops, index_of
@@ -157,14 +157,14 @@ def _describe_op(
     node: Node, index: int, region: int, index_of: dict[Node, int], owner: dict[int, int], metas: tuple[TensorMeta, ...]
 ) -> OpNode:
     target = _target_name(node)
-    storages = _storages(node)
-    mutates = tuple(sorted({owner[key] for key in _written_storages(node) if key in owner}))
-    owners = [owner.get(key) for key in storages]
+    own_storages = storages(node)
+    mutates = tuple(sorted({owner[key] for key in written_storages(node) if key in owner}))
+    owners = [owner.get(key) for key in own_storages]
     if base_name(target) == "dropout" and not _is_live_dropout(node):
         # Eager returns the input itself; only the fake tensor is a fresh one.
-        owners = [owner.get(key) for key in _storages(node.all_input_nodes[0])]
-        owner.update({key: found for key, found in zip(storages, owners, strict=True) if found is not None})
-    is_view = bool(storages) and not mutates and all(found is not None for found in owners)
+        owners = [owner.get(key) for key in storages(node.all_input_nodes[0])]
+        owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
+    is_view = bool(own_storages) and not mutates and all(found is not None for found in owners)
     file, line, text = _source(node)
     return OpNode(
         index=index,
@@ -218,11 +218,13 @@ def _metas(node: Node) -> tuple[TensorMeta, ...]:
     )
 
 
-def _storages(node: Node) -> list[int]:
+def storages(node: Node) -> list[int]:
+    """Return a key for the storage of each tensor that a node returns; views of one tensor share theirs."""
     return [torch_internals.storage_key(value) for value in _tensors(node.meta.get("val"))]
 
 
-def _written_storages(node: Node) -> list[int]:
+def written_storages(node: Node) -> list[int]:
+    """Return the storages that a node writes into, as keys of :func:`storages`."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[int] = []
@@ -232,7 +234,7 @@ def _written_storages(node: Node) -> list[int]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         for item in value if isinstance(value, tuple | list) else [value]:
             if isinstance(item, Node):
-                written += _storages(item)
+                written += storages(item)
     return written
 
 
