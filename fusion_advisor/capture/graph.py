@@ -94,7 +94,7 @@ def capture_regions(
 
         return run
 
-    call = torch.compile(torch_internals.original_call(model), backend=collect, dynamic=False)
+    call = torch_internals.compiled_call(model, collect)
     try:
         with torch.no_grad(), torch_internals.raise_recompile_limit(64):
             live.output = call(*args, **kwargs)
@@ -260,7 +260,7 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self']", "").replace("['", ".").replace("']", "").lstrip(".")
+    return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
 def _source(node: Node) -> tuple[str, int, str]:
