@@ -94,7 +94,7 @@ def capture_regions(
 
         return run
 
-    call = torch.compile(torch_internals.original_call(model), backend=collect, dynamic=False)
+    call = torch_internals.compiled_call(model, collect)
     try:
         with torch.no_grad(), torch_internals.raise_recompile_limit(64):
             live.output = call(*args, **kwargs)
@@ -133,7 +133,7 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             target = region.names[placeholder] if region.names else str(node.target)
             placeholder += 1
             op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
-            for key in _storages(node):
+            for key in storages(node):
                 sharers.setdefault(key, []).append(index)
         elif node.op == "get_attr":
             op = OpNode(
@@ -150,7 +150,7 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             )
         else:
             op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
-        for key in _storages(node):
+        for key in storages(node):
             owner.setdefault(key, index)
         ops.append(op)
     return ops, index_of
@@ -166,15 +166,15 @@ def _describe_op(
     metas: tuple[TensorMeta, ...],
 ) -> OpNode:
     target = _target_name(node)
-    storages = _storages(node)
-    written = [key for key in _written_storages(node) if key in owner]
+    own_storages = storages(node)
+    written = [key for key in written_storages(node) if key in owner]
     mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
-    owners = [owner.get(key) for key in storages]
+    owners = [owner.get(key) for key in own_storages]
     if base_name(target) == "dropout" and not _is_live_dropout(node):
         # Eager returns the input itself; only the fake tensor is a fresh one.
-        owners = [owner.get(key) for key in _storages(node.all_input_nodes[0])]
-        owner.update({key: found for key, found in zip(storages, owners, strict=True) if found is not None})
-    is_alias = bool(storages) and all(found is not None for found in owners)
+        owners = [owner.get(key) for key in storages(node.all_input_nodes[0])]
+        owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
+    is_alias = bool(own_storages) and all(found is not None for found in owners)
     is_view = is_alias and not mutates
     file, line, text = _source(node)
     return OpNode(
@@ -229,11 +229,13 @@ def _metas(node: Node) -> tuple[TensorMeta, ...]:
     )
 
 
-def _storages(node: Node) -> list[int]:
+def storages(node: Node) -> list[int]:
+    """Return a key for the storage of each tensor that a node returns; views of one tensor share theirs."""
     return [torch_internals.storage_key(value) for value in _tensors(node.meta.get("val"))]
 
 
-def _written_storages(node: Node) -> list[int]:
+def written_storages(node: Node) -> list[int]:
+    """Return the storages that a node writes into, as keys of :func:`storages`."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[int] = []
@@ -243,7 +245,7 @@ def _written_storages(node: Node) -> list[int]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         for item in value if isinstance(value, tuple | list) else [value]:
             if isinstance(item, Node):
-                written += _storages(item)
+                written += storages(item)
     return written
 
 
@@ -269,7 +271,7 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self']", "").replace("['", ".").replace("']", "").lstrip(".")
+    return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
 def _source(node: Node) -> tuple[str, int, str]:

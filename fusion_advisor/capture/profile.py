@@ -94,14 +94,7 @@ def profile_model(
             )
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
-        ops, runners = describe_all(live, with_nvtx=with_nvtx)
-
-        def captured() -> None:
-            for region, runner in zip(live.regions, runners, strict=True):
-                runner.run(*region.example_args)
-
-        captured()
-        captured_trace = median_step(timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda), on_cuda=on_cuda)
+    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
         workload=workload,
@@ -114,6 +107,43 @@ def profile_model(
         quality=_quality(eager_trace, captured_trace, ops, live),
     )
     return capture, live
+
+
+def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch.device) -> Capture:
+    """Profile graphs that somebody else captured (dynamo, for its backend): there is no eager step to compare with.
+
+    Args:
+        live: regions with the tensors of a call.
+        bandwidth: ceilings of the device.
+        device: where the tensors are.
+    """
+    ops, traced = _trace_regions(live, on_cuda=device.type == "cuda", with_nvtx=False)
+    nothing = stopwatch.as_timing([traced.device_ns], "traced")
+    return Capture(
+        workload=Workload(
+            model_id="graph", phase="forward", dtype="", device=device.type, batch=0, seq_len=0, seed=0, weights="user"
+        ),
+        environment=Environment(device_name=device.type, device_kind=device.type),
+        ops=tuple(ops),
+        launches=traced.launches,
+        eager_launches=(),
+        eager_step=nothing,
+        bandwidth=bandwidth,
+        quality=_quality(traced, traced, ops, live),
+    )
+
+
+def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -> tuple[list[OpNode], Step]:
+    ops, runners = describe_all(live, with_nvtx=with_nvtx)
+
+    def captured() -> None:
+        for region, runner in zip(live.regions, runners, strict=True):
+            runner.run(*region.example_args)
+
+    with torch.no_grad():
+        captured()
+        trace = timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda)
+    return ops, median_step(trace, on_cuda=on_cuda)
 
 
 def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[list[OpNode], list[NodeRunner]]:

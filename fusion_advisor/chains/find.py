@@ -230,10 +230,11 @@ class _Finder:
             written = set(self.ops[write].mutates)
             for member in members if min(members) < write else ():
                 for source in inputs_of(self.ops[member]):
-                    if self._owner(source) not in written:
+                    storages = self._storages(source)
+                    if written.isdisjoint(storages):
                         continue
                     # A value computed inside never reaches memory before the launch: a write to it cannot be seen inside.
-                    is_inside = self._owner(source) in members
+                    is_inside = not members.isdisjoint(storages)
                     if (write < member) if is_inside else (member < write) != (place <= write):
                         return write
         return None
@@ -268,3 +269,8 @@ class _Finder:
         while (owner := self.ops[index].alias_of) is not None:
             index = owner
         return index
+
+    def _storages(self, index: int) -> tuple[int, ...]:
+        """The ops that own the storage of a value; an op that writes in place returns what it wrote to."""
+        owner = self._owner(index)
+        return self.ops[owner].mutates or (owner,)

@@ -46,13 +46,13 @@ class FusedModel:
             for region, module in zip(regions, modules, strict=True)
         }
         self._signature = signature(args, kwargs)
-        self._is_inference = torch.is_inference_mode_enabled()
         self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
         self._original = torch_internals.original_call(model)
-        self._compiled = torch.compile(self._original, backend=self._choose, dynamic=False)
+        self._compiled = torch_internals.compiled_call(model, self._choose)
         self._before: Callable[..., Any] | None = None
         self._is_applied = False
         self._is_broken = False
+        self._is_compiled = False
 
     # ------------------------------------------------------------------ the call
 
@@ -65,12 +65,20 @@ class FusedModel:
         refusal = self._refusal(args, kwargs)
         if refusal is None:
             try:
-                return self._compiled(*args, **kwargs)
+                return self._run(args, kwargs)
             except LayoutChanged as change:
                 self._is_broken = True
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
         self._say(refusal)
         return self._original(*args, **kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_compiled:
+            return self._compiled(*args, **kwargs)
+        with torch_internals.raise_recompile_limit(64):
+            result = self._compiled(*args, **kwargs)
+        self._is_compiled = True
+        return result
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         if self._is_broken:

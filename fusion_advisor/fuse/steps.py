@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 
 from fusion_advisor.capture import timeline
@@ -18,24 +18,32 @@ from fusion_advisor.records import Launch, StepProfile, Timing
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
-    """Sum a step's launches by category and by kernel."""
-    time_of: Counter[str] = Counter()
-    count_of: Counter[str] = Counter()
-    kernel_time: Counter[tuple[str, str]] = Counter()
-    kernel_count: Counter[tuple[str, str]] = Counter()
-    for launch in launches:
-        time_of[launch.category] += launch.duration_ns
-        count_of[launch.category] += 1
-        kernel_time[launch.kernel_name, launch.category] += launch.duration_ns
-        kernel_count[launch.kernel_name, launch.category] += 1
+    """Sum a step's launches by category and by kernel, dearest first."""
+    frame = pandas.DataFrame(
+        {
+            "kernel": [launch.kernel_name for launch in launches],
+            "category": [launch.category for launch in launches],
+            "ns": [launch.duration_ns for launch in launches],
+        }
+    )
     return StepProfile(
         label=label,
-        device_ns=sum(time_of.values()),
-        launches=len(launches),
-        categories=tuple((name, count_of[name], ns) for name, ns in time_of.most_common()),
-        kernels=tuple((name, category, kernel_count[name, category], ns) for (name, category), ns in kernel_time.most_common()),
+        device_ns=int(frame["ns"].sum()),
+        launches=len(frame),
+        categories=tuple((str(name), count, ns) for name, count, ns in _ranked(frame, ["category"])),
+        kernels=tuple(
+            (str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"])
+        ),
         **more,
     )
+
+
+def _ranked(frame: pandas.DataFrame, by: list[str]) -> list[tuple[Any, ...]]:
+    """Count and sum per group, largest sum first: (group …, count, ns)."""
+    sums = (
+        frame.groupby(by, sort=False)["ns"].agg(["count", "sum"]).sort_values("sum", ascending=False, kind="stable").reset_index()
+    )
+    return [(*row[: len(by)], int(row[-2]), int(row[-1])) for row in sums.itertuples(index=False, name=None)]
 
 
 class _FusedRunner(torch.fx.Interpreter):

@@ -1,0 +1,123 @@
+"""``torch.compile(model, backend="fusion_advisor")``: the same loop, one dynamo graph at a time, at the graph's first call.
+
+Dynamo keeps what it is good at (guards, graph breaks, recompiles); each graph that it hands over is retraced, its chains are
+found, checked and timed on the tensors of its first call, and what pays stays. Graphs that train, or that write to their inputs
+(timing would repeat the write), run as dynamo captured them, and the reason is said once per reason.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.graph import LiveCapture, Region, retrace
+from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.environment import measure_bandwidth
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.plan import make_plan
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.fuse.select import choose, kept_passes, try_all
+from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.records import OpNode
+
+_BUDGET_S = 3.0
+_PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
+
+Call = Callable[..., Any]
+
+
+def fusion_advisor(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Call:
+    """Dynamo's entry: return what runs in place of ``graph_module``.
+
+    Args:
+        graph_module: dynamo's graph.
+        example_inputs: its inputs; only whether they ask for gradients is read here.
+    """
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
+    if torch_internals.has_dynamic_shapes(graph_module):
+        return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
+    return _FirstCall(graph_module)
+
+
+def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
+    warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=2)
+    return graph_module.forward
+
+
+class _FirstCall:
+    """Optimises a graph with the tensors of its first call, then stands for the result."""
+
+    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+        self._original = graph_module
+        self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
+        self._call: Call | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._call is None:
+            self._region.example_args = args
+            self._region.names, self._region.roles = _names(self._region, args)
+            self._call = optimise(self._region) if any(isinstance(arg, torch.Tensor) for arg in args) else self._original.forward
+            self._region.example_args = ()  # nothing of the call is kept alive
+        try:
+            return self._call(*args)
+        except LayoutChanged as change:
+            self._call = _unfused(
+                self._original, f"a value inside the model was laid out differently than when it was verified ({change})"
+            )
+            return self._call(*args)
+
+
+def optimise(region: Region) -> Call:
+    """Find, check, time and install what pays in one graph.
+
+    Args:
+        region: named, with the tensors of a call.
+
+    Returns:
+        The rewritten graph, or the original one when nothing pays or its inputs are written to.
+    """
+    device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
+    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
+    written = _written_input(bench.ops)
+    if written is not None:
+        return _unfused(region.original, f"the graph writes to its input `{written}`")
+    options, progress = ApplyOptions(), Progress()
+    capture = profile_regions(bench.live, measure_bandwidth(device), device)
+    patterns, sources = library_patterns()
+    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources)
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
+        # Triton reads a kernel's source file when it compiles, which binding does; afterwards it is not needed.
+        chosen = ApplyOptions(run_dir=Path(folder))
+        fusions, built = try_all(bench, plan, chosen, progress, lambda _: None)
+        _, rewrites, _, kept = choose(bench, fusions, built, chosen, progress, budget_s=_BUDGET_S)
+    passes = kept_passes(rewrites)
+    if not kept and not passes:
+        return region.original.forward
+    forward: Call = bench.build(kept, passes).modules[0].forward
+    return forward
+
+
+def _written_input(ops: list[OpNode]) -> str | None:
+    inputs = {op.index: op.target for op in ops if op.role != "op"}
+    return next((inputs[index] for op in ops for index in op.mutates if index in inputs), None)
+
+
+def _names(region: Region, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names, roles = [], []
+    placeholders = [node for node in region.original.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, args, strict=True):
+        found = _PARAMETER.search(str(node.target))
+        names.append(found.group(2) if found else str(node.target))
+        is_buffer = found is not None and found.group(1) == "buffers"
+        roles.append("parameter" if isinstance(value, torch.nn.Parameter) else "buffer" if is_buffer else "input")
+    return tuple(names), tuple(roles)

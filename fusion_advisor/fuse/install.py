@@ -1,0 +1,196 @@
+"""The last stage: the kept rewrites in the live model, its numbers as a whole, and what it costs now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.attribute import Step
+from fusion_advisor.fuse import steps
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, Variant, replaced_sites
+from fusion_advisor.fuse.decide import Decision
+from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.fuse.model_check import check_whole_model
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status
+from fusion_advisor.workload.load import LoadedWorkload
+
+WALL_S = 3.0
+"""Seconds spent on each wall-time comparison."""
+
+
+@dataclass(slots=True)
+class AppliedRun:
+    """A finished ``apply``: the fused model and its report."""
+
+    fused: FusedModel
+    report: Report
+    capture: Capture
+
+    def revert(self) -> None:
+        """Put the original model back."""
+        self.fused.revert()
+
+
+def install(
+    loaded: LoadedWorkload,
+    capture: Capture,
+    bench: Bench,
+    report: Report,
+    decision: Decision,
+    built: list[BuiltFusion],
+    options: ApplyOptions,
+    progress: Progress,
+    clock: PhaseClock,
+) -> AppliedRun:
+    """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
+
+    If the whole model's numbers do not pass, or the step became slower than eager, nothing stays.
+
+    Args:
+        loaded: the model and its inputs.
+        capture: what was captured of it.
+        bench: the live capture.
+        report: with every verdict; the after side is filled in here.
+        decision: of the step's timing.
+        built: the fusions that stay.
+        options: run directory, dry run.
+        progress: told what is found.
+        clock: of the phases.
+    """
+    passes = kept_passes(report.rewrites)
+    variant = bench.build(built, passes)
+    measured = replace(
+        report,
+        status="applied",
+        noise_share=decision.noise_share,
+        step_before=decision.before,
+        step_after=decision.after,
+        notes=(*report.notes, *_method_notes(decision, options, bench)),
+    )
+    original = torch_internals.original_call(loaded.model)
+    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
+
+    def eager_call() -> Any:
+        return original(*loaded.args, **loaded.kwargs)
+
+    def fused_call() -> Any:
+        return fused.dispatch(*loaded.args, **loaded.kwargs)
+
+    if not built and not passes:
+        # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
+        unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
+        fused.report = unchanged
+        return AppliedRun(fused=fused, report=unchanged, capture=capture)
+    with clock.phase("check the model"):
+        with torch.no_grad():
+            check = check_whole_model(loaded, eager_call, fused_call)
+        progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
+    with clock.phase("measure after"):
+        wall_before, wall_after = steps.wall_pair(
+            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+        )
+        trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
+        after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+        before = replace(
+            report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
+        )
+        after = steps.step_profile(
+            "fused",
+            after_step.launches,
+            wall=wall_after,
+            device=decision.after if decision.method == "cuda_graph" else None,
+            peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda),
+        )
+    receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
+    refusal = _why_nothing_stays(
+        check.is_passed, before.device_ns, after.device_ns, wall_before, wall_after, on_cuda=bench.on_cuda
+    )
+    warnings = list(report.warnings)
+    if fused.fallbacks:
+        warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
+    if refusal is not None:
+        progress.warn(refusal)
+        warnings.append(refusal)
+        receipts = [_reverted(fusion, refusal) for fusion in receipts]
+        report = replace(report, rewrites=tuple(_reverted_rewrite(rewrite, refusal) for rewrite in report.rewrites))
+    elif not options.dry_run:
+        fused.apply()
+    captured = None if report.captured is None else replace(report.captured, device=decision.before if bench.on_cuda else None)
+    final = replace(
+        measured,
+        rewrites=report.rewrites,
+        before=before,
+        captured=captured,
+        after=after,
+        fusions=tuple(receipts),
+        model_check=check,
+        durations_s=tuple(clock.durations_s),
+        warnings=tuple(warnings),
+    )
+    fused.report = final
+    return AppliedRun(fused=fused, report=final, capture=capture)
+
+
+def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:
+    """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
+    replaced = replaced_sites(variant)
+    if fusion.id not in replaced:
+        return fusion
+    name = next(item.kernel.name for item in built if item.planned.id == fusion.id)
+    sharing = sum(replaced.get(item.planned.id, 0) for item in built if item.kernel.name == name)
+    seen = steps.launches_of(after_step, name)
+    refusals = fusion.receipt.refusals
+    if seen != sharing:
+        refusals = (*refusals, f"{name} was launched {seen} times where {sharing} sites call it")
+    launches = replaced[fusion.id] if seen == sharing else min(seen, replaced[fusion.id])
+    receipt = replace(fusion.receipt, sites_replaced=replaced[fusion.id], launches_after=launches, refusals=refusals)
+    return replace(fusion, receipt=receipt)
+
+
+def _why_nothing_stays(
+    is_passed: bool, before_ns: int, after_ns: int, wall_before: Any, wall_after: Any, *, on_cuda: bool
+) -> str | None:
+    """The whole-model gate: device time never rises (on a CPU: the step), and numbers pass; else everything is reverted."""
+    if not is_passed:
+        return "the whole model's numbers do not pass: everything was reverted"
+    if on_cuda and after_ns > before_ns:
+        return (
+            f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
+        )
+    if not on_cuda and wall_after.ci_low_ns > wall_before.ci_high_ns:
+        rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
+        return f"the step would rise {rise}: everything was reverted"
+    return None
+
+
+def _reverted(fusion: Fusion, reason: str) -> Fusion:
+    if fusion.status is not Status.KEPT:
+        return fusion
+    receipt = replace(fusion.receipt, sites_replaced=0)
+    return replace(fusion, status=Status.NOT_REPLACED, reason=reason, receipt=receipt)
+
+
+def _reverted_rewrite(rewrite: GraphRewrite, reason: str) -> GraphRewrite:
+    return rewrite if rewrite.status is not Status.KEPT else replace(rewrite, status=Status.NOT_REPLACED, reason=reason)
+
+
+def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tuple[str, ...]:
+    how = {
+        "cuda_graph": "replays of a CUDA graph of the captured step",
+        "cuda_events": "CUDA events around the captured step (it could not be recorded into a CUDA graph)",
+        "wall": "wall time of the captured step",
+    }[decision.method]
+    rounds = len(decision.before.times_ns)
+    return (
+        f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
+        f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
+        f"and more than the A/A noise ({decision.noise_share:.2%}).",
+        f"{len(bench.live.regions)} captured graph(s).",
+    )

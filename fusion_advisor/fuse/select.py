@@ -1,0 +1,116 @@
+"""Which rewrites stay: each fusion by itself first, then all of them in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.decide import Candidate, Decision, decide
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.plan import Plan
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.records import Fusion, GraphRewrite, Status
+
+
+def try_all(
+    bench: Bench, plan: Plan, options: ApplyOptions, progress: Progress, so_far: Callable[[list[Fusion]], None]
+) -> tuple[list[Fusion], list[BuiltFusion]]:
+    """Try every planned fusion by itself.
+
+    Args:
+        bench: the live capture; observes the fusions' sites first.
+        plan: what to try.
+        options: backend, fast_math, run directory.
+        progress: told about each.
+        so_far: given all fusions tried, after each.
+
+    Returns:
+        Every fusion with what is known of it, and the ones that go on to be timed in the step.
+    """
+    backend = options.backend or ("triton" if bench.on_cuda else "cpp")
+    kernel_dir = (options.run_dir or Path.cwd() / "fusion-runs" / "unnamed") / "kernels"
+    kernel_dir.mkdir(parents=True, exist_ok=True)
+    bench.observe(plan.fusions)
+    fusions: list[Fusion] = []
+    built: list[BuiltFusion] = []
+    for number, planned in enumerate(plan.fusions):
+        progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
+        trial = try_fusion(
+            bench, planned, backend=backend, fast_math=options.fast_math, kernel_dir=kernel_dir, seed=number, log=progress.note
+        )
+        if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
+            progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")
+        fusions.append(trial.fusion)
+        if trial.built is not None:
+            built.append(trial.built)
+        so_far(fusions)
+    return fusions, built
+
+
+def choose(
+    bench: Bench, fusions: list[Fusion], built: list[BuiltFusion], options: ApplyOptions, progress: Progress, *, budget_s: float
+) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
+    """Time graph passes and fusions in the step and keep what pays.
+
+    Args:
+        bench: the live capture.
+        fusions: all that were tried.
+        built: those that may stay.
+        options: the keep rule's thresholds.
+        progress: told how the step is timed.
+        budget_s: seconds for the timing.
+
+    Returns:
+        The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
+    """
+    changed = bench.build((), tuple(PASSES)).changed
+    passes = [Candidate(id=f"R{number}", graph_pass=name) for number, name in enumerate(PASSES, start=1) if changed[name]]
+    by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
+    candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
+    decision = decide(
+        bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
+    )
+    rewrites = []
+    for candidate in passes:
+        verdict = decision.verdicts[candidate.id]
+        rewrites.append(
+            GraphRewrite(
+                id=candidate.id,
+                name=PASSES[candidate.graph_pass][0],
+                status=verdict.status,
+                reason=verdict.reason,
+                sites=changed[candidate.graph_pass],
+                step_delta_ns=verdict.delta_ns,
+                step_delta_ci_ns=verdict.interval_ns,
+            )
+        )
+    judged = []
+    for fusion in fusions:
+        timed = decision.verdicts.get(fusion.id)
+        if timed is None:
+            judged.append(fusion)
+            continue
+        judged.append(
+            replace(
+                fusion,
+                status=timed.status,
+                reason=timed.reason,
+                step_delta_ns=timed.delta_ns,
+                step_delta_ci_ns=timed.interval_ns,
+            )
+        )
+    kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
+    return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
+    return next(fusion.predicted_saving_ns for fusion in fusions if fusion.id == item.planned.id)
+
+
+def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:
+    """Return the graph passes that were kept, by name."""
+    by_title = {title: name for name, (title, _) in PASSES.items()}
+    return [by_title[rewrite.name] for rewrite in rewrites if rewrite.status is Status.KEPT]
