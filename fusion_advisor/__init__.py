@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusion_advisor.fuse.model import FusedModel
-    from fusion_advisor.fuse.plan import Plan
+    from fusion_advisor.fuse.saved import SavedPlan
     from fusion_advisor.records import Report
 
 __all__ = ["apply", "load_plan", "profile"]
@@ -43,13 +43,15 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
     return report
 
 
-def apply(model: torch.nn.Module, inputs: Any, **options: Any) -> FusedModel:
+def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None, **options: Any) -> FusedModel:
     """Fuse a live model and keep what pays.
 
     Args:
         model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
-        **options: fields of :class:`fusion_advisor.fuse.options.ApplyOptions`.
+        plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed.
+        **options: fields of :class:`fusion_advisor.fuse.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
+            capture are kept there, and :func:`load_plan` reads them.
 
     Returns:
         The fused model: call it like the model; ``.report`` says what was done, ``.revert()`` (or leaving a ``with`` block)
@@ -57,32 +59,37 @@ def apply(model: torch.nn.Module, inputs: Any, **options: Any) -> FusedModel:
 
     Raises:
         CannotCapture: dynamo captured no graph of the model.
+        PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.fuse.pipeline import apply_workload
+    from fusion_advisor.fuse.saved import apply_plan
+    from fusion_advisor.serialize import write_capture, write_report
     from fusion_advisor.workload.load import describe_live
 
-    return apply_workload(describe_live(model, *_call(inputs)), ApplyOptions(**options)).fused
+    if plan is not None:
+        return apply_plan(describe_live(model, *_call(inputs)), plan)
+    chosen = ApplyOptions(**options)
+    run = apply_workload(describe_live(model, *_call(inputs)), chosen)
+    if chosen.run_dir is not None:
+        write_report(run.report, chosen.run_dir / "report.json")
+        write_capture(run.capture, chosen.run_dir / "capture.json.gz")
+    return run.fused
 
 
-def load_plan(run_dir: str | Path) -> Plan:
-    """Read the plan of an earlier run: its ranked chains, what each gets, and the programs of their kernels. Needs no GPU.
+def load_plan(run_dir: str | Path) -> SavedPlan:
+    """Read what an earlier ``apply`` kept, to put it in place again: ``fa.apply(model, inputs, plan=fa.load_plan(run_dir))``.
 
     Args:
-        run_dir: a run directory with ``capture.json.gz`` in it.
+        run_dir: a run directory with ``report.json`` and ``capture.json.gz`` in it.
 
     Raises:
-        UnreadableReport: the capture is truncated or not one of ours.
+        UnreadableReport: a file is missing, truncated or not one of ours.
     """
-    from pathlib import Path
+    from fusion_advisor.fuse import saved
 
-    from fusion_advisor.fuse.plan import make_plan
-    from fusion_advisor.library.patterns import library_patterns
-    from fusion_advisor.serialize import read_capture
-
-    patterns, sources = library_patterns()
-    return make_plan(read_capture(Path(run_dir) / "capture.json.gz"), patterns, sources=sources)
+    return saved.load_plan(run_dir)
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -299,3 +299,13 @@ class UnknownCode(AdvisorError):
     message = "no error has the code `{asked}`"
     hint = "{near}"
     exit_code = 2
+
+
+class PlanMismatch(AdvisorError):
+    """A saved plan that does not fit this model, this call or this device."""
+
+    code = "FA506"
+    message = "the plan of run `{run}` does not fit: {detail}"
+    note = "the model was left as it was"
+    hint = "run `fusion-advisor apply` again for this model and these inputs"
+    exit_code = 9

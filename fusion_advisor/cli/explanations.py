@@ -91,6 +91,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A run is named by a path, its id, a prefix that fits one run alone, or @last. Ids are looked up in ./fusion- "
         "runs, so the working directory matters.",
     ),
+    "FA506": (
+        "A saved plan names ops of one captured graph. It is only put in place where today's graph is the same: same ops, "
+        "same arguments, same shapes and strides, same kind of device. Another sequence length, dtype or library version "
+        "gives another graph, and then a new `apply` is the honest way.",
+    ),
     "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "

@@ -52,7 +52,7 @@ class FusedModel:
         self._before: Callable[..., Any] | None = None
         self._is_applied = False
         self._is_broken = False
-        self._is_compiled = False
+        self._graphs_in_place = 0
 
     # ------------------------------------------------------------------ the call
 
@@ -65,19 +65,21 @@ class FusedModel:
         refusal = self._refusal(args, kwargs)
         if refusal is None:
             try:
-                return self._run(args, kwargs)
+                return self._run_compiled(args, kwargs)
             except LayoutChanged as change:
                 self._is_broken = True
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
         self._say(refusal)
         return self._original(*args, **kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._is_compiled:
+    def _run_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._graphs_in_place:
             return self._compiled(*args, **kwargs)
-        with torch_internals.raise_recompile_limit(64):
+        # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
+        with torch_internals.raise_recompile_limit(1024):
             result = self._compiled(*args, **kwargs)
-        self._is_compiled = True
+        if not self._graphs_in_place:
+            self._say("dynamo did not hand over the graphs that were verified")
         return result
 
     def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -104,6 +106,7 @@ class FusedModel:
         if module is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
             return graph_module.forward
+        self._graphs_in_place += 1
         return module.forward
 
     # ------------------------------------------------------------------ applying and reverting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def try_all(
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
     """
     backend = options.backend or ("triton" if bench.on_cuda else "cpp")
-    kernel_dir = (options.run_dir or Path.cwd() / "fusion-runs" / "unnamed") / "kernels"
+    kernel_dir = (options.run_dir or Path(tempfile.mkdtemp(prefix="fusion-advisor-"))) / "kernels"
     kernel_dir.mkdir(parents=True, exist_ok=True)
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
@@ -39,7 +40,14 @@ def try_all(
     for number, planned in enumerate(plan.fusions):
         progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
         trial = try_fusion(
-            bench, planned, backend=backend, fast_math=options.fast_math, kernel_dir=kernel_dir, seed=number, log=progress.note
+            bench,
+            planned,
+            backend=backend,
+            fast_math=options.fast_math,
+            kernel_dir=kernel_dir,
+            seed=number,
+            with_nvtx=options.nvtx,
+            log=progress.note,
         )
         if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
             progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.capture.graph import source_path
+from fusion_advisor.capture.profile import named_range
 from fusion_advisor.fuse import measure, verify
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -37,6 +38,8 @@ def try_fusion(
     fast_math: bool,
     kernel_dir: Path,
     seed: int,
+    with_nvtx: bool = False,
+    is_timed: bool = True,
     log: Callable[[str], None] = lambda _: None,
 ) -> Trial:
     """Render, build, check and time one fusion.
@@ -48,6 +51,8 @@ def try_fusion(
         fast_math: let the kernel approximate.
         kernel_dir: where its source goes, named after the fusion.
         seed: of the random inputs.
+        with_nvtx: open an NVTX range for the check and for the timing.
+        is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
     """
     base = Fusion(
@@ -92,7 +97,8 @@ def try_fusion(
         launch = built.bind(planned.program)
         call = fused_call(rendered.entry, launch, inputs, outputs)
         checked = fused_call(rendered.entry, launch, inputs, outputs, is_poisoned=True)
-        numerics = verify.check_chain(chain, checked, roots, seed=seed)
+        with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
+            numerics = verify.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
@@ -100,23 +106,35 @@ def try_fusion(
     if not numerics.is_passed:
         reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
-    before, after = measure.compare_alone(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda)
-    sites = len(planned.sites)
-    base = replace(
-        base,
-        chain_before=before,
-        chain_after=after,
-        predicted_saving_ns=max(0, planned.chain.device_ns - after.median_ns * sites),
-    )
-    if after.ci_low_ns >= before.ci_high_ns:
-        reason = f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
-        return Trial(fusion=replace(base, status=Status.SLOWER, reason=reason), built=None)
+    if is_timed:
+        base, slower = _timed(bench, planned, base, lambda: chain.run(roots), lambda: call(*roots), with_nvtx=with_nvtx)
+        if slower is not None:
+            return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     installed = bench.install(planned, kernel, built)
     receipt = replace(base.receipt, refusals=installed.refusals)
     if not installed.sites:
         reason = "no site could be replaced: " + installed.refusals[0]
         return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
     return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def _timed(
+    bench: Bench,
+    planned: PlannedFusion,
+    base: Fusion,
+    original: Callable[[], object],
+    fused: Callable[[], object],
+    *,
+    with_nvtx: bool,
+) -> tuple[Fusion, str | None]:
+    """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
+    with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
+        before, after = measure.compare_alone(original, fused, on_cuda=bench.on_cuda)
+    saving_ns = max(0, planned.chain.device_ns - after.median_ns * len(planned.sites))
+    base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
+    if after.ci_low_ns >= before.ci_high_ns:
+        return base, f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
+    return base, None
 
 
 def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:

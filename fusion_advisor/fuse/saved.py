@@ -1,0 +1,105 @@
+"""A plan that was found to pay once, put in place again without profiling or timing: same graph, same kernels, checked anew.
+
+What makes a plan portable is the capture beside it: if the model of today gives the same op graph (ops, arguments, layouts), the
+sites and kernels of that run are those of this one. If it does not, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.bench import PASSES, Bench
+from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.fuse.plan import PlannedFusion, make_plan
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.records import Capture, OpNode, Report, Status
+from fusion_advisor.serialize import read_capture, read_report
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlan:
+    """What a run kept."""
+
+    run_dir: Path
+    capture: Capture
+    report: Report
+    fusions: tuple[PlannedFusion, ...]
+    """Kept chain fusions, with their programs and sites."""
+    passes: tuple[str, ...]
+    """Kept graph passes."""
+
+
+def load_plan(run_dir: str | Path) -> SavedPlan:
+    """Read what a run kept; needs no GPU.
+
+    Args:
+        run_dir: a run directory of ``apply``, with its ``report.json`` and ``capture.json.gz``.
+
+    Raises:
+        UnreadableReport: a file is missing, truncated or not one of ours.
+    """
+    folder = Path(run_dir)
+    capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
+    patterns, sources = library_patterns()
+    # Chain ids are ranks, so they are the same whatever thresholds the run used.
+    plan = make_plan(capture, patterns, min_share=0.0, top=len(capture.ops), sources=sources)
+    kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
+    fusions = tuple(fusion for fusion in plan.fusions if fusion.chain.id in kept)
+    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, passes=tuple(kept_passes(report.rewrites)))
+
+
+def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
+    """Put a saved plan into a live model: capture, build, check every kernel's numbers, install.
+
+    Args:
+        loaded: the model and an example call.
+        saved: from :func:`load_plan`.
+
+    Raises:
+        PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
+        CannotCapture: dynamo captured nothing.
+    """
+    kind = torch.device(loaded.record.device).type
+    if kind != saved.capture.environment.device_kind:
+        raise PlanMismatch(
+            run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
+        )
+    live = capture_regions(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
+    bench = Bench(live, on_cuda=kind == "cuda")
+    difference = first_difference(saved.capture.ops, bench.ops)
+    if difference is not None:
+        raise PlanMismatch(run=saved.run_dir.name, detail=difference)
+    bench.observe(saved.fusions)
+    backends = {fusion.chain_id: fusion.rendered[0].backend for fusion in saved.report.fusions if fusion.rendered}
+    kernel_dir = saved.run_dir / "kernels"
+    kernel_dir.mkdir(exist_ok=True)
+    built = []
+    for number, planned in enumerate(saved.fusions):
+        backend = backends[planned.chain.id]
+        trial = try_fusion(bench, planned, backend=backend, fast_math=False, kernel_dir=kernel_dir, seed=number, is_timed=False)
+        if trial.built is None:
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"{planned.match.kernel}: {trial.fusion.reason}")
+        built.append(trial.built)
+    variant = bench.build(built, [name for name in PASSES if name in saved.passes])
+    fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs)
+    fused.report = saved.report
+    return fused.apply()
+
+
+def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:
+    """Say where two captured graphs differ, or None when they are the same ops on the same layouts."""
+    for old, new in zip(before, now, strict=False):
+        same = (old.target, old.args, old.kwargs, old.alias_of) == (new.target, new.args, new.kwargs, new.alias_of)
+        if not same or old.outputs != new.outputs:
+            return f"op {new.index} is {new.target} with {new.outputs}, the plan has {old.target} with {old.outputs}"
+    if len(before) != len(now):
+        return f"this graph has {len(now)} ops, the plan's has {len(before)}"
+    return None
