@@ -5,6 +5,7 @@ Importing this module imports no torch; the work is imported when a function is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +93,6 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
+    if isinstance(inputs, Mapping):  # a tokenizer's BatchEncoding is one, and no dict
+        return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}

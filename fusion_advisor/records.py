@@ -71,7 +71,7 @@ class OpNode:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     outputs: tuple[TensorMeta, ...] = ()
     alias_of: int | None = None
-    """Index of the op that owns the storage this value is a view of; None when it owns its storage."""
+    """Index of the op that owns the storage this value lies in (a view, an in-place result); None when it owns its storage."""
     mutates: tuple[int, ...] = ()
     """Indices of the ops whose storage this op writes into."""
     role: str = "op"

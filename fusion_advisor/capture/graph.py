@@ -94,7 +94,7 @@ def capture_regions(
 
         return run
 
-    call = torch.compile(torch_internals.original_call(model), backend=collect, dynamic=False)
+    call = torch_internals.compiled_call(model, collect)
     try:
         with torch.no_grad(), torch_internals.raise_recompile_limit(64):
             live.output = call(*args, **kwargs)
@@ -122,6 +122,7 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
     ops: list[OpNode] = []
     index_of: dict[Node, int] = {}
     owner: dict[int, int] = {}  # storage -> index of the op that made it
+    sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
     placeholder = 0
     for node in region.graph.graph.nodes:
         index = first_index + len(ops)
@@ -132,6 +133,8 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             target = region.names[placeholder] if region.names else str(node.target)
             placeholder += 1
             op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
+            for key in storages(node):
+                sharers.setdefault(key, []).append(index)
         elif node.op == "get_attr":
             op = OpNode(
                 index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant"
@@ -146,25 +149,33 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
                 role="output",
             )
         else:
-            op = _describe_op(node, index, region.index, index_of, owner, metas)
-        for key in _storages(node):
+            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
+        for key in storages(node):
             owner.setdefault(key, index)
         ops.append(op)
     return ops, index_of
 
 
 def _describe_op(
-    node: Node, index: int, region: int, index_of: dict[Node, int], owner: dict[int, int], metas: tuple[TensorMeta, ...]
+    node: Node,
+    index: int,
+    region: int,
+    index_of: dict[Node, int],
+    owner: dict[int, int],
+    sharers: Mapping[int, list[int]],
+    metas: tuple[TensorMeta, ...],
 ) -> OpNode:
     target = _target_name(node)
-    storages = _storages(node)
-    mutates = tuple(sorted({owner[key] for key in _written_storages(node) if key in owner}))
-    owners = [owner.get(key) for key in storages]
+    own_storages = storages(node)
+    written = [key for key in written_storages(node) if key in owner]
+    mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
+    owners = [owner.get(key) for key in own_storages]
     if base_name(target) == "dropout" and not _is_live_dropout(node):
         # Eager returns the input itself; only the fake tensor is a fresh one.
-        owners = [owner.get(key) for key in _storages(node.all_input_nodes[0])]
-        owner.update({key: found for key, found in zip(storages, owners, strict=True) if found is not None})
-    is_view = bool(storages) and not mutates and all(found is not None for found in owners)
+        owners = [owner.get(key) for key in storages(node.all_input_nodes[0])]
+        owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
+    is_alias = bool(own_storages) and all(found is not None for found in owners)
+    is_view = is_alias and not mutates
     file, line, text = _source(node)
     return OpNode(
         index=index,
@@ -174,7 +185,7 @@ def _describe_op(
         args=tuple(_encode(argument, index_of) for argument in node.args),
         kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
         outputs=metas,
-        alias_of=owners[0] if is_view else None,
+        alias_of=owners[0] if is_alias else None,
         mutates=mutates,
         module_path=module_path(node),
         source_file=file,
@@ -218,11 +229,13 @@ def _metas(node: Node) -> tuple[TensorMeta, ...]:
     )
 
 
-def _storages(node: Node) -> list[int]:
+def storages(node: Node) -> list[int]:
+    """Return a key for the storage of each tensor that a node returns; views of one tensor share theirs."""
     return [torch_internals.storage_key(value) for value in _tensors(node.meta.get("val"))]
 
 
-def _written_storages(node: Node) -> list[int]:
+def written_storages(node: Node) -> list[int]:
+    """Return the storages that a node writes into, as keys of :func:`storages`."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[int] = []
@@ -232,7 +245,7 @@ def _written_storages(node: Node) -> list[int]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         for item in value if isinstance(value, tuple | list) else [value]:
             if isinstance(item, Node):
-                written += _storages(item)
+                written += storages(item)
     return written
 
 
@@ -258,7 +271,7 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self']", "").replace("['", ".").replace("']", "").lstrip(".")
+    return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
 def _source(node: Node) -> tuple[str, int, str]:

@@ -6,6 +6,7 @@ When a torch release moves one of them, this file and its test are the only plac
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,9 +109,27 @@ def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+def compiled_call(module: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the module's own call as dynamo runs it with ``backend``.
+
+    The graphs are kept apart from everybody else's (where torch can do that), so neither captures of before nor other fused
+    models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
+    around it, because dynamo looks into no frame of torch's.
+    """
+    call = original_call(module)
+    if torch._dynamo.trace_rules.check(module.forward):
+        call = torch._dynamo.external_utils.wrap_inline(call)
+    apart: dict[str, Any] = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False, **apart)
+    return compiled
+
+
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     """Let dynamo keep ``limit`` graphs per code object while the context lasts.
 
     Each capture is a backend of its own; with dynamo's default of 8, the ninth profile of one process would silently run eager.
+    Entering it costs half a millisecond: use it around calls that compile, not around every call.
     """
     return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))

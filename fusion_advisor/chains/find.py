@@ -5,7 +5,11 @@ Ops are visited in order; each tries to join the groups of its producers, lookin
 - one kernel can compute the result: the caller's ``judge`` lowers it and answers with the bytes it must move, or a reason;
 - no path leaves the group and comes back (such a kernel would wait for itself);
 - every input exists before the first outside reader of any output, so one launch can stand for the whole group;
-- nothing that the group reads is written to in between: a chain never moves across a mutation.
+- no read moves across a write to the storage that it reads, through whatever view or in-place result it reads it;
+- of two groups that feed each other, the feeding one is launched first.
+
+The launch of a group stands right before its first outside reader. A merge may take away the reader that stopped an earlier one,
+so a grown group tries its other producers again: a norm whose result a rotation reads three times joins when the last read does.
 
 Needs no torch: it works on the records of ``capture.json``.
 """
@@ -101,6 +105,7 @@ class _Finder:
             self.ancestors.append(mask)
         self.writes = [op.index for op in ops if op.mutates]
         self.group_of: dict[int, frozenset[int]] = {}
+        self.refused: set[frozenset[int]] = set()
         self.verdict_of: dict[frozenset[int], tuple[tuple[int, ...], Verdict]] = {}
 
     def run(self) -> list[Group]:
@@ -112,20 +117,32 @@ class _Finder:
             self._accept(alone, self._judge(alone))
             if not self.verdict_of[alone][1].is_fusible:
                 continue
-            for producer, glue in self._producers(op):
+            for producer, glue in self._producers(alone):
                 self._try_merge(op.index, producer, glue)
+            self._grow(op.index)
         groups = []
         for members in dict.fromkeys(self.group_of.values()):
             outputs, verdict = self.verdict_of[members]
             groups.append(Group(members=tuple(sorted(members)), outputs=outputs, verdict=verdict))
         return groups
 
-    def _producers(self, op: OpNode) -> list[tuple[int, frozenset[int]]]:
-        """The grouped ops that ``op`` reads, latest first, each with the views in between."""
+    def _grow(self, index: int) -> None:
+        """Offer a group that has grown to the producers of its older members again, until none joins."""
+        while len(self.group_of[index]) > 1:
+            before = self.group_of[index]
+            for producer, glue in self._producers(before):
+                self._try_merge(index, producer, glue)
+                if self.group_of[index] is not before:
+                    break
+            else:
+                return
+
+    def _producers(self, members: frozenset[int]) -> list[tuple[int, frozenset[int]]]:
+        """The grouped ops outside that ``members`` read, latest first, each with the views in between."""
         found: dict[int, frozenset[int]] = {}
-        for source in inputs_of(op):
+        for source in {source for member in members for source in inputs_of(self.ops[member])}:
             producer, glue = self._behind_views(source)
-            if producer in self.group_of:
+            if producer in self.group_of and producer not in members:
                 found[producer] = found.get(producer, frozenset()) | glue
         return sorted(found.items(), reverse=True)
 
@@ -146,11 +163,13 @@ class _Finder:
         if mine is theirs or not self.verdict_of[theirs][1].is_fusible:
             return
         merged = mine | theirs | glue
-        if not self._is_convex(merged):
+        if merged in self.refused or not self._is_convex(merged):
             return
         judged = self._judge(merged)
-        if judged[1].is_fusible:
+        if judged[1].is_fusible and self._is_in_order(merged):
             self._accept(merged, judged)
+        else:
+            self.refused.add(merged)
 
     def _accept(self, members: frozenset[int], judged: tuple[tuple[int, ...], Verdict]) -> None:
         self.verdict_of[members] = judged
@@ -185,21 +204,73 @@ class _Finder:
         outputs = self.outputs(members)
         if not outputs:
             return outputs, Verdict(is_fusible=False, code="FA601", reason="its value is never read")
-        readers = [user for member in members for user in self.users[member] if user not in members]
-        sources = {self._owner(source) for member in members for source in inputs_of(self.ops[member]) if source not in members}
-        first_reader = min(readers)
-        if sources and max(sources) >= first_reader:
+        place = self._place(members)
+        outside = {self._computed(source) for source in self._read_by(members) if source not in members}
+        if outside and max(outside) >= place:
             return outputs, Verdict(
                 is_fusible=False, code="FA602", reason="an input is only ready after an output is already read"
             )
-        first = min(members)
-        for write in self.writes:
-            if first < write < first_reader and sources & set(self.ops[write].mutates):
-                reason = f"{self.ops[write].target} writes to what the chain reads"
-                return outputs, Verdict(is_fusible=False, code="FA602", reason=reason)
+        write = self._crossed_write(members, place)
+        if write is not None:
+            reason = f"{self.ops[write].target} writes to what the chain reads"
+            return outputs, Verdict(is_fusible=False, code="FA602", reason=reason)
         return outputs, self.judge(tuple(sorted(members)), outputs)
+
+    def _read_by(self, members: frozenset[int]) -> set[int]:
+        return {source for member in members for source in inputs_of(self.ops[member])}
+
+    def _place(self, members: frozenset[int]) -> int:
+        """The op that the group's launch stands right before: the first outside reader of any member."""
+        readers = (user for member in members for user in self.users[member] if user not in members)
+        return min(readers, default=len(self.ops))
+
+    def _crossed_write(self, members: frozenset[int], place: int) -> int | None:
+        """An op that some read of the group would move across, although it writes to the storage that is read."""
+        for write in self.writes:
+            written = set(self.ops[write].mutates)
+            for member in members if min(members) < write else ():
+                for source in inputs_of(self.ops[member]):
+                    storages = self._storages(source)
+                    if written.isdisjoint(storages):
+                        continue
+                    # A value computed inside never reaches memory before the launch: a write to it cannot be seen inside.
+                    is_inside = not members.isdisjoint(storages)
+                    if (write < member) if is_inside else (member < write) != (place <= write):
+                        return write
+        return None
+
+    def _is_in_order(self, members: frozenset[int]) -> bool:
+        """Whether every group that feeds ``members`` is launched before it, and every group that it feeds after it."""
+        place = self._place(members)
+        feeding = {self._computed(source) for source in self._read_by(members)} - members
+        fed = {user for member in members for user in self._readers(member)} - members
+        return all(self._place(group) < place for group in self._launched(feeding)) and all(
+            place < self._place(group) for group in self._launched(fed)
+        )
+
+    def _launched(self, indices: set[int]) -> set[frozenset[int]]:
+        """The groups of some ops that may become a kernel."""
+        groups = {self.group_of[index] for index in indices if index in self.group_of}
+        return {group for group in groups if self.verdict_of[group][1].is_fusible}
+
+    def _readers(self, index: int) -> Iterable[int]:
+        """The ops that read a value, through views too."""
+        for user in self.users[index]:
+            if self.ops[user].op_class is OpClass.VIEW:
+                yield from self._readers(user)
+            else:
+                yield user
+
+    def _computed(self, index: int) -> int:
+        """The op that made the value a view shows (an in-place op makes a value: the one after its write)."""
+        return self._behind_views(index)[0]
 
     def _owner(self, index: int) -> int:
         while (owner := self.ops[index].alias_of) is not None:
             index = owner
         return index
+
+    def _storages(self, index: int) -> tuple[int, ...]:
+        """The ops that own the storage of a value; an op that writes in place returns what it wrote to."""
+        owner = self._owner(index)
+        return self.ops[owner].mutates or (owner,)

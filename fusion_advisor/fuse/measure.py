@@ -83,9 +83,9 @@ def interleave(
     for number in range(rounds):
         if number >= least and time.perf_counter() - started > budget_s:
             break
-        # Rotated and turned around: every candidate follows every other equally often.
+        # Rotated, and turned around after every full rotation: each candidate takes every place and follows every other alike.
         turned = order[number % len(order) :] + order[: number % len(order)]
-        for position in turned if number % 2 else reversed(turned):
+        for position in turned if number // len(order) % 2 else reversed(turned):
             times[position].append(clock(candidates[position]))
     return times
 

@@ -46,10 +46,9 @@ class FusedModel:
             for region, module in zip(regions, modules, strict=True)
         }
         self._signature = signature(args, kwargs)
-        self._is_inference = torch.is_inference_mode_enabled()
         self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
         self._original = torch_internals.original_call(model)
-        self._compiled = torch.compile(self._original, backend=self._choose, dynamic=False)
+        self._compiled = torch_internals.compiled_call(model, self._choose)
         self._before: Callable[..., Any] | None = None
         self._is_applied = False
         self._is_broken = False

@@ -39,7 +39,9 @@ GraphPass = Callable[[Graph, Region, dict[str, torch.Tensor]], int]
 """Rewrites a graph in place and returns the number of sites it changed; constants it makes go into the mapping."""
 
 
-def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> Callable[..., Any]:
+def fused_call(
+    name: str, launch: Launcher, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], *, is_poisoned: bool = False
+) -> Callable[..., Any]:
     """Return a function of the input tensors that launches a bound kernel and returns its output(s).
 
     Args:
@@ -47,12 +49,15 @@ def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], output
         launch: bound to the chain's sizes and strides.
         inputs: layouts that were verified, one per input operand.
         outputs: layouts to allocate, one per output operand.
+        is_poisoned: fill the outputs with what no kernel writes first, so that an element left out cannot pass as right by
+            what the memory happened to hold.
 
     Raises:
         LayoutChanged: (when called) an input has another shape, stride or dtype.
     """
     expected = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in inputs)
     allocations = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs)
+    allocate = _poisoned if is_poisoned else torch.empty_strided
 
     def check(tensors: tuple[torch.Tensor, ...]) -> None:
         for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
@@ -66,7 +71,7 @@ def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], output
 
         def call(*tensors: torch.Tensor) -> Any:
             check(tensors)
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device)
+            out = allocate(shape, stride, dtype=dtype, device=tensors[0].device)
             launch(*tensors, out)
             return out
     else:
@@ -74,12 +79,20 @@ def fused_call(name: str, launch: Launcher, inputs: Sequence[TensorMeta], output
         def call(*tensors: torch.Tensor) -> Any:
             check(tensors)
             device = tensors[0].device
-            results = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in allocations]
+            results = [allocate(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in allocations]
             launch(*tensors, *results)
             return results
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def _poisoned(shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype == torch.bool:
+        poison: float | int = True
+    else:
+        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(poison)
 
 
 def rewrite_region(

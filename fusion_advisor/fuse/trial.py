@@ -94,9 +94,11 @@ def try_fusion(
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     try:
-        call = fused_call(rendered.entry, built.bind(planned.program), inputs, outputs)
+        launch = built.bind(planned.program)
+        call = fused_call(rendered.entry, launch, inputs, outputs)
+        checked = fused_call(rendered.entry, launch, inputs, outputs, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
-            numerics = verify.check_chain(chain, call, roots, seed=seed, fast_math=fast_math)
+            numerics = verify.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)

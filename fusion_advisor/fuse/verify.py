@@ -76,7 +76,7 @@ def check_chain(
     passed, nonfinite, elements = True, 0, 0
     for inputs in (
         list(roots),
-        *(_random_like(roots, seed + number, scale) for number, scale in enumerate((1.0, 1.0, 32.0, 1e-3))),
+        *(_random_like(roots, seed + number, scale) for number, scale in enumerate(_SCALES)),
     ):
         oracle = chain.run(inputs, as_float64=True)
         eager = chain.run(inputs)

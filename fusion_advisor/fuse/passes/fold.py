@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph import Region
-
-_RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "exponential", "uniform")
+from fusion_advisor.capture.graph import Region, storages, written_storages
 
 
 def fold_constants(graph: Graph, _region: Region, constants: dict[str, torch.Tensor]) -> int:
@@ -40,12 +38,18 @@ def fold_constants(graph: Graph, _region: Region, constants: dict[str, torch.Ten
 
 
 def foldable_nodes(graph: Graph) -> dict[Node, None]:
-    """Return, in order, the ops that depend on no placeholder, write nothing, and are written to by nobody."""
+    """Return, in order, the ops that depend on no placeholder, draw nothing at random, and own no memory that others may change.
+
+    A stored tensor outlives the call: what the graph writes to (also through a view), or what the caller is given and may write
+    to, would differ at the next call.
+    """
+    shared = {key for node in graph.nodes for key in written_storages(node)}
+    shared |= {key for node in graph.nodes if node.op == "output" for source in node.all_input_nodes for key in storages(source)}
     found: dict[Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_pure(node):
+        if node.op != "call_function" or not _is_pure(node) or shared & set(storages(node)):
             continue
-        if all(source in found for source in node.all_input_nodes) and all(_is_pure(user) for user in node.users):
+        if all(source in found for source in node.all_input_nodes):
             found[node] = None
     return found
 
@@ -71,11 +75,8 @@ def _is_single_tensor(node: Node) -> bool:
 
 
 def _is_pure(node: Node) -> bool:
-    if node.op == "output":
-        return True
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_function" and "fusion_id" in node.meta
-    name = node.target._schema.name
-    return not node.target._schema.is_mutable and not any(word in name for word in _RANDOM)
+        return "fusion_id" in node.meta
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

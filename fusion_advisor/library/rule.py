@@ -1,0 +1,37 @@
+"""What all rules share: how an element is addressed, the dtypes that kernels know, and how a rule says no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fusion_advisor.records import OpNode
+
+if TYPE_CHECKING:
+    from fusion_advisor.library.lower import Lowering
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
+
+Index = tuple[tuple[int | None, int], ...]
+"""Per dim of a value: (loop variable or None, constant offset)."""
+
+Rule = Callable[["Lowering", OpNode, Index], int]
+"""Returns the number of the SSA value that is the wanted element of an op."""
+
+
+class CannotLower(Exception):
+    """Why ops cannot become one kernel; ``code`` is explained by ``fusion-advisor explain``."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+def compute_dtype(dtype: str) -> str:
+    """Return the dtype that a tensor dtype is computed in."""
+    if dtype in FLOATS:
+        return "float64" if dtype == "float64" else "float32"
+    return "bool" if dtype == "bool" else "int64"

@@ -1,0 +1,183 @@
+"""Ops that make each element of their result from the same element of their arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fusion_advisor.library.rule import CannotLower, Index, Rule, compute_dtype
+from fusion_advisor.records import OpNode, Ref
+
+if TYPE_CHECKING:
+    from fusion_advisor.library.lower import Lowering
+
+
+def _operands_dtype(lowering: Lowering, op: OpNode) -> str:
+    """The compute dtype of a comparison: floats win, then integers."""
+    found = [compute_dtype(lowering.meta(arg.index).dtype) for arg in op.args if isinstance(arg, Ref)]
+    found += [
+        "float32" if isinstance(arg, float) else "int64"
+        for arg in op.args
+        if isinstance(arg, int | float) and not isinstance(arg, bool)
+    ]
+    for dtype in ("float64", "float32", "int64"):
+        if dtype in found:
+            return dtype
+    return "bool"
+
+
+def _unary(name: str) -> Rule:
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        return lowering.make(name, lowering.argument(op, 0, where))
+
+    return rule
+
+
+def _binary(name: str) -> Rule:
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        if dict(op.kwargs).get("rounding_mode") is not None:
+            raise CannotLower("FA601", f"{op.target} with a rounding mode has no lowering")
+        left, right = lowering.argument(op, 0, where), lowering.argument(op, 1, where)
+        alpha = dict(op.kwargs).get("alpha", 1)
+        if alpha != 1:
+            right = lowering.make("mul", right, lowering.element(alpha, where, op))
+        return lowering.make(name, left, right)
+
+    return rule
+
+
+def _compare(name: str) -> Rule:
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        dtype = _operands_dtype(lowering, op)
+        return lowering.make(
+            name, lowering.argument(op, 0, where, dtype=dtype), lowering.argument(op, 1, where, dtype=dtype), dtype="bool"
+        )
+
+    return rule
+
+
+def _logical(name: str) -> Rule:
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        if op.outputs[0].dtype != "bool":
+            raise CannotLower("FA601", f"{op.target} on integers has no lowering")
+        return lowering.make(
+            name, *(lowering.argument(op, position, where, dtype="bool") for position in range(len(op.args))), dtype="bool"
+        )
+
+    return rule
+
+
+def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
+    source = op.args[0]
+    assert isinstance(source, Ref)
+    if lowering.meta(source.index).device != op.outputs[0].device:
+        raise CannotLower("FA601", f"{op.target} copies between devices")
+    return lowering.argument(op, 0, where)
+
+
+def _rsub(lowering: Lowering, op: OpNode, where: Index) -> int:
+    return lowering.make("sub", lowering.argument(op, 1, where), lowering.argument(op, 0, where))
+
+
+def _pow(lowering: Lowering, op: OpNode, where: Index) -> int:
+    base = lowering.argument(op, 0, where)
+    exponent = lowering.argument(op, 1, where)
+    constant = lowering.constant_of(exponent)
+    if constant in (1, 2, 3, 4):
+        result = base
+        if constant == 4:
+            squared = lowering.make("mul", base, base)
+            return lowering.make("mul", squared, squared)
+        for _ in range(int(constant) - 1):
+            result = lowering.make("mul", result, base)
+        return result
+    if constant == 0.5:
+        return lowering.make("sqrt", base)
+    if constant == -0.5:
+        return lowering.make("rsqrt", base)
+    if constant == -1:
+        return lowering.make("reciprocal", base)
+    return lowering.make("pow", base, exponent)
+
+
+def _silu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    return lowering.make("mul", value, lowering.make("sigmoid", value))
+
+
+def _gelu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    dtype = lowering.values[value].dtype
+
+    def const(number: float) -> int:
+        return lowering.const(number, dtype)
+
+    if dict(op.kwargs).get("approximate", "none") == "tanh":
+        cube = lowering.make("mul", lowering.make("mul", value, value), value)
+        inner = lowering.make("add", value, lowering.make("mul", cube, const(0.044715)))
+        inner = lowering.make("mul", inner, const(math.sqrt(2 / math.pi)))
+        return lowering.make(
+            "mul", lowering.make("mul", value, const(0.5)), lowering.make("add", lowering.make("tanh", inner), const(1.0))
+        )
+    erf = lowering.make("erf", lowering.make("mul", value, const(math.sqrt(0.5))))
+    return lowering.make("mul", lowering.make("mul", value, const(0.5)), lowering.make("add", erf, const(1.0)))
+
+
+def _relu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    return lowering.make("maximum", value, lowering.const(0, lowering.values[value].dtype))
+
+
+def _clamp(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    named = dict(op.kwargs)
+    low = op.args[1] if len(op.args) > 1 else named.get("min")
+    high = op.args[2] if len(op.args) > 2 else named.get("max")
+    if low is not None:
+        value = lowering.make("maximum", value, lowering.element(low, where, op))
+    return value if high is None else lowering.make("minimum", value, lowering.element(high, where, op))
+
+
+def _where(lowering: Lowering, op: OpNode, where: Index) -> int:
+    condition = lowering.argument(op, 0, where, dtype="bool")
+    chosen, other = lowering.argument(op, 1, where), lowering.argument(op, 2, where)
+    return lowering.make("where", condition, chosen, other, dtype=lowering.values[chosen].dtype)
+
+
+def _masked_fill(lowering: Lowering, op: OpNode, where: Index) -> int:
+    condition = lowering.argument(op, 1, where, dtype="bool")
+    value, filled = lowering.argument(op, 0, where), lowering.argument(op, 2, where)
+    return lowering.make("where", condition, filled, value, dtype=lowering.values[value].dtype)
+
+
+def _leaky_relu(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    dtype = lowering.values[value].dtype
+    slope = op.args[1] if len(op.args) > 1 else 0.01
+    positive = lowering.make("gt", value, lowering.const(0, dtype), dtype="bool")
+    return lowering.make("where", positive, value, lowering.make("mul", value, lowering.element(slope, where, op)), dtype=dtype)
+
+
+def _addcmul(lowering: Lowering, op: OpNode, where: Index) -> int:
+    scale = dict(op.kwargs).get("value", 1)
+    product = lowering.make("mul", lowering.argument(op, 1, where), lowering.argument(op, 2, where))
+    if scale != 1:
+        product = lowering.make("mul", product, lowering.element(scale, where, op))
+    return lowering.make("add", lowering.argument(op, 0, where), product)
+
+
+POINTWISE: dict[str, Rule] = {
+    **{name: _unary(name) for name in (
+        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "sin",
+        "cos", "floor", "ceil", "trunc", "round", "sign",
+    )},
+    "add": _binary("add"), "sub": _binary("sub"), "mul": _binary("mul"), "div": _binary("div"), "true_divide": _binary("div"),
+    "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _binary("remainder"), "rsub": _rsub, "pow": _pow,
+    **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: _logical(op) for name, op in (
+        ("__and__", "and"), ("__or__", "or"), ("__xor__", "xor"), ("logical_and", "and"), ("logical_or", "or"),
+        ("logical_not", "not"), ("bitwise_and", "and"), ("bitwise_or", "or"), ("bitwise_not", "not"),
+    )},
+    "to": _to, "_to_copy": _to, "type_as": _to, "silu": _silu, "gelu": _gelu, "relu": _relu, "clamp": _clamp, "where": _where,
+    "masked_fill": _masked_fill, "leaky_relu": _leaky_relu, "addcmul": _addcmul,
+}  # fmt: skip
