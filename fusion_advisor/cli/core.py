@@ -67,8 +67,9 @@ def load_request(text: str | bytes, name: str) -> Any:
 
 
 def load_workload(request: Any) -> Loaded:
-    """Make the model and its inputs."""
+    """Make the model and its inputs, and see that it runs."""
     loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
+    import_module("fusion_advisor.workload.first_call").first_call(loaded)
     return loaded
 
 
@@ -82,6 +83,11 @@ def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on
     """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
     applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
     return applied
+
+
+def read_patterns(kernel_dirs: Sequence[Path]) -> None:
+    """Read, import and trace every kernel, so that a broken one is told before a run takes its minutes."""
+    import_module("fusion_advisor.library.patterns").library_patterns(kernel_dirs)
 
 
 def list_kernels(kernel_dirs: Sequence[Path]) -> list[Any]:

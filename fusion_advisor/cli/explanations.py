@@ -61,6 +61,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
     "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
+    "FA307": (
+        "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
+        "wants: pass FILE.py:factory returning (model, example_inputs) to choose them.",
+    ),
     "FA401": (
         "The kernel was rendered and its compiler refused it: too much shared memory, an intrinsic this device does "
         "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's own words are "

@@ -113,7 +113,14 @@ SkipOpt = Annotated[
 ]
 KernelsOpt = Annotated[
     list[Path] | None,
-    typer.Option("--kernels", metavar="DIR", help="A folder of your own kernels; its code is run.", rich_help_panel=_ADVISE),
+    typer.Option(
+        "--kernels",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A folder of your own kernels; its code is run.",
+        rich_help_panel=_ADVISE,
+    ),
 ]
 BackendOpt = Annotated[
     Backend | None, typer.Option("--backend", help="The device decides when left out.", rich_help_panel=_ADVISE)

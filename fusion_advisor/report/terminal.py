@@ -20,6 +20,7 @@ from fusion_advisor.report.text import plural, visible
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
+_MOST_WARNINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,7 @@ def plain(text: str, console: Console) -> str:
 def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
-    tone, sentences = view.quality(report)
-    if tone == "warn":
-        lines += [_line(f"! {sentence}", console, "yellow") for sentence in (*report.quality.warnings, *report.warnings)[:5]]
-        if not (report.quality.warnings or report.warnings):
-            lines.append(_line(f"! {sentences[0]}", console, "yellow"))
+    lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
 
 

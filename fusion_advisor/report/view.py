@@ -229,29 +229,33 @@ def _counted(name: str, before: int, after: int, show: object) -> Comparison | N
 
 def quality(report: Report) -> tuple[str, tuple[str, ...]]:
     """Whether the trace can be trusted: a tone and the sentences that say why."""
+    rows = _quality_rows(report)
+    return ("warn" if any(is_bad for is_bad, _ in rows) else "gain"), tuple(sentence for _, sentence in rows)
+
+
+def quality_warnings(report: Report) -> tuple[str, ...]:
+    """Only those sentences of :func:`quality` that speak against the figures."""
+    return tuple(sentence for is_bad, sentence in _quality_rows(report) if is_bad)
+
+
+def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     data = report.quality
-    tone, lines = "gain", []
     launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
     if data.launches == data.kernels:
-        lines.append(f"{launches}, {kernels} in the trace: nothing was dropped.")
+        rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
     else:
-        tone = "warn"
-        lines.append(f"{launches} but {kernels} in the trace: shares are off by what is missing.")
-    if data.joined_share < 0.95:
-        tone = "warn"
-    lines.append(f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line.")
+        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
+    joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
+    rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
-    lines.append(f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip())
+    rows.append((False, f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip()))
     if report.noise_share is not None:
-        lines.append(f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted.")
-        tone = "warn" if report.noise_share > 0.02 else tone
+        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
+        rows.append((report.noise_share > 0.02, noise))
     for broken in data.graph_breaks:
-        tone = "warn"
-        lines.append(f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})")
-    for warning in (*data.warnings, *report.warnings):
-        tone = "warn"
-        lines.append(warning)
-    return tone, tuple(lines)
+        rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
+    rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]
+    return rows
 
 
 def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
