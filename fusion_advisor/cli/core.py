@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report, Workload
 from fusion_advisor.serialize import dump_record, load_record
@@ -86,8 +87,19 @@ def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on
 
 
 def read_patterns(kernel_dirs: Sequence[Path]) -> None:
-    """Read, import and trace every kernel, so that a broken one is told before a run takes its minutes."""
-    import_module("fusion_advisor.library.patterns").library_patterns(kernel_dirs)
+    """Read, import and trace the user's kernels, so that a broken one is told before a run takes its minutes."""
+    discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))
+    for spec in discover.list_kernels(kernel_dirs):
+        if spec.folder.parent not in kernel_dirs:
+            continue
+        try:
+            tuple(patterns.kernel_patterns(spec))
+        except AdvisorError:
+            raise
+        except Exception as error:  # the reference is the user's code: it may raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            detail = f"cannot be traced: {type(error).__name__}: {lines[0]}"
+            raise discover.BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
 def list_kernels(kernel_dirs: Sequence[Path]) -> list[Any]:

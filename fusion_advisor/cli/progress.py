@@ -98,7 +98,7 @@ class TerminalProgress:
         self.durations_s.append((self._phase, took))
         style = "green" if mark == "✓" else "red"
         if not self._settings.is_quiet:
-            head = f"{mark} {self._phase:<14} {units.seconds(took):>10}  "
+            head = f"{mark} {self._phase:<16} {units.seconds(took):>9}  "
             self._say(f"{head}{self._note}".rstrip(), style=style, indent=len(head))
         self._phase = ""
 

@@ -58,7 +58,9 @@ def apply_table(report: Report, console: Console) -> RenderableType:
     else:
         lines.append(_line("No rewrite was tried: no chain had a kernel.", console))
     lines.append(_line(head.text, console, f"bold {TONES[head.tone]}".strip()))
-    if report.after is not None:
+    if view.is_unchanged(report):
+        lines.append(_line(f"{'; '.join(head.points)}.", console))
+    elif report.after is not None:
         launches = f"{units.number(report.before.launches)} → {units.number(report.after.launches)} launches"
         lines.append(_line(f"{launches}; {'; '.join(head.points)}.", console))
     check = report.model_check

@@ -22,6 +22,9 @@ class Verdict:
     """``gain``, ``loss``, ``warn`` or ``plain``."""
 
 
+UNCHANGED = "unchanged"
+"""Label of the profile after a run that kept nothing."""
+
 VERDICTS = {
     Status.PLANNED: Verdict("·", "planned, not applied", "plain"),
     Status.KEPT: Verdict("✓", "kept", "gain"),
@@ -119,6 +122,11 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     return None
 
 
+def is_unchanged(report: Report) -> bool:
+    """Whether a finished run left the model as it was: then before and after are one measurement, and have no ratio."""
+    return report.after is not None and report.after.label == UNCHANGED
+
+
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
     """Ratio of the medians, and the widest range that the two medians' intervals allow."""
     return (
@@ -144,12 +152,12 @@ def headline(report: Report) -> Headline:
     if report.model_check is not None:
         passed = report.model_check.is_passed
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
-    elif report.after is not None:
+    elif report.after is not None and not is_unchanged(report):
         points.append("whole-model numerics were not checked")
     if report.torch_compile is not None and report.torch_compile.wall and report.before.wall:
         compiled, _, _ = speedup_bounds(report.before.wall, report.torch_compile.wall)
         points.append(f"torch.compile: {units.duration(report.torch_compile.wall.median_ns)}, {units.speedup(compiled)} vs eager")
-    elif report.after is not None:
+    elif report.after is not None and not is_unchanged(report):
         points.append("torch.compile was not measured")
     if report.noise_share is not None:
         points.append(f"A/A noise {units.share(report.noise_share)}")
@@ -176,6 +184,8 @@ def _result(report: Report) -> tuple[str, str]:
         )
         return "plain", text
     what, before, after = pair
+    if is_unchanged(report):
+        return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     ratio, low, high = speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     spread = units.speedup_interval(low, high)
@@ -189,7 +199,7 @@ def _result(report: Report) -> tuple[str, str]:
 def comparisons(report: Report) -> tuple[Comparison, ...]:
     """The before/after table; empty for a profile."""
     before, after = report.before, report.after
-    if after is None:
+    if after is None or is_unchanged(report):
         return ()
     rows = [
         _compared(
