@@ -265,6 +265,8 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
         return kept([*lines, *masks, *bases], body)
     lines.append("row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
     outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *split_index("outer", plan.indices[:-2], plan.sizes[:-2])]
+    if len(plan.indices) == 3:
+        outer = [outer[0].replace("outer", plan.indices[0], 1)]
     return kept([*lines, *outer, *masks, *bases], body)
 
 
