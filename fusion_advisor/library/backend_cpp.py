@@ -121,7 +121,7 @@ class CppBackend:
             KernelBuildFailed: there is no compiler, or it refused the source.
         """
         started = time.perf_counter_ns()
-        compiler = _compiler()
+        compiler = find_compiler()
         if compiler is None:
             raise KernelBuildFailed(
                 kernel=rendered.entry, target="cpp", cause="no C++ compiler found; install g++ or clang++, or set CXX"
@@ -177,7 +177,8 @@ def _fill(start: str, parameters: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _compiler() -> tuple[str, ...] | None:
+def find_compiler() -> tuple[str, ...] | None:
+    """The C++ compiler's command: CXX, or the first that is on PATH."""
     wanted = os.environ.get("CXX", "").split()
     if wanted:
         found = shutil.which(wanted[0])
