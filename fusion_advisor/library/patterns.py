@@ -67,7 +67,11 @@ def lower_reference(
         dtype: of the tensors whose dtype the manifest leaves open.
     """
     graph = trace_reference(spec, function, sizes, sentinels=sentinels, dtype=dtype)
-    names = tuple(tensor.name for tensor in spec.inputs)
+    yield from lower_graph(graph, tuple(tensor.name for tensor in spec.inputs))
+
+
+def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator[Lowered]:
+    """Lower a traced function: first with all its outputs, then, where there are several, with the last alone."""
     region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * len(names))
     ops, _ = describe(region)
     members = [op.index for op in ops if op.role == "op"]

@@ -14,9 +14,7 @@ from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.source_of import render_kernel
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = [
-    (spec.name, backend, dtype) for spec in list_kernels() for backend in spec.backends for dtype in ("float32", "bfloat16")
-]
+CASES = [(spec.name, backend, dtype) for spec in list_kernels() for backend in spec.backends for dtype in ("float32", "bfloat16")]
 
 
 def file_of(name, backend, dtype):
