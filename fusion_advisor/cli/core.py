@@ -5,7 +5,7 @@ So ``--help``, ``report`` and ``explain`` answer at once on a machine without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,14 +84,14 @@ def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on
     return applied
 
 
-def list_kernels() -> list[Any]:
-    """Return the library's kernels."""
-    return list(import_module("fusion_advisor.library.discover").list_kernels())
+def list_kernels(kernel_dirs: Sequence[Path] = ()) -> list[Any]:
+    """Return the library's kernels, and those of a user's directories."""
+    return list(import_module("fusion_advisor.library.discover").list_kernels(kernel_dirs))
 
 
-def load_kernel(name: str) -> Any:
-    """Return one kernel of the library."""
-    return import_module("fusion_advisor.library.discover").load_kernel(name)
+def load_kernel(name: str, kernel_dirs: Sequence[Path] = ()) -> Any:
+    """Return one kernel; its ``reference.py`` is run."""
+    return import_module("fusion_advisor.library.discover").load_kernel(name, kernel_dirs)
 
 
 def scaffold_kernel(name: str, directory: Path) -> Any:
@@ -99,6 +99,15 @@ def scaffold_kernel(name: str, directory: Path) -> Any:
     return import_module("fusion_advisor.library.discover").scaffold(name, directory)
 
 
-def check_kernel(name: str, progress: Progress) -> list[Any]:
+def render_kernel(kernel: Any, backend: str, dtype: str) -> str:
+    """Return a kernel's source for one backend and dtype."""
+    source: str = import_module("fusion_advisor.library.source_of").render_kernel(kernel, backend, dtype).source
+    return source
+
+
+def check_kernel(
+    name: str, progress: Progress, *, kernel_dirs: Sequence[Path] = (), backends: Sequence[str] | None = None
+) -> list[Any]:
     """Run a kernel's own cases."""
-    return list(import_module("fusion_advisor.library.check").check_kernel(name, progress))
+    check = import_module("fusion_advisor.library.check").check_kernel
+    return list(check(name, progress, kernel_dirs=kernel_dirs, backends=backends))
