@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report, Workload
 from fusion_advisor.serialize import dump_record, load_record
@@ -67,8 +68,9 @@ def load_request(text: str | bytes, name: str) -> Any:
 
 
 def load_workload(request: Any) -> Loaded:
-    """Make the model and its inputs."""
+    """Make the model and its inputs, and see that it runs."""
     loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
+    import_module("fusion_advisor.workload.first_call").first_call(loaded)
     return loaded
 
 
@@ -84,13 +86,29 @@ def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on
     return applied
 
 
-def list_kernels(kernel_dirs: Sequence[Path] = ()) -> list[Any]:
-    """Return the library's kernels, and those of a user's directories."""
+def read_patterns(kernel_dirs: Sequence[Path]) -> None:
+    """Read, import and trace the user's kernels, so that a broken one is told before a run takes its minutes."""
+    discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))
+    for spec in discover.list_kernels(kernel_dirs):
+        if spec.folder.parent not in kernel_dirs:
+            continue
+        try:
+            tuple(patterns.kernel_patterns(spec))
+        except AdvisorError:
+            raise
+        except Exception as error:  # the reference is the user's code: it may raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            detail = f"cannot be traced: {type(error).__name__}: {lines[0]}"
+            raise discover.BadReference(file=spec.folder / "reference.py", detail=detail) from error
+
+
+def list_kernels(kernel_dirs: Sequence[Path]) -> list[Any]:
+    """Return the library's kernels and the user's own."""
     return list(import_module("fusion_advisor.library.discover").list_kernels(kernel_dirs))
 
 
-def load_kernel(name: str, kernel_dirs: Sequence[Path] = ()) -> Any:
-    """Return one kernel; its ``reference.py`` is run."""
+def load_kernel(name: str, kernel_dirs: Sequence[Path]) -> Any:
+    """Return one kernel."""
     return import_module("fusion_advisor.library.discover").load_kernel(name, kernel_dirs)
 
 

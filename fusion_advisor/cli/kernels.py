@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,26 +14,23 @@ import typer
 from fusion_advisor.cli import core, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
-from fusion_advisor.errors import KernelCheckFailed, UsageError
+from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check.")
 
 NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.")]
-KernelsOpt = Annotated[
-    list[Path], typer.Option("--kernels", metavar="DIR", help="A directory of your own kernels; code in it is run.")
-]
 
 
 @app.command("list")
 def list_command(
     context: typer.Context,
-    kernels: KernelsOpt = [],  # noqa: B006 - typer reads the default and copies it
+    kernels: options.KernelsOpt = None,
     as_json: options.JsonOpt = False,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
     """Name every kernel, what it computes, and the backends it has."""
     settings = options.apply_output(context, color=color)
-    found = core.list_kernels(kernels)
+    found = core.list_kernels(options.kernel_dirs(kernels))
     if as_json:
         listed = [{"name": k.name, "summary": k.summary, "backends": list(k.backends), "dtypes": list(k.dtypes)} for k in found]
         write_result(json.dumps(listed, indent=1) + "\n")
@@ -47,12 +45,12 @@ def show_command(
     name: NameArg,
     backend: Annotated[options.Backend | None, typer.Option(help="Print the source of this backend instead.")] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors in that source.")] = "bfloat16",
-    kernels: KernelsOpt = [],  # noqa: B006 - typer reads the default and copies it
+    kernels: options.KernelsOpt = None,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
     """Print a kernel's manifest and its reference, or the source that a backend makes of it."""
     settings = options.apply_output(context, color=color)
-    kernel = core.load_kernel(name, kernels)
+    kernel = core.load_kernel(name, options.kernel_dirs(kernels))
     if backend is not None:
         write_result(core.render_kernel(kernel, backend.value, options.dtype_name(dtype)))
         return
@@ -81,9 +79,12 @@ def new_command(
     """Write a new kernel's folder: a manifest and a reference in plain PyTorch."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{1,47}", name):
         raise UsageError(detail=f"`{name}` is not a kernel name", help="use lower-case letters, digits and _, as in `gelu_tanh`")
-    made = core.scaffold_kernel(name, directory)
-    where = made if isinstance(made, str | Path) else directory / name
-    write_result(f"wrote: {where}\nnext: fusion-advisor kernels check {name} --kernels {directory}\n")
+    try:
+        made = core.scaffold_kernel(name, directory)
+    except OSError as error:
+        raise CannotWrite(path=directory / name, detail=error.strerror or str(error)) from error
+    command = shlex.join(["fusion-advisor", "kernels", "check", name, "--kernels", str(directory)])
+    write_result(f"wrote: {made}\nnext: {command}\n")
 
 
 @app.command("check")
@@ -95,7 +96,7 @@ def check_command(
     backend: Annotated[
         list[options.Backend], typer.Option(help="Only this backend; may be repeated. Default: all of the manifest's.")
     ] = [],  # noqa: B006 - typer reads the default and copies it
-    kernels: KernelsOpt = [],  # noqa: B006
+    kernels: options.KernelsOpt = None,
     as_json: options.JsonOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -105,13 +106,14 @@ def check_command(
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
     if check_all == bool(name):
         raise UsageError(detail="name a kernel or give --all", help="`fusion-advisor kernels list` shows all")
-    names = [kernel.name for kernel in core.list_kernels(kernels)] if check_all else [name]
+    directories = options.kernel_dirs(kernels)
+    names = [kernel.name for kernel in core.list_kernels(directories)] if check_all else [name]
     backends = [one.value for one in backend] or None
     checked: list[tuple[str, Any]] = []
     with TerminalProgress(settings) as progress:
         for one in names:
             progress.phase(f"check {one}")
-            rows = core.check_kernel(one, progress, kernel_dirs=kernels, backends=backends)
+            rows = core.check_kernel(one, progress, kernel_dirs=directories, backends=backends)
             progress.note(", ".join(f"{count} {result}" for result, count in _results(rows).items()))
             checked += [(one, row) for row in rows]
     heads = ("case", "backend", "dtype", "result", "detail")

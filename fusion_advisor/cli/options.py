@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli.console import Settings
+from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UsageError
 
 
@@ -74,6 +75,12 @@ def parse_share(text: str) -> float:
     return value
 
 
+def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
+    """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
+    shipped = content_dir("kernels").resolve()
+    return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
+
+
 _INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
 
 RevisionOpt = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.", rich_help_panel=_INPUT)]
@@ -111,7 +118,14 @@ SkipOpt = Annotated[
 ]
 KernelsOpt = Annotated[
     list[Path] | None,
-    typer.Option("--kernels", metavar="DIR", help="A folder of your own kernels; its code is run.", rich_help_panel=_ADVISE),
+    typer.Option(
+        "--kernels",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A folder of your own kernels; its code is run.",
+        rich_help_panel=_ADVISE,
+    ),
 ]
 BackendOpt = Annotated[
     Backend | None, typer.Option("--backend", help="The device decides when left out.", rich_help_panel=_ADVISE)

@@ -1,8 +1,8 @@
 """Error of a kernel's result against a wider oracle, and the limit that the original's own error sets.
 
-A result computed in fp32 and rounded once to 16 bits is nearly always nearer to the truth than the original ops, which round after
-each; half a unit of the last place is that rounding itself. An fp32 result is computed in its own width: another order of the same
-sum is already a unit away, on either side, so there a whole unit is the least limit.
+A result computed in fp32 and rounded once to 16 bits is nearly always nearer to the truth than the original ops, which round
+after each; half a unit of the last place is that rounding itself. An fp32 result is computed in its own width: another order of
+the same sum is already a unit away, on either side, so there a whole unit is the least limit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Limit:
     def __str__(self) -> str:
         return (
             f"relative error ≤ {self.factor:g} × the original's (or {self.units:g} units in the last place), "
-            f"largest error ≤ {self.factor * _ABS_OVER_REL:.3g} × the original's (or {2 * self.units:g} units of the largest value)"
+            f"largest error ≤ {self.factor * _ABS_OVER_REL:.3g} × the original's "
+            f"(or {2 * self.units:g} units of the largest value)"
         )
 
 

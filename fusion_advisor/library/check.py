@@ -1,8 +1,8 @@
 """``kernels check``: hold a kernel to its contract, on whatever this machine can run.
 
 Every declared case is lowered from every reference, rendered, built and run by each declared backend, and compared with the same
-ops in fp64 next to eager's own error: the rule of ``library.accuracy``. First the references themselves: each must be found by the
-library's patterns as this kernel and no other, with its constants bound.
+ops in fp64 next to eager's own error: the rule of ``library.accuracy``. First the references themselves: each must be found by
+the library's patterns as this kernel and no other, with its constants bound.
 
 Without a CUDA device Triton's interpreter does Triton's arithmetic (a process of its own: it must be switched on before Triton is
 imported), and CUDA C++ is compiled but not run; the rows say so.

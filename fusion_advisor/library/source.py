@@ -27,7 +27,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}\Z")
 class KernelBuildFailed(AdvisorError):
     """A kernel that did not render or compile; its fusion is skipped and the reason kept."""
 
-    code = "FA401"
+    code = "FA413"
     message = "{kernel} did not compile for {target}: {cause}"
     note = "the model is unchanged where this kernel would have gone; the compiler's full words are in log.txt"
     hint = "--strict turns this into exit 8"

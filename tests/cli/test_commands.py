@@ -215,7 +215,7 @@ def test_kernels(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     shown = run("kernels", "show", "gelu").out
     assert shown.index("# kernel.toml") < shown.index("# reference.py")
     assert "\\x1b" in shown
-    assert "next: fusion-advisor kernels check mine" in run("kernels", "new", "mine").out
+    assert "next: fusion-advisor kernels check mine --kernels kernels\n" in run("kernels", "new", "mine").out
     rows = [("rows", "cpp", "float32", "passed", ""), ("rows", "cuda", "float32", "skipped", "no device")]
     monkeypatch.setattr(core, "check_kernel", lambda name, progress, kernel_dirs, backends: rows)
     assert run("kernels", "check", "gelu").code == 0

@@ -22,8 +22,8 @@ from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph
 from fusion_advisor.library.source import Header, Tuning
 
-EDGES = [0.0, -0.0, 1e-30, 80.0, 87.3, 88.0, 88.7, 88.73, 89.0, 90.0, 100.0, 103.9, 104.1, 120.0, 127.9, 128.1, 130.0, 709.0, 710.0,
-         1e3, 1e4]  # fmt: skip
+EDGES = [0.0, -0.0, 1e-30, 80.0, 87.3, 88.0, 88.7, 88.73, 89.0, 90.0, 100.0, 103.9, 104.1, 120.0, 127.9, 128.1, 130.0, 709.0,
+         710.0, 1e3, 1e4]  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -47,7 +47,11 @@ def functions():
 
 def plain(function):
     """A Python function, which torch's own are not."""
-    return lambda *tensors: function(*tensors)
+
+    def call(*tensors):
+        return function(*tensors)
+
+    return call
 
 
 def edges(dtype):
