@@ -171,6 +171,9 @@ _POINTWISE_UNTAGGED = frozenset(
         "native_dropout",
         "softplus",
         "glu",
+        "hardswish",
+        "log_sigmoid",
+        "prelu",
     ]
 )
 _VIEWS = frozenset(

@@ -117,6 +117,15 @@ def scaffold_kernel(name: str, directory: Path) -> Any:
     return import_module("fusion_advisor.library.discover").scaffold(name, directory)
 
 
-def check_kernel(name: str, progress: Progress, kernel_dirs: Sequence[Path]) -> list[Any]:
+def render_kernel(kernel: Any, backend: str, dtype: str) -> str:
+    """Return a kernel's source for one backend and dtype."""
+    source: str = import_module("fusion_advisor.library.source_of").render_kernel(kernel, backend, dtype).source
+    return source
+
+
+def check_kernel(
+    name: str, progress: Progress, *, kernel_dirs: Sequence[Path] = (), backends: Sequence[str] | None = None
+) -> list[Any]:
     """Run a kernel's own cases."""
-    return list(import_module("fusion_advisor.library.check").check_kernel(name, progress, kernel_dirs=kernel_dirs))
+    check = import_module("fusion_advisor.library.check").check_kernel
+    return list(check(name, progress, kernel_dirs=kernel_dirs, backends=backends))

@@ -41,11 +41,19 @@ def list_command(
 
 @app.command("show")
 def show_command(
-    context: typer.Context, name: NameArg, kernels: options.KernelsOpt = None, color: options.ColorOpt = options.Color.AUTO
+    context: typer.Context,
+    name: NameArg,
+    backend: Annotated[options.Backend | None, typer.Option(help="Print the source of this backend instead.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors in that source.")] = "bfloat16",
+    kernels: options.KernelsOpt = None,
+    color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
-    """Print a kernel's manifest and its reference."""
+    """Print a kernel's manifest and its reference, or the source that a backend makes of it."""
     settings = options.apply_output(context, color=color)
     kernel = core.load_kernel(name, options.kernel_dirs(kernels))
+    if backend is not None:
+        write_result(core.render_kernel(kernel, backend.value, options.dtype_name(dtype)))
+        return
     directory = kernel.spec.folder
     files = sorted(path for path in directory.iterdir() if path.suffix in (".toml", ".py", ".jinja", ".cu", ".cpp"))
     files.sort(
@@ -83,7 +91,11 @@ def new_command(
 def check_command(
     context: typer.Context,
     *,
-    name: NameArg,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.", show_default=False)] = "",
+    check_all: Annotated[bool, typer.Option("--all", help="Check every kernel.")] = False,
+    backend: Annotated[
+        list[options.Backend], typer.Option(help="Only this backend; may be repeated. Default: all of the manifest's.")
+    ] = [],  # noqa: B006 - typer reads the default and copies it
     kernels: options.KernelsOpt = None,
     as_json: options.JsonOpt = False,
     quiet: options.QuietOpt = False,
@@ -92,18 +104,34 @@ def check_command(
 ) -> None:
     """Build a kernel for every case of its manifest and compare it with its reference (exit 10 if one fails)."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    if check_all == bool(name):
+        raise UsageError(detail="name a kernel or give --all", help="`fusion-advisor kernels list` shows all")
+    directories = options.kernel_dirs(kernels)
+    names = [kernel.name for kernel in core.list_kernels(directories)] if check_all else [name]
+    backends = [one.value for one in backend] or None
+    checked: list[tuple[str, Any]] = []
     with TerminalProgress(settings) as progress:
-        progress.phase(f"check {name}")
-        rows = core.check_kernel(name, progress, options.kernel_dirs(kernels))
-    failed = sum(_field(row, "result") not in ("passed", "ok", "skipped") for row in rows)
+        for one in names:
+            progress.phase(f"check {one}")
+            rows = core.check_kernel(one, progress, kernel_dirs=directories, backends=backends)
+            progress.note(", ".join(f"{count} {result}" for result, count in _results(rows).items()))
+            checked += [(one, row) for row in rows]
     heads = ("case", "backend", "dtype", "result", "detail")
     if as_json:
-        write_result(json.dumps([{head: _field(row, head) for head in heads} for row in rows], indent=1) + "\n")
+        listed = [{"kernel": one, **{head: _field(row, head) for head in heads}} for one, row in checked]
+        write_result(json.dumps(listed, indent=1) + "\n")
     else:
-        table = [tuple(_field(row, head) for head in heads) for row in rows]
-        _print_rows(settings, tuple(head.capitalize() for head in heads), table, f"`{name}` declares no cases.")
+        table = [(*((one,) if check_all else ()), *(_field(row, head) for head in heads)) for one, row in checked]
+        titles = (*(("Kernel",) if check_all else ()), *(head.capitalize() for head in heads))
+        _print_rows(settings, titles, table, f"`{name}` declares no cases.")
+    failed = sum(_field(row, "result") not in ("passed", "ok", "skipped") for _, row in checked)
     if failed:
-        raise KernelCheckFailed(name=name, failed=failed, total=len(rows))
+        raise KernelCheckFailed(name="kernels" if check_all else name, failed=failed, total=len(checked))
+
+
+def _results(rows: Sequence[Any]) -> dict[str, int]:
+    results = [_field(row, "result") for row in rows]
+    return {result: results.count(result) for result in dict.fromkeys(results)}
 
 
 def _field(row: Any, name: str) -> str:

@@ -34,6 +34,11 @@ class Dtype(enum.StrEnum):
     BF16 = "bf16"
 
 
+def dtype_name(text: str) -> str:
+    """A dtype by the name torch has for it: ``bf16`` is ``bfloat16``."""
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}.get(text, text)
+
+
 class Phase(enum.StrEnum):
     """What one step is."""
 

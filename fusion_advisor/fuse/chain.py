@@ -24,11 +24,14 @@ class OriginalChain:
     Attributes:
         nodes: the members, in order.
         outer: values read from outside, each as (node, root operand number, layout, the root's layout).
+        unread: values that the ops are called with and no element of the result depends on (an empty piece of a cat, what
+            ``expand_as`` looks at), by layout.
         outputs: the members whose values leave the chain.
     """
 
     nodes: tuple[Node, ...]
     outer: tuple[tuple[Node, int, TensorMeta, TensorMeta], ...]
+    unread: tuple[tuple[Node, TensorMeta], ...]
     outputs: tuple[Node, ...]
 
     def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
@@ -47,6 +50,9 @@ class OriginalChain:
             root = widened[number]
             offset = meta.offset - root_meta.offset + root.storage_offset()
             values[node] = root.as_strided(meta.shape, meta.stride, offset)
+        for node, meta in self.unread:
+            nothing = torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype), device=meta.device)
+            values[node] = to_float64(nothing) if as_float64 else nothing
         with torch.no_grad():
             for node in self.nodes:
                 arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
@@ -66,6 +72,7 @@ def original_chain(
     inside = set(members)
     operand = {root: number for number, root in enumerate(lowered.inputs)}
     outer: dict[Node, tuple[Node, int, TensorMeta, TensorMeta]] = {}
+    unread: dict[Node, TensorMeta] = {}
     for index in members:
         for source in node_at[index].all_input_nodes:
             at = index_of[source]
@@ -74,11 +81,14 @@ def original_chain(
             root = at
             while root not in operand and (owner := ops[root].alias_of) is not None:
                 root = owner
-            if root in operand:  # a value that no element of the result reads is not an operand
+            if root in operand:
                 outer[source] = (source, operand[root], ops[at].outputs[0], ops[root].outputs[0])
+            else:
+                unread[source] = ops[at].outputs[0]
     return OriginalChain(
         nodes=tuple(node_at[index] for index in members),
         outer=tuple(outer.values()),
+        unread=tuple(unread.items()),
         outputs=tuple(node_at[index] for index in lowered.outputs),
     )
 
@@ -87,8 +97,16 @@ def to_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a floating tensor in fp64 with the same strides; other tensors pass through."""
     if not tensor.is_floating_point():
         return tensor
-    wide = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float64, device=tensor.device)
-    return wide.copy_(tensor)
+    # Through the memory it lies in, which also serves expanded tensors: their elements share addresses and cannot be copied to.
+    memory = tensor.as_strided((extent(tensor),), (1,))
+    return memory.to(torch.float64).as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Return how many elements of memory a tensor spans, from its first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _wider(value: Any) -> Any:

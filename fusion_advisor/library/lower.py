@@ -17,12 +17,24 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fusion_advisor.library.program import COMMUTATIVE, Operand, Program, Store, Value
-from fusion_advisor.library.rules import FLOATS, INTEGERS, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype
+from fusion_advisor.library.program import COMMUTATIVE, REDUCTIONS, Operand, Program, Store, Value
+from fusion_advisor.library.rules import DTYPES, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype, piece_rule
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
+_BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
+_STAYS_IN_RANGE = frozenset(
+    ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
+     "amax", "amin", "max", "min", "floor", "ceil", "trunc", "round"]
+)  # fmt: skip
+"""Ops whose integer results are never wider than their arguments."""
+_MAKES_BOOL = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__", "logical_and", "logical_or", "logical_not",
+     "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "where",
+     "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum"]
+)  # fmt: skip
+"""Ops that mean something on booleans."""
 _PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
 
 
@@ -97,7 +109,7 @@ class Lowering:
         """Ask every output for its element and assemble what was appended on the way."""
         for index in self.members:
             meta = self.op(index).outputs
-            if meta and meta[0].dtype not in (*FLOATS, *INTEGERS, "bool"):
+            if meta and meta[0].dtype not in DTYPES:
                 raise CannotLower("FA606", f"dtype {meta[0].dtype} is not supported")
         results = []
         for index in self.outputs:
@@ -234,6 +246,10 @@ class Lowering:
     def _load(self, index: int, where: Index) -> int:
         """Read a value from outside the chain through the storage that owns it."""
         meta = self.meta(index)
+        if meta.dtype not in DTYPES:
+            raise CannotLower("FA606", f"dtype {meta.dtype} is not supported")
+        if meta.device != self.ops[self.outputs[0]].outputs[0].device:
+            raise CannotLower("FA601", f"{self.op(index).target} lies on another device than the chain's result")
         owner = self.op(index).alias_of
         root = index if owner is None else owner
         while (above := self.op(root).alias_of) is not None:
@@ -245,7 +261,9 @@ class Lowering:
         strides = [0] * len(self.domain)
         offset = meta.offset - self.meta(root).offset
         for stride, size, (variable, shift) in zip(meta.stride, meta.shape, where, strict=True):
-            if variable is not None and size != 1:
+            if size == 1:  # its one element, wherever a cat or a slice says that it begins
+                continue
+            if variable is not None:
                 strides[variable] += stride
             offset += stride * shift
         self._input_of.setdefault(root, len(self._input_of))
@@ -260,21 +278,38 @@ class Lowering:
         name = op.target.removeprefix("aten.").split(".")[0]
         if op.op_class is OpClass.VIEW or (name in VIEWS and name not in POINTWISE):
             return self._through_view(op, name, where)
-        if name in SPECIAL:
-            return SPECIAL[name](self, op, where)
-        rule = POINTWISE.get(name)
+        rule = SPECIAL.get(name) or POINTWISE.get(name)
         if rule is None:
             raise CannotLower("FA601", f"{op.target} has no lowering")
-        return rule(self, op, where)
+        if op.outputs[0].dtype == "bool" and name not in _MAKES_BOOL:
+            raise CannotLower("FA601", f"{op.target} on booleans has no lowering")
+        return self._wrapped(rule(self, op, where), op.outputs[0].dtype, name)
+
+    def _wrapped(self, number: int, dtype: str, name: str) -> int:
+        """Integers are computed in 64 bits; a result that overflows a narrower dtype wraps around, as torch's does."""
+        if dtype not in _BITS or name in _STAYS_IN_RANGE:
+            return number
+        low = 0 if dtype == "uint8" else -(2 ** (_BITS[dtype] - 1))
+        shifted = self.make("sub", number, self.const(low, "int64"))
+        wrapped = self.make("remainder", shifted, self.const(2 ** _BITS[dtype], "int64"))
+        return self.make("add", wrapped, self.const(low, "int64"))
 
     def _through_view(self, op: OpNode, name: str, where: Index) -> int:
         source = op.args[0]
         if not isinstance(source, Ref):
             raise CannotLower("FA601", f"{op.target} has no lowering")
+        if name == "getitem":
+            splitter = self.op(source.index)
+            taken, number = (splitter.args or (None,))[0], op.args[1]
+            if not isinstance(taken, Ref) or not isinstance(number, int):
+                raise CannotLower("FA601", f"{splitter.target} has several outputs")
+            return self.at(taken.index, piece_rule(splitter, self.meta(taken.index), number, where))
         before = self.meta(source.index)
         rule = VIEWS.get(name)
         if rule is None:
             raise CannotLower("FA603", f"{op.target} inside a chain cannot be folded into an address")
+        if before.dtype != op.outputs[0].dtype:
+            raise CannotLower("FA603", f"{op.target} reads the bits of {before.dtype} as {op.outputs[0].dtype}")
         return self.at(source.index, rule(op, before, where))
 
     def argument(self, op: OpNode, position: int, where: Index, *, name: str = "", dtype: str | None = None) -> int:
@@ -433,6 +468,8 @@ class Lowering:
         program = Program(
             dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(self.reduced)
         )
+        if dims[-1] == 1:
+            program = _with_columns(program)
         return Lowered(program=program, inputs=tuple(roots), outputs=tuple(index for index, _, _ in stores))
 
     def _operand_names(self, roots: Sequence[int], stores: int) -> list[str]:
@@ -467,6 +504,22 @@ class Lowering:
             if value.op == "load" and value.operand == operand
         ]
         return max(counts, default=0)
+
+
+def _with_columns(program: Program) -> Program:
+    """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
+    values: list[Value] = []
+    has_col: list[bool] = []
+    for value in program.values:
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        is_index = value.op == "index" and value.dim == len(program.dims) - 1
+        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+    stores = tuple(
+        replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
+        for store in program.stores
+    )
+    return replace(program, values=tuple(values), stores=stores)
 
 
 def _is_number(constant: float | int | bool | None, wanted: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusion_advisor.records import OpNode
+from fusion_advisor.records import Arg, OpNode
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
@@ -35,3 +35,8 @@ def compute_dtype(dtype: str) -> str:
     if dtype in FLOATS:
         return "float64" if dtype == "float64" else "float32"
     return "bool" if dtype == "bool" else "int64"
+
+
+def argument_of(op: OpNode, position: int, name: str, default: Arg = None) -> Arg:
+    """Return an op's argument, wherever the call has put it."""
+    return op.args[position] if position < len(op.args) else dict(op.kwargs).get(name, default)

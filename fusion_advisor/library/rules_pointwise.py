@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.library.rule import CannotLower, Index, Rule, compute_dtype
+from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
+from fusion_advisor.library.rules_activation import ACTIVATIONS
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -33,15 +34,23 @@ def _unary(name: str) -> Rule:
     return rule
 
 
+_BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+"""What arithmetic means on two booleans."""
+
+
+def _alpha(lowering: Lowering, op: OpNode, where: Index, number: int) -> int:
+    alpha = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("alpha", 1)
+    return number if alpha == 1 else lowering.make("mul", number, lowering.element(alpha, where, op))
+
+
 def _binary(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
         if dict(op.kwargs).get("rounding_mode") is not None:
             raise CannotLower("FA601", f"{op.target} with a rounding mode has no lowering")
         left, right = lowering.argument(op, 0, where), lowering.argument(op, 1, where)
-        alpha = dict(op.kwargs).get("alpha", 1)
-        if alpha != 1:
-            right = lowering.make("mul", right, lowering.element(alpha, where, op))
-        return lowering.make(name, left, right)
+        if op.outputs[0].dtype == "bool":
+            return lowering.make(_BOOLEAN[name], left, right, dtype="bool")
+        return lowering.make(name, left, _alpha(lowering, op, where, right))
 
     return rule
 
@@ -76,7 +85,8 @@ def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 
 def _rsub(lowering: Lowering, op: OpNode, where: Index) -> int:
-    return lowering.make("sub", lowering.argument(op, 1, where), lowering.argument(op, 0, where))
+    subtracted = _alpha(lowering, op, where, lowering.argument(op, 0, where))
+    return lowering.make("sub", lowering.argument(op, 1, where), subtracted)
 
 
 def _pow(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -100,39 +110,9 @@ def _pow(lowering: Lowering, op: OpNode, where: Index) -> int:
     return lowering.make("pow", base, exponent)
 
 
-def _silu(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value = lowering.argument(op, 0, where)
-    return lowering.make("mul", value, lowering.make("sigmoid", value))
-
-
-def _gelu(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value = lowering.argument(op, 0, where)
-    dtype = lowering.values[value].dtype
-
-    def const(number: float) -> int:
-        return lowering.const(number, dtype)
-
-    if dict(op.kwargs).get("approximate", "none") == "tanh":
-        cube = lowering.make("mul", lowering.make("mul", value, value), value)
-        inner = lowering.make("add", value, lowering.make("mul", cube, const(0.044715)))
-        inner = lowering.make("mul", inner, const(math.sqrt(2 / math.pi)))
-        return lowering.make(
-            "mul", lowering.make("mul", value, const(0.5)), lowering.make("add", lowering.make("tanh", inner), const(1.0))
-        )
-    erf = lowering.make("erf", lowering.make("mul", value, const(math.sqrt(0.5))))
-    return lowering.make("mul", lowering.make("mul", value, const(0.5)), lowering.make("add", erf, const(1.0)))
-
-
-def _relu(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value = lowering.argument(op, 0, where)
-    return lowering.make("maximum", value, lowering.const(0, lowering.values[value].dtype))
-
-
 def _clamp(lowering: Lowering, op: OpNode, where: Index) -> int:
     value = lowering.argument(op, 0, where)
-    named = dict(op.kwargs)
-    low = op.args[1] if len(op.args) > 1 else named.get("min")
-    high = op.args[2] if len(op.args) > 2 else named.get("max")
+    low, high = argument_of(op, 1, "min"), argument_of(op, 2, "max")
     if low is not None:
         value = lowering.make("maximum", value, lowering.element(low, where, op))
     return value if high is None else lowering.make("minimum", value, lowering.element(high, where, op))
@@ -150,20 +130,62 @@ def _masked_fill(lowering: Lowering, op: OpNode, where: Index) -> int:
     return lowering.make("where", condition, filled, value, dtype=lowering.values[value].dtype)
 
 
-def _leaky_relu(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value = lowering.argument(op, 0, where)
-    dtype = lowering.values[value].dtype
-    slope = op.args[1] if len(op.args) > 1 else 0.01
-    positive = lowering.make("gt", value, lowering.const(0, dtype), dtype="bool")
-    return lowering.make("where", positive, value, lowering.make("mul", value, lowering.element(slope, where, op)), dtype=dtype)
-
-
 def _addcmul(lowering: Lowering, op: OpNode, where: Index) -> int:
     scale = dict(op.kwargs).get("value", 1)
     product = lowering.make("mul", lowering.argument(op, 1, where), lowering.argument(op, 2, where))
     if scale != 1:
         product = lowering.make("mul", product, lowering.element(scale, where, op))
     return lowering.make("add", lowering.argument(op, 0, where), product)
+
+
+def _clamp_side(name: str) -> Rule:
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        return lowering.make(name, lowering.argument(op, 0, where), lowering.argument(op, 1, where))
+
+    return rule
+
+
+def _square(lowering: Lowering, op: OpNode, where: Index) -> int:
+    value = lowering.argument(op, 0, where)
+    return lowering.make("mul", value, value)
+
+
+def _addcdiv(lowering: Lowering, op: OpNode, where: Index) -> int:
+    scale = dict(op.kwargs).get("value", 1)
+    above = lowering.argument(op, 1, where)
+    if scale != 1:
+        above = lowering.make("mul", above, lowering.element(scale, where, op))
+    return lowering.make("add", lowering.argument(op, 0, where), lowering.make("div", above, lowering.argument(op, 2, where)))
+
+
+def _lerp(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """Weights from a half on are counted from the end, as torch does it: both ends are then exact."""
+    start, end, weight = (lowering.argument(op, position, where) for position in range(3))
+    dtype = lowering.values[start].dtype
+    step = lowering.make("sub", end, start)
+    near = lowering.make("add", start, lowering.make("mul", weight, step))
+    rest = lowering.make("sub", lowering.const(1.0, dtype), weight)
+    far = lowering.make("sub", end, lowering.make("mul", step, rest))
+    is_near = lowering.make("lt", lowering.make("abs", weight), lowering.const(0.5, dtype), dtype="bool")
+    return lowering.make("where", is_near, near, far, dtype=dtype)
+
+
+def _fraction(name: str) -> Rule:
+    """``isnan`` and its relatives, which are false for every integer."""
+
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        source = op.args[0]
+        assert isinstance(source, Ref)
+        dtype = compute_dtype(lowering.meta(source.index).dtype)
+        if not dtype.startswith("float"):
+            return lowering.const(name == "isfinite", "bool")
+        value = lowering.argument(op, 0, where, dtype=dtype)
+        if name == "isnan":
+            return lowering.make("isnan", value, dtype="bool")
+        compared = "eq" if name == "isinf" else "lt"
+        return lowering.make(compared, lowering.make("abs", value), lowering.const(math.inf, dtype), dtype="bool")
+
+    return rule
 
 
 POINTWISE: dict[str, Rule] = {
@@ -178,6 +200,9 @@ POINTWISE: dict[str, Rule] = {
         ("__and__", "and"), ("__or__", "or"), ("__xor__", "xor"), ("logical_and", "and"), ("logical_or", "or"),
         ("logical_not", "not"), ("bitwise_and", "and"), ("bitwise_or", "or"), ("bitwise_not", "not"),
     )},
-    "to": _to, "_to_copy": _to, "type_as": _to, "silu": _silu, "gelu": _gelu, "relu": _relu, "clamp": _clamp, "where": _where,
-    "masked_fill": _masked_fill, "leaky_relu": _leaky_relu, "addcmul": _addcmul,
+    "to": _to, "_to_copy": _to, "type_as": _to, "clamp": _clamp, "where": _where,
+    "masked_fill": _masked_fill, "square": _square, "clamp_min": _clamp_side("maximum"), "clamp_max": _clamp_side("minimum"),
+    "clip": _clamp, "addcdiv": _addcdiv, "lerp": _lerp, **{name: _fraction(name) for name in ("isnan", "isinf", "isfinite")},
+    "logical_xor": _logical("xor"), "bitwise_xor": _logical("xor"), **ACTIVATIONS,
+    "addcmul": _addcmul,
 }  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.program import Value
-from fusion_advisor.library.rule import CannotLower, Index, Rule, compute_dtype
-from fusion_advisor.records import OpNode, Ref, TensorMeta
+from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
+from fusion_advisor.records import Arg, OpNode, Ref, TensorMeta
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
@@ -15,7 +16,10 @@ _EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07,
 
 
 def _reduced_dims(op: OpNode, rank: int) -> tuple[int, ...]:
-    dims = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim")
+    return _dims(argument_of(op, 1, "dim"), rank)
+
+
+def _dims(dims: Arg, rank: int) -> tuple[int, ...]:
     if dims is None or dims == ():
         return tuple(range(rank))
     return (dims,) if isinstance(dims, int) else tuple(int(dim) for dim in dims)  # type: ignore[arg-type, union-attr]
@@ -25,6 +29,8 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
         source = op.args[0]
         assert isinstance(source, Ref)
+        if op.outputs[0].dtype == "bool":
+            raise CannotLower("FA601", f"{op.target} of booleans has no lowering")
         meta = lowering.meta(source.index)
         keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.kwargs).get("keepdim", False))
         dims = _reduced_dims(op, len(meta.shape))
@@ -65,11 +71,12 @@ def _mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
 
 def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     value, inner, variables, _ = _norm_parts(lowering, op, where)
-    if inner != where:
-        raise CannotLower("FA604", "a layer_norm is read at another place than its own row element")
     dtype = lowering.values[value].dtype
-    centred = lowering.make("sub", value, _mean_of(lowering, value, variables))
+    mean = _mean_of(lowering, value, variables)
+    centred = lowering.make("sub", value, mean)
     variance = _mean_of(lowering, lowering.make("mul", centred, centred), variables)
+    if inner != where:  # read at another place than its own row element (rotated, say)
+        centred = lowering.make("sub", lowering.argument(op, 0, where), mean)
     eps = op.args[4] if len(op.args) > 4 else 1e-5
     scale = lowering.make("rsqrt", lowering.make("add", variance, lowering.element(eps, where, op, dtype)))
     return _scaled(lowering, op, where, lowering.make("mul", centred, scale), weight=2, bias=3)
@@ -90,12 +97,14 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
     assert isinstance(source, Ref) and isinstance(dim, int)
     meta = lowering.meta(source.index)
     inner, variables = lowering.reduction_index(op, meta, (dim,), where, keepdim=True)
-    if inner != where:
-        raise CannotLower("FA604", "a softmax is read at another place than its own row element")
     value = lowering.row_element(source.index, inner, op)
-    shifted = lowering.make("sub", value, lowering.reduce("max", value, variables))
+    highest = lowering.reduce("max", value, variables)
+    shifted = lowering.make("sub", value, highest)
     exponential = lowering.make("exp", shifted)
     total = lowering.reduce("sum", exponential, variables)
+    if inner != where:
+        shifted = lowering.make("sub", lowering.argument(op, 0, where), highest)
+        exponential = lowering.make("exp", shifted)
     if "log_softmax" in op.target:
         return lowering.make("sub", shifted, lowering.make("log", total))
     return lowering.make("div", exponential, total)
@@ -103,9 +112,10 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
     """A cat is a choice by index: piece k where the index lies in its range, each load guarded by that range."""
-    pieces = op.args[0]
-    assert isinstance(pieces, tuple)
+    assert isinstance(op.args[0], tuple)
     rank = len(op.outputs[0].shape)
+    # An empty key/value cache is a 1-d tensor without elements, which torch lets through and leaves out.
+    pieces = [piece for piece in op.args[0] if isinstance(piece, Ref) and lowering.meta(piece.index).shape != (0,)]
     dim = int(op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % rank  # type: ignore[arg-type]
     variable, shift = where[dim]
     if variable is None or len(pieces) > 4:
@@ -116,7 +126,6 @@ def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
     result, start = None, op.outputs[0].shape[dim]
     for piece in reversed(pieces):
-        assert isinstance(piece, Ref)
         start -= lowering.meta(piece.index).shape[dim]
         moved = (*where[:dim], (variable, shift - start), *where[dim + 1 :])
         if result is None:
@@ -138,8 +147,108 @@ def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
     return result
 
 
+def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """``var`` and ``std``, whose overloads spell the correction in two ways."""
+    source = op.args[0]
+    assert isinstance(source, Ref)
+    overload = op.target.rpartition(".")[2]
+    named = dict(op.kwargs)
+    if overload == "correction":
+        correction, keepdim = named.get("correction", 1), named.get("keepdim", False)
+        dims = argument_of(op, 1, "dim")
+    elif overload == "dim":
+        correction, keepdim = int(bool(argument_of(op, 2, "unbiased", True))), argument_of(op, 3, "keepdim", False)
+        dims = argument_of(op, 1, "dim")
+    else:
+        raise CannotLower("FA601", f"{op.target} has no lowering")
+    correction = 1 if correction is None else correction
+    assert isinstance(correction, int | float)
+    meta = lowering.meta(source.index)
+    wanted = _dims(dims, len(meta.shape))
+    inner, variables = lowering.reduction_index(op, meta, wanted, where, keepdim=bool(keepdim))
+    value = lowering.row_element(source.index, inner, op)
+    dtype = lowering.values[value].dtype
+    centred = lowering.make("sub", value, _mean_of(lowering, value, variables))
+    total = lowering.reduce("sum", lowering.make("mul", centred, centred), variables)
+    count = lowering.emit(Value(op="size", dim=-1, dtype=dtype))
+    if correction:
+        left = lowering.make("sub", count, lowering.const(float(correction), dtype))
+        count = lowering.make("maximum", left, lowering.const(0.0, dtype))
+    variance = lowering.make("div", total, count)
+    return lowering.make("sqrt", variance) if op.target.startswith("aten.std") else variance
+
+
+def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+    source = op.args[0]
+    assert isinstance(source, Ref)
+    order = argument_of(op, 1, "ord", argument_of(op, 1, "p", 2))
+    meta = lowering.meta(source.index)
+    dims = _dims(argument_of(op, 2, "dim"), len(meta.shape))
+    inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=bool(argument_of(op, 3, "keepdim", False)))
+    value = lowering.row_element(source.index, inner, op)
+    if order == 2:
+        return lowering.make("sqrt", lowering.reduce("sum", lowering.make("mul", value, value), variables))
+    if order in (1, math.inf):
+        return lowering.reduce("sum" if order == 1 else "max", lowering.make("abs", value), variables)
+    raise CannotLower("FA601", f"{op.target} of order {order} has no lowering")
+
+
+def _logsumexp(lowering: Lowering, op: OpNode, where: Index) -> int:
+    source = op.args[0]
+    assert isinstance(source, Ref)
+    meta = lowering.meta(source.index)
+    keepdim = bool(argument_of(op, 2, "keepdim", False))
+    inner, variables = lowering.reduction_index(op, meta, _dims(op.args[1], len(meta.shape)), where, keepdim=keepdim)
+    value = lowering.row_element(source.index, inner, op)
+    dtype = lowering.values[value].dtype
+    highest = lowering.reduce("max", value, variables)
+    # inf − inf is not a number: a row whose largest element is infinite is shifted by nothing.
+    is_infinite = lowering.make("eq", lowering.make("abs", highest), lowering.const(math.inf, dtype), dtype="bool")
+    shift = lowering.make("where", is_infinite, lowering.const(0.0, dtype), highest, dtype=dtype)
+    total = lowering.reduce("sum", lowering.make("exp", lowering.make("sub", value, shift)), variables)
+    return lowering.make("add", lowering.make("log", total), shift)
+
+
+def _batch_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """In eval mode it reduces nothing: every channel has its own four numbers."""
+    if op.args[5]:
+        raise CannotLower("FA601", "batch_norm in training mode writes its running statistics")
+    weight, bias, mean, variance = (
+        None if tensor is None else lowering.element(tensor, (where[1],), op) for tensor in op.args[1:5]
+    )
+    value = lowering.argument(op, 0, where)
+    assert mean is not None and variance is not None
+    shifted = lowering.make("add", variance, lowering.element(op.args[7], where, op))
+    value = lowering.make("mul", lowering.make("sub", value, mean), lowering.make("rsqrt", shifted))
+    value = value if weight is None else lowering.make("mul", value, weight)
+    return value if bias is None else lowering.make("add", value, bias)
+
+
+def _larger(name: str) -> Rule:
+    """``max`` and ``min`` of two tensors; of one they return two values, or a single number."""
+
+    def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        if not op.target.endswith(".other") or op.outputs[0].dtype == "bool":
+            raise CannotLower("FA601", f"{op.target} has no lowering")
+        return lowering.make(name, lowering.argument(op, 0, where), lowering.argument(op, 1, where))
+
+    return rule
+
+
+def _refused(sentence: str) -> Rule:
+    def rule(_lowering: Lowering, op: OpNode, _where: Index) -> int:
+        raise CannotLower("FA601", f"{op.target} {sentence}")
+
+    return rule
+
+
 SPECIAL: dict[str, Rule] = {
     "mean": _reduction("sum", is_mean=True), "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"),
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
-    "_log_softmax": _softmax, "cat": _cat,
+    "_log_softmax": _softmax, "cat": _cat, "var": _variance, "std": _variance, "norm": _vector_norm, "logsumexp": _logsumexp,
+    "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), _refused("needs the elements before its own")),
+    **dict.fromkeys(("group_norm", "native_group_norm"), _refused("reduces over groups of channels, not rows")),
+    **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"), _refused("reduces over windows, not rows")),
+    **dict.fromkeys(("argmax", "argmin"), _refused("returns places, not values")),
 }  # fmt: skip

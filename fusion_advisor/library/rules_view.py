@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from fusion_advisor.library.rule import CannotLower, Index
+from fusion_advisor.library.rule import CannotLower, Index, argument_of
 from fusion_advisor.records import OpNode, TensorMeta
 
 
@@ -79,16 +78,12 @@ def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) 
     """
     name = splitter.target.removeprefix("aten.").split(".")[0]
     if name == "unbind":
-        dim = int(_argument(splitter, 1, "dim", 0)) % len(before.shape)
+        dim = int(argument_of(splitter, 1, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
         return (*where[:dim], (None, number), *where[dim:])
     if name not in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split"):
         raise CannotLower("FA601", f"{splitter.target} has {len(splitter.outputs)} outputs")
-    dim = int(_argument(splitter, 2, "dim", 0)) % len(before.shape)
+    dim = int(argument_of(splitter, 2, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
     return shifted(where, dim, sum(piece.shape[dim] for piece in splitter.outputs[:number]))
-
-
-def _argument(op: OpNode, position: int, name: str, default: int) -> Any:
-    return op.args[position] if position < len(op.args) else dict(op.kwargs).get(name, default)
 
 
 def shifted(where: Index, dim: int, start: int) -> Index:

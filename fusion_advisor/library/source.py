@@ -7,6 +7,7 @@ text. Identifiers come from an allow-list, numbers are printed as typed literals
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable
@@ -121,6 +122,7 @@ def entry_name(program: Program, title: str, *extra: str) -> str:
     return identifier(f"fa_{title[:60]}_{digest}")
 
 
+@functools.cache
 def environment() -> jinja2.Environment:
     """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""
     loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])

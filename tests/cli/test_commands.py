@@ -217,8 +217,10 @@ def test_kernels(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "\\x1b" in shown
     assert "next: fusion-advisor kernels check mine --kernels kernels\n" in run("kernels", "new", "mine").out
     rows = [("rows", "cpp", "float32", "passed", ""), ("rows", "cuda", "float32", "skipped", "no device")]
-    monkeypatch.setattr(core, "check_kernel", lambda name, progress, dirs: rows)
+    monkeypatch.setattr(core, "check_kernel", lambda name, progress, kernel_dirs, backends: rows)
     assert run("kernels", "check", "gelu").code == 0
+    assert run("kernels", "check").code == run("kernels", "check", "gelu", "--all").code == 2
+    assert json.loads(run("kernels", "check", "--all", "--json").out)[1]["kernel"] == "gelu"
     rows.append(("wide", "cpp", "float16", "failed", "rel L2 0.1"))
     ran = run("kernels", "check", "gelu")
     assert ran.code == 10
