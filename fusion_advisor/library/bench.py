@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +19,7 @@ import torch
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.library import bench_peers as peers
 from fusion_advisor.library.bench_clock import cache_bytes, make_clock
-from fusion_advisor.library.bench_records import BenchRow, BenchRun
+from fusion_advisor.library.bench_records import BenchRun
 from fusion_advisor.library.bench_row import ERROR_FACTOR, BenchOptions, Ceilings, bench_row, makers, set_up
 from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.spec import Case, KernelSpec
@@ -41,7 +43,7 @@ def bench(
     options: BenchOptions,
     progress: Progress,
     *,
-    on_row: Callable[[BenchRow], None] = lambda _: None,
+    on_progress: Callable[[BenchRun], None] = lambda _: None,
 ) -> BenchRun:
     """Measure kernels at the given sizes and dtypes.
 
@@ -49,24 +51,29 @@ def bench(
         jobs: manifests with their cases.
         options: what takes part, and for how long.
         progress: told about each row.
-        on_row: gets each row as it is done.
+        on_progress: gets what is done so far after each row, so that a run that is cut short has left its rows.
     """
-    ceilings = measure_ceilings(options.device)
-    todo = [(spec, variant, case, dtype) for spec, case in jobs for variant in _variants(spec, options) for dtype in case.dtypes]
-    rows = []
-    for number, (spec, variant, case, dtype) in enumerate(todo):
-        sizes = " ".join(f"{letter}={size}" for letter, size in case.sizes)
-        progress.step(number, len(todo), f"{spec.name} {variant} {dtype} {sizes}")
-        rows.append(bench_row(spec, variant, case, dtype, options, ceilings))
-        on_row(rows[-1])
-    return BenchRun(
+    with _current(options.device):
+        ceilings = measure_ceilings(options.device)
+    todo = [
+        (spec, variant, case, dtype) for spec, case in jobs for variant in variants_of(spec, options) for dtype in case.dtypes
+    ]
+    run = BenchRun(
         environment=describe_environment(options.device),
         bandwidth=ceilings.bandwidth,
         cache_bytes=ceilings.cache_bytes,
         method=method_sentences(options.device.type),
         peers=tuple((name, version) for name in ("torch", "liger-kernel") if (version := _version(name))),
-        rows=tuple(rows),
+        rows=(),
     )
+    for number, (spec, variant, case, dtype) in enumerate(todo):
+        sizes = " ".join(f"{letter}={size}" for letter, size in case.sizes)
+        progress.step(number, len(todo), f"{spec.name} {variant} {dtype} {sizes}")
+        with _current(options.device):
+            row = bench_row(spec, variant, case, dtype, options, ceilings)
+        run = replace(run, rows=(*run.rows, row))
+        on_progress(run)
+    return run
 
 
 def run_alone(spec: KernelSpec, variant: str, case: Case, dtype: str, options: BenchOptions, name: str, iterations: int) -> str:
@@ -99,7 +106,20 @@ def run_alone(spec: KernelSpec, variant: str, case: Case, dtype: str, options: B
     return f"{name} ran {iterations:,} times over {bed.rotation.sets} sets of inputs {contender.tuning}".rstrip()
 
 
-def _variants(spec: KernelSpec, options: BenchOptions) -> list[str]:
+def run_first(jobs: Sequence[tuple[KernelSpec, Case]], options: BenchOptions, name: str, iterations: int) -> str:
+    """Run one contender of the first job; see :func:`run_alone`."""
+    spec, case = jobs[0]
+    with _current(options.device):
+        return run_alone(spec, variants_of(spec, options)[0], case, case.dtypes[0], options, name, iterations)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: kernels are compiled for, and launched on, that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def variants_of(spec: KernelSpec, options: BenchOptions) -> list[str]:
+    """The references of a kernel that take part: the first, or those that were asked for."""
     known = [variant for variant, _ in load_references(spec).references]
     return [variant for variant in known if variant in options.variants] if options.variants else known[:1]
 
