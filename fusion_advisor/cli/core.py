@@ -129,3 +129,19 @@ def check_kernel(
     """Run a kernel's own cases."""
     check = import_module("fusion_advisor.library.check").check_kernel
     return list(check(name, progress, kernel_dirs=kernel_dirs, backends=backends))
+
+
+def plan_bench(name: str | None, **asked: Any) -> Any:
+    """Turn what ``kernels bench`` was asked into jobs."""
+    return import_module("fusion_advisor.library.bench_cases").plan_bench(name, **asked)
+
+
+def bench_kernels(plan: Any, progress: Progress, on_progress: Callable[[Any], None]) -> Any:
+    """Measure a plan's jobs; ``on_progress`` gets the run so far after every row."""
+    return import_module("fusion_advisor.library.bench").bench(plan.jobs, plan.options, progress, on_progress=on_progress)
+
+
+def run_contender(plan: Any, name: str, iterations: int) -> str:
+    """Run one contender of a plan's first job in a loop; return what was run."""
+    ran: str = import_module("fusion_advisor.library.bench").run_first(plan.jobs, plan.options, name, iterations)
+    return ran

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options
+from fusion_advisor.cli import bench, core, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check, bench.")
+app.command("bench")(bench.bench_command)
 
 NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.")]
 

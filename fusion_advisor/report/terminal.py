@@ -237,6 +237,11 @@ def summary_line(report: Report) -> str:
     return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
 
 
+def column_table(columns: Sequence[Column], console: Console) -> Text:
+    """Return columns, one of which flexes, laid out for the console's width."""
+    return _table(list(columns), console)
+
+
 def simple_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], console: Console) -> RenderableType:
     """Return plain rows whose last column gives way."""
     columns = [Column(head, tuple(row[at] for row in rows)) for at, head in enumerate(heads)]
