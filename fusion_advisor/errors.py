@@ -161,7 +161,7 @@ class NoCudaDevice(AdvisorError):
     code = "FA201"
     message = "no CUDA device{index} is visible to PyTorch"
     note = "{reason}"
-    hint = "{advice}   (`report` and `compare` work without a GPU; without --device the CPU is used)"
+    hint = "{advice}   (`report` works without a GPU; without --device the CPU is used)"
     exit_code = 3
 
 
@@ -182,6 +182,16 @@ class FactoryFailed(AdvisorError):
     message = "`{factory}` raised {exception}: {last_line}"
     note = "at {location}"
     hint = "run it alone to see it fail; -vv prints the whole traceback"
+    exit_code = 4
+
+
+class ModelFailed(AdvisorError):
+    """The model raised on its inputs before anything was measured."""
+
+    code = "FA307"
+    message = "`{model_id}` raised {exception} when it was called: {first_line}"
+    note = "at {location}"
+    hint = "call it by itself with the same inputs to see it fail; -vv prints the whole traceback"
     exit_code = 4
 
 

@@ -6,11 +6,15 @@ device time twice, and its op rows hide which kernel ran. Times taken under the 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import logging
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHING = ("LaunchKernel", "Memcpy", "Memset")
 _NS_PER_US = 1000
+_MARKER = b"USDT:"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +74,18 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
+    with markers_logged():
+        profiler.start()
+    try:
         for number in range(steps):
             with torch.profiler.record_function(f"fa:step:{number}"):
                 step()
                 if on_cuda:
                     torch.cuda.synchronize()
+    finally:
+        with markers_logged():
+            profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -81,6 +93,34 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
             with path.open("rb") as raw, gzip.open(save_to, "wb", compresslevel=4) as packed:
                 shutil.copyfileobj(raw, packed)
         return read_events(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)["traceEvents"])
+
+
+@contextlib.contextmanager
+def markers_logged() -> Iterator[None]:
+    """Send Kineto's ``USDT:`` lines to the log instead of the terminal; whatever else is written to stderr still gets there.
+
+    Kineto writes them to file descriptor 2 at a level above its errors, so its own switch (``KINETO_LOG_LEVEL``) would hide both.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    try:
+        terminal = os.dup(2)
+    except OSError:  # no stderr at all
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if line.startswith(_MARKER):
+                    _log.debug(line.decode(errors="replace").rstrip())
+                else:
+                    os.write(2, line)
 
 
 def read_events(raw_events: list[dict[str, Any]]) -> Trace:

@@ -63,7 +63,7 @@ def apply(
         top=top,
         only=tuple(only or ()),
         skip=tuple(skip or ()),
-        kernel_dirs=tuple(kernels or ()),
+        kernel_dirs=options.kernel_dirs(kernels),
         backend=backend.value if backend else None,
         fast_math=fast_math,
         nvtx=nvtx,

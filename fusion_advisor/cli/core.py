@@ -5,11 +5,12 @@ So ``--help``, ``report`` and ``explain`` answer at once on a machine without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report, Workload
 from fusion_advisor.serialize import dump_record, load_record
@@ -67,8 +68,9 @@ def load_request(text: str | bytes, name: str) -> Any:
 
 
 def load_workload(request: Any) -> Loaded:
-    """Make the model and its inputs."""
+    """Make the model and its inputs, and see that it runs."""
     loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
+    import_module("fusion_advisor.workload.first_call").first_call(loaded)
     return loaded
 
 
@@ -84,14 +86,30 @@ def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on
     return applied
 
 
-def list_kernels() -> list[Any]:
-    """Return the library's kernels."""
-    return list(import_module("fusion_advisor.library.discover").list_kernels())
+def read_patterns(kernel_dirs: Sequence[Path]) -> None:
+    """Read, import and trace the user's kernels, so that a broken one is told before a run takes its minutes."""
+    discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))
+    for spec in discover.list_kernels(kernel_dirs):
+        if spec.folder.parent not in kernel_dirs:
+            continue
+        try:
+            tuple(patterns.kernel_patterns(spec))
+        except AdvisorError:
+            raise
+        except Exception as error:  # the reference is the user's code: it may raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            detail = f"cannot be traced: {type(error).__name__}: {lines[0]}"
+            raise discover.BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
-def load_kernel(name: str) -> Any:
-    """Return one kernel of the library."""
-    return import_module("fusion_advisor.library.discover").load_kernel(name)
+def list_kernels(kernel_dirs: Sequence[Path]) -> list[Any]:
+    """Return the library's kernels and the user's own."""
+    return list(import_module("fusion_advisor.library.discover").list_kernels(kernel_dirs))
+
+
+def load_kernel(name: str, kernel_dirs: Sequence[Path]) -> Any:
+    """Return one kernel."""
+    return import_module("fusion_advisor.library.discover").load_kernel(name, kernel_dirs)
 
 
 def scaffold_kernel(name: str, directory: Path) -> Any:
@@ -99,6 +117,31 @@ def scaffold_kernel(name: str, directory: Path) -> Any:
     return import_module("fusion_advisor.library.discover").scaffold(name, directory)
 
 
-def check_kernel(name: str, progress: Progress) -> list[Any]:
+def render_kernel(kernel: Any, backend: str, dtype: str) -> str:
+    """Return a kernel's source for one backend and dtype."""
+    source: str = import_module("fusion_advisor.library.source_of").render_kernel(kernel, backend, dtype).source
+    return source
+
+
+def check_kernel(
+    name: str, progress: Progress, *, kernel_dirs: Sequence[Path] = (), backends: Sequence[str] | None = None
+) -> list[Any]:
     """Run a kernel's own cases."""
-    return list(import_module("fusion_advisor.library.check").check_kernel(name, progress))
+    check = import_module("fusion_advisor.library.check").check_kernel
+    return list(check(name, progress, kernel_dirs=kernel_dirs, backends=backends))
+
+
+def plan_bench(name: str | None, **asked: Any) -> Any:
+    """Turn what ``kernels bench`` was asked into jobs."""
+    return import_module("fusion_advisor.library.bench_cases").plan_bench(name, **asked)
+
+
+def bench_kernels(plan: Any, progress: Progress, on_progress: Callable[[Any], None]) -> Any:
+    """Measure a plan's jobs; ``on_progress`` gets the run so far after every row."""
+    return import_module("fusion_advisor.library.bench").bench(plan.jobs, plan.options, progress, on_progress=on_progress)
+
+
+def run_contender(plan: Any, name: str, iterations: int) -> str:
+    """Run one contender of a plan's first job in a loop; return what was run."""
+    ran: str = import_module("fusion_advisor.library.bench").run_first(plan.jobs, plan.options, name, iterations)
+    return ran

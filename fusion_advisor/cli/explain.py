@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
+from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -41,6 +42,7 @@ def explain(
 
 def error_classes() -> dict[str, type[AdvisorError]]:
     """Return every error class by its code."""
+    import_module("fusion_advisor.library.discover")  # the library's own classes; needs no torch
     found: dict[str, type[AdvisorError]] = {}
     waiting = [AdvisorError]
     while waiting:

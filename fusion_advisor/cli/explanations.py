@@ -61,6 +61,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
     "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
+    "FA307": (
+        "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
+        "wants: pass FILE.py:factory returning (model, example_inputs) to choose them.",
+    ),
     "FA401": (
         "The kernel was rendered and its compiler refused it: too much shared memory, an intrinsic this device does "
         "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's own words are "
@@ -76,6 +80,19 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "replaced. The receipt in the report gives a sentence for each site.",
     ),
     "FA404": ("Each case of kernel.toml is built and compared with reference.py for every backend and dtype it declares.",),
+    "FA410": (
+        "A manifest is read key by key: an unknown key, a missing one or a value of the wrong kind is refused with the file and "
+        "the key named. Fields and their meaning are in the comments that `kernels new` writes.",
+    ),
+    "FA411": ("Kernels are looked up by their manifests' names, in the shipped library and in each --kernels directory.",),
+    "FA412": (
+        "reference.py is imported and its functions traced: they are the pattern, the oracle and the baseline at once. It has to "
+        "import without side effects, and each function's parameters are the manifest's inputs, its keywords the constants.",
+    ),
+    "FA413": (
+        "The same as FA401, said of one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
+        "check` shows it as a failed case.",
+    ),
     "FA501": (
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli.console import Settings
+from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UsageError
 
 
@@ -31,6 +32,11 @@ class Dtype(enum.StrEnum):
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+def dtype_name(text: str) -> str:
+    """A dtype by the name torch has for it: ``bf16`` is ``bfloat16``."""
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}.get(text, text)
 
 
 class Phase(enum.StrEnum):
@@ -67,6 +73,12 @@ def parse_share(text: str) -> float:
     if not 0 <= value < 1:
         raise typer.BadParameter(f"{text!r} is not a share: write 0.5% or 0.005")
     return value
+
+
+def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
+    """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
+    shipped = content_dir("kernels").resolve()
+    return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
 
 
 _INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
@@ -106,7 +118,14 @@ SkipOpt = Annotated[
 ]
 KernelsOpt = Annotated[
     list[Path] | None,
-    typer.Option("--kernels", metavar="DIR", help="A folder of your own kernels; its code is run.", rich_help_panel=_ADVISE),
+    typer.Option(
+        "--kernels",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A folder of your own kernels; its code is run.",
+        rich_help_panel=_ADVISE,
+    ),
 ]
 BackendOpt = Annotated[
     Backend | None, typer.Option("--backend", help="The device decides when left out.", rich_help_panel=_ADVISE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -97,19 +98,23 @@ class TerminalProgress:
         self.durations_s.append((self._phase, took))
         style = "green" if mark == "✓" else "red"
         if not self._settings.is_quiet:
-            self._say(f"{mark} {self._phase:<12} {units.seconds(took):>8}  {self._note}".rstrip(), style=style)
+            head = f"{mark} {self._phase:<16} {units.seconds(took):>9}  "
+            self._say(f"{head}{self._note}".rstrip(), style=style, indent=len(head))
         self._phase = ""
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _say(self, text: str, style: str = "", indent: int = 2) -> None:
         from rich.text import Text
 
         if self._settings.is_quiet and not text.startswith("!"):
             return
         self._spoke = time.monotonic()
-        line = Text(self._shown(text))
-        if style:
-            line.stylize(style, 0, 1)  # the mark alone: colour helps to find a line, not to read it
-        self._console.print(line, overflow="fold")
+        width = self._console.width
+        later = " " * (indent if indent < width // 2 else 2)
+        for number, part in enumerate(textwrap.wrap(self._shown(text), width, subsequent_indent=later, drop_whitespace=True)):
+            line = Text(part)
+            if style and not number:
+                line.stylize(style, 0, 1)  # the mark alone: colour helps to find a line, not to read it
+            self._console.print(line, overflow="fold")
 
     def _shown(self, text: str) -> str:
         from fusion_advisor.report.terminal import plain

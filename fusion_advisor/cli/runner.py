@@ -82,6 +82,9 @@ def _run(
     work: Callable[[core.Loaded, O, TerminalProgress], Report],
 ) -> tuple[Report, Path]:
     with _kept_apart(settings), TerminalProgress(settings) as progress:
+        if options.kernel_dirs:
+            progress.phase("kernels")
+            core.read_patterns(options.kernel_dirs)
         progress.phase("load")
         loaded = core.load_workload(request)
         for sentence in loaded.notes:

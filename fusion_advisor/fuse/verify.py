@@ -1,60 +1,23 @@
 """Are the numbers right? Fused and original side by side, each against the same chain in fp64.
 
-The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a
-unit of the output's last place, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are usually
-nearer to the truth than eager's rounded ones.
+The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a unit of
+the output's last place, one in fp32, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are
+usually nearer to the truth than eager's rounded ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from fusion_advisor.fuse.chain import OriginalChain, extent
+from fusion_advisor.library.accuracy import Error, error_of, is_within, limit_for, unit_of
 from fusion_advisor.records import ModelCheck, Numerics, TensorMeta
 
-_REL_FACTOR = 1.5
-_ABS_OVER_REL = 4 / 3
-"""The largest of a million errors scatters more than their norm: its limit is a third wider."""
-_FAST_FACTOR, _FAST_UNITS = 16.0, 8.0
-"""With --fast-math: approximate exp, division and square root are good for a few units each."""
-_SLACK = {torch.float32: 2.0, torch.float64: 2.0}
-"""Units in the last place that an error may always have. A 16-bit result is computed in fp32 and rounded once; fp32 and fp64 are
-computed in themselves, so that another order of the same sum is already a unit or two away, on either side."""
 _MODEL_FACTOR = 1.5
 _SCALES = (1.0, 1.0, 32.0, 1e-3)
 """Magnitudes of the random inputs: ordinary twice, large enough to saturate what saturates, and small."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Error:
-    """Error of one result against an oracle."""
-
-    max_abs: float
-    rel_l2: float
-    oracle_max: float
-    nonfinite: int
-    elements: int
-
-
-def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
-    """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
-    got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
-    both = torch.isfinite(got) & torch.isfinite(want)
-    # A NaN answers a NaN and an infinity the infinity of the same sign; everything else that is not finite is a mismatch.
-    agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == want)
-    difference = torch.where(both, got - want, torch.zeros_like(got))
-    kept = torch.where(both, want, torch.zeros_like(want))
-    norm = float(torch.linalg.vector_norm(kept))
-    return Error(
-        max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
-        rel_l2=float(torch.linalg.vector_norm(difference)) / norm if norm > 0 else float(torch.linalg.vector_norm(difference)),
-        oracle_max=float(kept.abs().max()) if kept.numel() else 0.0,
-        nonfinite=int((~agree).sum()),
-        elements=difference.numel(),
-    )
 
 
 def check_chain(
@@ -74,7 +37,6 @@ def check_chain(
         seed: of the random inputs.
         fast_math: allow what --fast-math costs; the error is shown either way.
     """
-    factor, units = (_REL_FACTOR, 0.5) if not fast_math else (_FAST_FACTOR, _FAST_UNITS)
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
     for inputs in (
@@ -88,22 +50,15 @@ def check_chain(
         for one, original, truth in zip(results, eager, oracle, strict=True):
             assert isinstance(one, torch.Tensor)
             ours, theirs = error_of(one, truth), error_of(original, truth)
-            unit = _unit(original.dtype)
-            slack = max(units, _SLACK.get(original.dtype, units))
-            ok = ours.rel_l2 <= max(factor * theirs.rel_l2, slack * unit) and ours.nonfinite <= theirs.nonfinite
-            ok = ok and ours.max_abs <= max(factor * _ABS_OVER_REL * theirs.max_abs, 2 * slack * unit * ours.oracle_max)
-            passed = passed and ok
+            unit = unit_of(original.dtype)
+            passed = passed and is_within(ours, theirs, original.dtype, fast_math=fast_math)
             nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
             elements += ours.elements
             if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
                 worst = (ours, theirs)
     assert worst is not None
     ours, theirs = worst
-    slack = max(units, *(_SLACK.get(node_dtype, units) for node_dtype in {result.dtype for result in eager}))
-    limit = (
-        f"relative error ≤ {factor:g} × the original's (or {slack:g} units in the last place), "
-        f"largest error ≤ {factor * _ABS_OVER_REL:.3g} × the original's (or {2 * slack:g} units of the largest value)"
-    )
+    limit = str(limit_for(max((result.dtype for result in eager), key=unit_of), fast_math=fast_math))
     return Numerics(
         oracle="float64",
         fused_max_abs=ours.max_abs,
@@ -121,10 +76,6 @@ def check_chain(
 def _badness(ours: Error, theirs: Error, unit: float) -> float:
     # Integers have no unit: whatever differs is far off.
     return ours.rel_l2 / max(theirs.rel_l2, unit / 4, 1e-30) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
-
-
-def _unit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
@@ -164,7 +115,7 @@ def check_model(
     if not rows:
         raise ValueError("the model returns no tensor")
     _, ours_error, theirs_error, between, ours, theirs = max(rows, key=lambda row: row[1].rel_l2 / max(row[2].rel_l2, 1e-12))
-    unit = _unit(ours.dtype)
+    unit = unit_of(ours.dtype)
     if oracle_name == "eager":
         limit = (
             f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"

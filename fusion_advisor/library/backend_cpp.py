@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import ClassVar
 from fusion_advisor.library.cpp_emit import Kernel
 from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
 from fusion_advisor.library.cpp_layout import Layout
+from fusion_advisor.library.heading import wrap
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import (
     Header,
@@ -121,7 +121,7 @@ class CppBackend:
             KernelBuildFailed: there is no compiler, or it refused the source.
         """
         started = time.perf_counter_ns()
-        compiler = _compiler()
+        compiler = find_compiler()
         if compiler is None:
             raise KernelBuildFailed(
                 kernel=rendered.entry, target="cpp", cause="no C++ compiler found; install g++ or clang++, or set CXX"
@@ -156,7 +156,7 @@ def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
     lines += [f"Source: {header.source}"] if header.source else []
     lines += [_FAST_NOTE] if fast_math else []
     # A trailing backslash would continue the comment over the next line.
-    return [part for line in lines for part in textwrap.wrap(" ".join(line.replace("\\", "/").split()), width=110)]
+    return [part for line in lines for part in wrap(" ".join(line.replace("\\", "/").split()))]
 
 
 def _includes(kernel: Kernel) -> list[str]:
@@ -177,7 +177,8 @@ def _fill(start: str, parameters: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _compiler() -> tuple[str, ...] | None:
+def find_compiler() -> tuple[str, ...] | None:
+    """The C++ compiler's command: CXX, or the first that is on PATH."""
     wanted = os.environ.get("CXX", "").split()
     if wanted:
         found = shutil.which(wanted[0])

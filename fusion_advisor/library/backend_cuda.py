@@ -10,10 +10,8 @@ A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes ou
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,7 +110,9 @@ class CudaKernel:
         macros, grid = launch_shape(plan, tuning or tuning_of(self._rendered.source), is_looped=is_looped)
         self.tuning = " ".join(f"{name}={value}" for name, value in macros.items())
         kernel = self._variant(macros)
-        scalar = ctypes.c_int64 if "WIDE_INDEX" in macros else ctypes.c_int32
+        import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
+
+        scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
         return _launcher(
             kernel, grid, (macros["THREADS"], macros.get("ROWS", 1), 1), [scalar(value) for _, value in plan.arguments]
         )
@@ -170,20 +170,34 @@ def launch_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> tuple[di
 
 
 def _launcher(kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, int], scalars: list[Any]) -> Launcher:
+    """Launch on the current stream of the device that the tensors are on, as torch's own ops do."""
     import torch
     from cuda.core import LaunchConfig, Stream, launch
 
-    if prod(grid) >= 2**31 * 65536:
+    if grid[0] >= 2**31:
         raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
     config = LaunchConfig(grid=grid, block=block)
-    current: Callable[[], Any] = torch.cuda.current_stream
+    current_device = torch.cuda.current_device
+    # The handle alone: making torch's Stream object would cost half as much as the launch.
+    raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
     streams: dict[int, Any] = {}
 
     def start(*tensors: Any) -> None:
-        handle = current().cuda_stream
+        device = tensors[0].get_device()
+        if device != current_device():
+            with torch.cuda.device(device):
+                start(*tensors)
+            return
+        handle = raw_stream(device)
         stream = streams.get(handle)
         if stream is None:
             stream = streams[handle] = Stream.from_handle(handle)
-        launch(stream, config, kernel, *(tensor.data_ptr() for tensor in tensors), *scalars)
+        launch(stream, config, kernel, *[tensor.data_ptr() for tensor in tensors], *scalars)
 
     return start
+
+
+def _stream_handle(device: int) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -133,6 +133,7 @@ class _Launcher:
         self._kernel = kernel
         self._device = torch.cuda.current_device()
         self._current_device: Callable[[], int] = torch.cuda.current_device
+        self._on_device = torch.cuda.device
         dtypes = [getattr(torch, operand.dtype) for operand in plan.program.operands]
         try:
             compiled = kernel.warmup(*dtypes, *self._scalars, grid=self._grid, num_warps=self._warps)
@@ -141,10 +142,14 @@ class _Launcher:
         self._run = compiled[self._grid] if hasattr(compiled, "__getitem__") else None
 
     def __call__(self, *tensors: Any) -> None:
-        low_bits = 0
+        device, low_bits = tensors[0].get_device(), 0
+        if device != self._current_device():
+            with self._on_device(device):
+                self(*tensors)
+            return
         for tensor in tensors:
             low_bits |= tensor.data_ptr()
-        if self._run is not None and not low_bits & 15 and self._current_device() == self._device:
+        if self._run is not None and not low_bits & 15 and device == self._device:
             self._run(*tensors, *self._scalars)
         else:
             self._kernel[self._grid](*tensors, *self._scalars, num_warps=self._warps)
@@ -265,6 +270,8 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
         return kept([*lines, *masks, *bases], body)
     lines.append("row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
     outer = ["outer = (tile // col_tiles // row_tiles).to(INDEX)", *split_index("outer", plan.indices[:-2], plan.sizes[:-2])]
+    if len(plan.indices) == 3:
+        outer = [outer[0].replace("outer", plan.indices[0], 1)]
     return kept([*lines, *outer, *masks, *bases], body)
 
 

@@ -22,7 +22,7 @@ _WORDS = {
     "tanh": "bent", "erf": "bent", "eq": "is_equal", "ne": "is_other", "lt": "is_below", "le": "is_at_most", "gt": "is_above",
     "ge": "is_at_least", "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
     "round": "whole", "remainder": "rest", "sign": "sign", "where": "chosen", "cast": "converted", "isnan": "is_nan",
-    "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "total", "reduce_max": "row_max",
+    "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "row_sum", "reduce_max": "row_max",
     "reduce_min": "row_min",
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def describe(program: Program, number: int) -> str:
     if value.op == "sub" and _is_mean(program, value.args[1]):
         return "centred"
     if value.op == "reduce_sum" and _is_square(program, args[0]):
-        return "square_total"
+        return "square_sum"
     return _WORDS.get(value.op, value.op)
 
 

@@ -63,9 +63,13 @@ def list_kernels(extra: Iterable[Path] = ()) -> tuple[KernelSpec, ...]:
         UsageError: a directory does not exist.
     """
     found: dict[str, KernelSpec] = {}
+    read: set[Path] = set()
     for directory in (content_dir("kernels"), *extra):
         if not directory.is_dir():
             raise UsageError(detail=f"{directory} is not a directory", help="--kernels takes a directory of kernel folders")
+        if directory.resolve() in read:
+            continue
+        read.add(directory.resolve())
         for manifest in sorted(directory.glob("*/kernel.toml")):
             spec = read_spec(manifest.parent)
             if spec.name in found:

@@ -158,6 +158,14 @@ class Writer:
                 noun = f"{args[0]}_{value.op.removeprefix('reduce_')}"
             elif value.op == "div" and args[0].endswith("_sum") and program.values[value.args[1]].op in ("size", "const"):
                 noun = args[0].removesuffix("_sum") + "_mean"
+                if noun.endswith("_centered_squared_mean"):
+                    noun = noun.replace("_centered_squared_mean", "_variance")
+            elif value.op == "add" and (added := program.values[value.args[1]]).op == "const" and added.constant_name:
+                noun = f"{args[0]}_{added.constant_name}"
+            elif value.op == "add" and added.op == "const" and added.constant == 1:
+                noun = f"{args[0]}_plus_1"
+            elif value.op in ("rsqrt", "sqrt") and ("_variance" in args[0] or "_squared_mean" in args[0]):
+                noun = ("inverse_" if value.op == "rsqrt" else "") + ("deviation" if "_variance" in args[0] else "rms")
             elif value.op == "mul" and value.args[0] == value.args[1]:
                 noun = f"{args[0]}_squared"
             elif value.op == "sub" and args[1] in (f"{args[0]}_mean", f"{args[0]}_max"):

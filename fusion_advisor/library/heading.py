@@ -31,8 +31,14 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
-        wrapped += textwrap.wrap(clean, 110, break_long_words=False, break_on_hyphens=False) or [""]
+        wrapped += wrap(clean)
     return wrapped
+
+
+def wrap(line: str) -> list[str]:
+    """Wrap a comment; a number stays with its unit."""
+    bound = re.sub(r"(?<=\d) (?=B\b|bytes\b)", "\0", line)
+    return [part.replace("\0", " ") for part in textwrap.wrap(bound, 110, break_long_words=False, break_on_hyphens=False)] or [""]
 
 
 def moved_sentence(plan: Schedule) -> str:

@@ -17,9 +17,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fusion_advisor.library.program import COMMUTATIVE, Operand, Program, Store, Value
+from fusion_advisor.library.program import COMMUTATIVE, REDUCTIONS, Operand, Program, Store, Value
 from fusion_advisor.library.rules import DTYPES, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype, piece_rule
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
@@ -468,6 +468,8 @@ class Lowering:
         program = Program(
             dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(self.reduced)
         )
+        if dims[-1] == 1:
+            program = _with_columns(program)
         return Lowered(program=program, inputs=tuple(roots), outputs=tuple(index for index, _, _ in stores))
 
     def _operand_names(self, roots: Sequence[int], stores: int) -> list[str]:
@@ -502,6 +504,22 @@ class Lowering:
             if value.op == "load" and value.operand == operand
         ]
         return max(counts, default=0)
+
+
+def _with_columns(program: Program) -> Program:
+    """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
+    values: list[Value] = []
+    has_col: list[bool] = []
+    for value in program.values:
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        is_index = value.op == "index" and value.dim == len(program.dims) - 1
+        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+    stores = tuple(
+        replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
+        for store in program.stores
+    )
+    return replace(program, values=tuple(values), stores=stores)
 
 
 def _is_number(constant: float | int | bool | None, wanted: float) -> bool:

@@ -8,6 +8,7 @@ get values that occur nowhere else, so that they can be told from the constants 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,12 @@ def lower_reference(
         sentinels: give the keyword floats values that mark them; else their defaults.
         dtype: of the tensors whose dtype the manifest leaves open.
     """
-    constants = {
-        name: _SENTINEL * (number + 1) if sentinels else default for number, (name, default) in enumerate(spec.constants)
-    }
-    bound = functools.partial(function, **constants)
-    graph = trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
-    names = tuple(tensor.name for tensor in spec.inputs)
+    graph = trace_reference(spec, function, sizes, sentinels=sentinels, dtype=dtype)
+    yield from lower_graph(graph, tuple(tensor.name for tensor in spec.inputs))
+
+
+def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator[Lowered]:
+    """Lower a traced function: first with all its outputs, then, where there are several, with the last alone."""
     region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * len(names))
     ops, _ = describe(region)
     members = [op.index for op in ops if op.role == "op"]
@@ -80,6 +81,28 @@ def lower_reference(
     yield lower(ops, members, outputs)
     if len(outputs) > 1:
         yield lower(ops, members, outputs[-1:])
+
+
+def trace_reference(
+    spec: KernelSpec,
+    function: Callable[..., Any],
+    sizes: Mapping[str, int],
+    *,
+    sentinels: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> torch.fx.GraphModule:
+    """Trace a reference into ATen ops; the arguments are those of :func:`lower_reference`."""
+    taken = inspect.signature(function).parameters
+    constants = {
+        name: sentinel(number) if sentinels else default for number, (name, default) in enumerate(spec.constants) if name in taken
+    }
+    bound = functools.partial(function, **constants)
+    return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
+
+
+def sentinel(number: int) -> float:
+    """The value that marks the manifest's constant ``number``."""
+    return _SENTINEL * (number + 1)
 
 
 def _computed(ops: Sequence[Any], index: int) -> int:
@@ -118,7 +141,7 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
 
 def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
     form = structure(lowered.program)
-    marks = {_SENTINEL * (number + 1): name for number, (name, _) in enumerate(spec.constants)}
+    marks = {sentinel(number): name for number, (name, _) in enumerate(spec.constants)}
     input_names = {number: spec.inputs[index].name for number, index in enumerate(lowered.inputs)}
     count = len(lowered.outputs)
     output_names = {len(lowered.inputs) + number: name for number, name in enumerate(spec.outputs[-count:])}

@@ -7,6 +7,7 @@ text. Identifiers come from an allow-list, numbers are printed as typed literals
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable
@@ -26,7 +27,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}\Z")
 class KernelBuildFailed(AdvisorError):
     """A kernel that did not render or compile; its fusion is skipped and the reason kept."""
 
-    code = "FA401"
+    code = "FA413"
     message = "{kernel} did not compile for {target}: {cause}"
     note = "the model is unchanged where this kernel would have gone; the compiler's full words are in log.txt"
     hint = "--strict turns this into exit 8"
@@ -121,6 +122,7 @@ def entry_name(program: Program, title: str, *extra: str) -> str:
     return identifier(f"fa_{title[:60]}_{digest}")
 
 
+@functools.cache
 def environment() -> jinja2.Environment:
     """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""
     loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])

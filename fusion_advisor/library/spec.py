@@ -6,6 +6,7 @@ A manifest that is wrong is refused with its file and key named.
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from fusion_advisor.library.source import Tuning, identifier
 
 BACKENDS = ("triton", "cuda", "cpp")
 _KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
-         "tunables", "check", "bench")  # fmt: skip
+         "tunables", "check", "bench", "preset")  # fmt: skip
 
 
 class BadManifest(AdvisorError):
@@ -51,6 +52,21 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A sweep to bench: every combination of its sizes. Several of one name add up."""
+
+    name: str
+    sizes: tuple[tuple[str, tuple[int, ...]], ...]
+    dtypes: tuple[str, ...]
+
+    def cases(self) -> tuple[Case, ...]:
+        """One case per combination; the last letter varies fastest."""
+        letters = [letter for letter, _ in self.sizes]
+        combinations = itertools.product(*(choices for _, choices in self.sizes))
+        return tuple(Case(sizes=tuple(zip(letters, chosen, strict=True)), dtypes=self.dtypes) for chosen in combinations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """A kernel's manifest."""
 
@@ -73,6 +89,7 @@ class KernelSpec:
     check: tuple[Case, ...]
     bench: tuple[Case, ...]
     folder: Path
+    presets: tuple[Preset, ...] = ()
 
     def shape_of(self, tensor: Input, case: Case) -> tuple[int, ...]:
         """An input's shape in a case."""
@@ -126,7 +143,7 @@ class _Reader:
             constraints=tuple(self._list("constraints", str, default=[])), has_backward=self._flag("has_backward"), inputs=inputs,
             outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
             check=self._cases("check", letters, dtypes),
-            bench=self._cases("bench", letters, dtypes), folder=self.file.parent,
+            bench=self._cases("bench", letters, dtypes), folder=self.file.parent, presets=self._presets(letters, dtypes),
         )  # fmt: skip
 
     def _refuse(self, key: str, detail: str) -> None:
@@ -217,6 +234,27 @@ class _Reader:
                     self._refuse(f"{key}.{name}", "must be a power of two")
             found.append(Tuning(**table))
         return tuple(found) or (Tuning(),)
+
+    def _presets(self, letters: set[str], dtypes: tuple[str, ...]) -> tuple[Preset, ...]:
+        found = []
+        for number, table in enumerate(self._list("preset", dict, default=[])):
+            place = f"preset[{number}]"
+            self._known(place, table, ("name", "sizes", "dtypes"))
+            name, sizes = table.get("name"), table.get("sizes")
+            if not isinstance(name, str) or not name.strip():
+                self._refuse(f"{place}.name", "needs a text")
+            if not isinstance(sizes, dict) or set(sizes) != letters:
+                self._refuse(f"{place}.sizes", f"needs sizes for each of {', '.join(sorted(letters))} and nothing else")
+            choices = {k: v if isinstance(v, list) else [v] for k, v in dict(sizes or {}).items()}
+            for letter, values in choices.items():
+                if not values or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+                    self._refuse(f"{place}.sizes.{letter}", "must be a whole number or a list of them")
+            chosen = table.get("dtypes", list(dtypes))
+            if not isinstance(chosen, list) or not chosen or not set(chosen) <= set(dtypes):
+                self._refuse(f"{place}.dtypes", f"must be some of {', '.join(dtypes)}")
+            sweep = tuple((letter, tuple(values)) for letter, values in choices.items())
+            found.append(Preset(name=str(name), sizes=sweep, dtypes=tuple(chosen)))
+        return tuple(found)
 
     def _cases(self, key: str, letters: set[str], dtypes: tuple[str, ...]) -> tuple[Case, ...]:
         found = []

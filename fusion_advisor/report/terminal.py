@@ -20,6 +20,7 @@ from fusion_advisor.report.text import plural, visible
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
+_MOST_WARNINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ def apply_table(report: Report, console: Console) -> RenderableType:
     else:
         lines.append(_line("No rewrite was tried: no chain had a kernel.", console))
     lines.append(_line(head.text, console, f"bold {TONES[head.tone]}".strip()))
-    if report.after is not None:
+    if view.is_unchanged(report):
+        lines.append(_line(f"{'; '.join(head.points)}.", console))
+    elif report.after is not None:
         launches = f"{units.number(report.before.launches)} → {units.number(report.after.launches)} launches"
         lines.append(_line(f"{launches}; {'; '.join(head.points)}.", console))
     check = report.model_check
@@ -88,11 +91,7 @@ def plain(text: str, console: Console) -> str:
 def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
-    tone, sentences = view.quality(report)
-    if tone == "warn":
-        lines += [_line(f"! {sentence}", console, "yellow") for sentence in (*report.quality.warnings, *report.warnings)[:5]]
-        if not (report.quality.warnings or report.warnings):
-            lines.append(_line(f"! {sentences[0]}", console, "yellow"))
+    lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
 
 
@@ -236,6 +235,11 @@ def _fitted(text: str, width: int, console: Console, *, is_right: bool, is_last:
 def summary_line(report: Report) -> str:
     """Return the one line that ``-q`` leaves."""
     return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
+
+
+def column_table(columns: Sequence[Column], console: Console) -> Text:
+    """Return columns, one of which flexes, laid out for the console's width."""
+    return _table(list(columns), console)
 
 
 def simple_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], console: Console) -> RenderableType:

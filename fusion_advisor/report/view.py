@@ -22,6 +22,9 @@ class Verdict:
     """``gain``, ``loss``, ``warn`` or ``plain``."""
 
 
+UNCHANGED = "unchanged"
+"""Label of the profile after a run that kept nothing."""
+
 VERDICTS = {
     Status.PLANNED: Verdict("·", "planned, not applied", "plain"),
     Status.KEPT: Verdict("✓", "kept", "gain"),
@@ -119,6 +122,11 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     return None
 
 
+def is_unchanged(report: Report) -> bool:
+    """Whether a finished run left the model as it was: then before and after are one measurement, and have no ratio."""
+    return report.after is not None and report.after.label == UNCHANGED
+
+
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
     """Ratio of the medians, and the widest range that the two medians' intervals allow."""
     return (
@@ -144,12 +152,12 @@ def headline(report: Report) -> Headline:
     if report.model_check is not None:
         passed = report.model_check.is_passed
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
-    elif report.after is not None:
+    elif report.after is not None and not is_unchanged(report):
         points.append("whole-model numerics were not checked")
     if report.torch_compile is not None and report.torch_compile.wall and report.before.wall:
         compiled, _, _ = speedup_bounds(report.before.wall, report.torch_compile.wall)
         points.append(f"torch.compile: {units.duration(report.torch_compile.wall.median_ns)}, {units.speedup(compiled)} vs eager")
-    elif report.after is not None:
+    elif report.after is not None and not is_unchanged(report):
         points.append("torch.compile was not measured")
     if report.noise_share is not None:
         points.append(f"A/A noise {units.share(report.noise_share)}")
@@ -176,6 +184,8 @@ def _result(report: Report) -> tuple[str, str]:
         )
         return "plain", text
     what, before, after = pair
+    if is_unchanged(report):
+        return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     ratio, low, high = speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     spread = units.speedup_interval(low, high)
@@ -189,7 +199,7 @@ def _result(report: Report) -> tuple[str, str]:
 def comparisons(report: Report) -> tuple[Comparison, ...]:
     """The before/after table; empty for a profile."""
     before, after = report.before, report.after
-    if after is None:
+    if after is None or is_unchanged(report):
         return ()
     rows = [
         _compared(
@@ -229,29 +239,33 @@ def _counted(name: str, before: int, after: int, show: object) -> Comparison | N
 
 def quality(report: Report) -> tuple[str, tuple[str, ...]]:
     """Whether the trace can be trusted: a tone and the sentences that say why."""
+    rows = _quality_rows(report)
+    return ("warn" if any(is_bad for is_bad, _ in rows) else "gain"), tuple(sentence for _, sentence in rows)
+
+
+def quality_warnings(report: Report) -> tuple[str, ...]:
+    """Only those sentences of :func:`quality` that speak against the figures."""
+    return tuple(sentence for is_bad, sentence in _quality_rows(report) if is_bad)
+
+
+def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     data = report.quality
-    tone, lines = "gain", []
     launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
     if data.launches == data.kernels:
-        lines.append(f"{launches}, {kernels} in the trace: nothing was dropped.")
+        rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
     else:
-        tone = "warn"
-        lines.append(f"{launches} but {kernels} in the trace: shares are off by what is missing.")
-    if data.joined_share < 0.95:
-        tone = "warn"
-    lines.append(f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line.")
+        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
+    joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
+    rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
-    lines.append(f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip())
+    rows.append((False, f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip()))
     if report.noise_share is not None:
-        lines.append(f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted.")
-        tone = "warn" if report.noise_share > 0.02 else tone
+        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
+        rows.append((report.noise_share > 0.02, noise))
     for broken in data.graph_breaks:
-        tone = "warn"
-        lines.append(f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})")
-    for warning in (*data.warnings, *report.warnings):
-        tone = "warn"
-        lines.append(warning)
-    return tone, tuple(lines)
+        rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
+    rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]
+    return rows
 
 
 def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:

@@ -113,11 +113,11 @@ def _user_code(label: str) -> Iterator[None]:
             factory=label,
             exception=type(error).__name__,
             last_line=lines[-1] if lines else "(no message)",
-            location=_location(error),
+            location=location_of(error),
         ) from error
 
 
-def _location(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Return ``file:line`` of the deepest frame outside installed packages and outside this file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}:{error.lineno}"

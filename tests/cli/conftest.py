@@ -62,7 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
     def load_workload(request: FakeRequest) -> object:
         state.requests.append(request)
         print("a library that prints")  # noqa: T201 - must not reach stdout
-        return SimpleNamespace(workload=applied().workload)
+        return SimpleNamespace(record=applied().workload, notes=())
 
     def finish(report: Report, options: ProfileOptions) -> Report:
         named = state.report or report
@@ -78,7 +78,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
     def profile_workload(loaded: object, options: ProfileOptions, progress: core.Progress) -> tuple[Report, Capture]:
         work(options, progress)
         report = finish(profiled(), options)
-        return report, Capture(
+        return report, captured(report)
+
+    def captured(report: Report) -> Capture:
+        return Capture(
             workload=report.workload,
             environment=report.environment,
             ops=(),
@@ -89,13 +92,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
             quality=report.quality,
         )
 
-    def apply_workload(loaded: object, options: ApplyOptions, progress: core.Progress) -> object:
+    def apply_workload(
+        loaded: object, options: ApplyOptions, progress: core.Progress, on_report: Callable[[Report], None]
+    ) -> object:
+        on_report(replace(finish(applied(), options), status="interrupted"))
         work(options, progress)
 
         def revert() -> None:
             state.reverted += 1
 
-        return SimpleNamespace(report=finish(applied(), options), revert=revert)
+        report = finish(applied(), options)
+        return SimpleNamespace(report=report, capture=captured(report), revert=revert)
 
     monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(

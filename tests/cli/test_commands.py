@@ -206,21 +206,21 @@ def test_kernels(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     folder.mkdir()
     (folder / "kernel.toml").write_text('name = "gelu"\n')
     (folder / "reference.py").write_text("def gelu(x):\n    return x\x1b\n")
-    kernel = SimpleNamespace(
-        name="gelu", summary="GELU, the tanh form", backends=("triton", "cpp"), dtypes=("float32",), directory=folder
-    )
-    monkeypatch.setattr(core, "list_kernels", lambda: [kernel])
-    monkeypatch.setattr(core, "load_kernel", lambda name: kernel)
+    kernel = SimpleNamespace(name="gelu", summary="GELU, the tanh form", backends=("triton", "cpp"), dtypes=("float32",))
+    monkeypatch.setattr(core, "list_kernels", lambda dirs: [kernel])
+    monkeypatch.setattr(core, "load_kernel", lambda name, dirs: SimpleNamespace(spec=SimpleNamespace(folder=folder)))
     monkeypatch.setattr(core, "scaffold_kernel", lambda name, directory: directory / name)
     assert "GELU, the tanh form" in run("kernels", "list").out
     assert json.loads(run("kernels", "list", "--json").out)[0]["backends"] == ["triton", "cpp"]
     shown = run("kernels", "show", "gelu").out
     assert shown.index("# kernel.toml") < shown.index("# reference.py")
     assert "\\x1b" in shown
-    assert "next: fusion-advisor kernels check mine" in run("kernels", "new", "mine").out
+    assert "next: fusion-advisor kernels check mine --kernels kernels\n" in run("kernels", "new", "mine").out
     rows = [("rows", "cpp", "float32", "passed", ""), ("rows", "cuda", "float32", "skipped", "no device")]
-    monkeypatch.setattr(core, "check_kernel", lambda name, progress: rows)
+    monkeypatch.setattr(core, "check_kernel", lambda name, progress, kernel_dirs, backends: rows)
     assert run("kernels", "check", "gelu").code == 0
+    assert run("kernels", "check").code == run("kernels", "check", "gelu", "--all").code == 2
+    assert json.loads(run("kernels", "check", "--all", "--json").out)[1]["kernel"] == "gelu"
     rows.append(("wide", "cpp", "float16", "failed", "rel L2 0.1"))
     ran = run("kernels", "check", "gelu")
     assert ran.code == 10

@@ -1,0 +1,87 @@
+"""Error of a kernel's result against a wider oracle, and the limit that the original's own error sets.
+
+A result computed in fp32 and rounded once to 16 bits is nearly always nearer to the truth than the original ops, which round
+after each; half a unit of the last place is that rounding itself. An fp32 result is computed in its own width: another order of
+the same sum is already a unit away, on either side, so there a whole unit is the least limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_REL_FACTOR = 1.5
+_ABS_OVER_REL = 4 / 3
+"""The largest of a million errors scatters more than their norm: its limit is a third wider."""
+_FAST_FACTOR, _FAST_UNITS = 16.0, 8.0
+"""With --fast-math: approximate exp, division and square root are good for a few units each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """Error of one result against an oracle."""
+
+    max_abs: float
+    rel_l2: float
+    oracle_max: float
+    nonfinite: int
+    elements: int
+
+
+def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
+    """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
+    got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
+    both = torch.isfinite(got) & torch.isfinite(want)
+    # A NaN answers a NaN and an infinity the infinity of the same sign; everything else that is not finite is a mismatch.
+    agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == want)
+    difference = torch.where(both, got - want, torch.zeros_like(got))
+    kept = torch.where(both, want, torch.zeros_like(want))
+    norm = float(torch.linalg.vector_norm(kept))
+    return Error(
+        max_abs=float(difference.abs().max()) if difference.numel() else 0.0,
+        rel_l2=float(torch.linalg.vector_norm(difference)) / norm if norm > 0 else float(torch.linalg.vector_norm(difference)),
+        oracle_max=float(kept.abs().max()) if kept.numel() else 0.0,
+        nonfinite=int((~agree).sum()),
+        elements=difference.numel(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How far from the truth a result of one dtype may be."""
+
+    factor: float
+    """Times the original's error."""
+    units: float
+    """Or this many units in the last place, whichever is larger."""
+
+    def allows(self, ours: Error, theirs: Error, unit: float) -> bool:
+        """Whether ``ours`` keeps to the limit that the original's error ``theirs`` sets."""
+        is_near = ours.rel_l2 <= max(self.factor * theirs.rel_l2, self.units * unit) and ours.nonfinite <= theirs.nonfinite
+        largest = max(self.factor * _ABS_OVER_REL * theirs.max_abs, 2 * self.units * unit * ours.oracle_max)
+        return is_near and ours.max_abs <= largest
+
+    def __str__(self) -> str:
+        return (
+            f"relative error ≤ {self.factor:g} × the original's (or {self.units:g} units in the last place), "
+            f"largest error ≤ {self.factor * _ABS_OVER_REL:.3g} × the original's "
+            f"(or {2 * self.units:g} units of the largest value)"
+        )
+
+
+def limit_for(dtype: torch.dtype, *, fast_math: bool = False) -> Limit:
+    """Return the limit for a result of ``dtype``."""
+    if fast_math:
+        return Limit(factor=_FAST_FACTOR, units=_FAST_UNITS)
+    return Limit(factor=_REL_FACTOR, units=1.0 if dtype in (torch.float32, torch.float64) else 0.5)
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """Return the spacing of a dtype's numbers just above 1; 0 for integers and booleans, which have no error."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def is_within(ours: Error, theirs: Error, dtype: torch.dtype, *, fast_math: bool = False) -> bool:
+    """Whether a fused result's error keeps to the limit that the original's error sets."""
+    return limit_for(dtype, fast_math=fast_math).allows(ours, theirs, unit_of(dtype))

@@ -1,0 +1,93 @@
+"""The tensors of a bench case, made on the device, and the reference run on them in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+from torch.fx.node import map_aggregate
+
+from fusion_advisor.library.patterns import example
+from fusion_advisor.library.spec import Input, KernelSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorSet:
+    """One copy of a case's tensors."""
+
+    inputs: list[torch.Tensor]
+    """In the order of the reference's parameters."""
+    outputs: list[torch.Tensor]
+    """Preallocated for our kernels, laid out as the reference lays them out."""
+
+
+def make_inputs(
+    spec: KernelSpec, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device, *, seed: int
+) -> list[torch.Tensor]:
+    """Make the reference's arguments.
+
+    Floats are normal; integers are indices into the first dim of the widest table among the inputs; booleans are fair coins;
+    ``cos`` and ``sin`` belong to one random angle, so that a rotation done in place again and again stays finite.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    found = []
+    for tensor in spec.inputs:
+        with torch.device("meta"):
+            layout = example(tensor, sizes, dtype)
+        made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
+        if made.dtype == torch.bool:
+            made.bernoulli_(0.5, generator=generator)
+        elif not made.is_floating_point():
+            made.random_(0, _rows_of_table(spec, tensor, sizes), generator=generator)
+        elif tensor.name in ("cos", "sin"):
+            angles = torch.Generator(device=device).manual_seed(seed)
+            turn = torch.empty(made.shape, dtype=torch.float32, device=device).uniform_(0.0, 6.28, generator=angles)
+            turn[..., made.shape[-1] // 2 :] = turn[..., : -(-made.shape[-1] // 2)]
+            made.copy_(getattr(torch, tensor.name)(turn))
+        else:
+            made.normal_(generator=generator)
+        found.append(made)
+    return found
+
+
+def _rows_of_table(spec: KernelSpec, ids: Input, sizes: Mapping[str, int]) -> int:
+    own = {dim for dim in ids.shape if isinstance(dim, str)}
+    rows = [sizes[t.shape[0]] for t in spec.inputs if len(t.shape) > 1 and isinstance(t.shape[0], str) and t.shape[0] not in own]
+    return max(1, max(rows, default=2))
+
+
+def outputs_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Empty tensors with the layouts of a reference's results."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in results]
+
+
+def as_list(answer: Any) -> list[torch.Tensor]:
+    """A reference's result as a list."""
+    return list(answer) if isinstance(answer, tuple | list) else [answer]
+
+
+def run_in_float64(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a traced reference in fp64: casts between floating types inside it do nothing."""
+    wide = [t.to(torch.float64) if t.is_floating_point() else t for t in inputs]
+    with torch.no_grad():
+        return as_list(_InFloat64(graph).run(*wide))
+
+
+class _InFloat64(Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return super().call_function(target, _widened(args), _widened(kwargs))
+
+
+def _widened(arguments: Any) -> Any:
+    def one(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    return map_aggregate(arguments, one)
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that tensors hold."""
+    return sum(t.numel() * t.element_size() for t in tensors)

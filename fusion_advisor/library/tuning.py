@@ -1,0 +1,266 @@
+"""Choose launch parameters by trying a few: at most six, the backend's own choice first, in well under two seconds.
+
+The backends' own choice is good for most shapes, so another one must beat it by more than timing noise to replace it. What was
+chosen is kept on disk by kernel, layout, dtype, shape bucket, backend, GPU and version; the launch shapes of one bucket (sizes up
+to the next power of two) are the same anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.content import content_dir
+from fusion_advisor.library.bench_clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
+from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, schedule
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
+from fusion_advisor.library.spec import KernelSpec
+from fusion_advisor.library.tuning_store import TuningStore
+
+MOST_TRIALS = 6
+_MUST_GAIN = 0.02
+"""A choice that is faster by less than this may be so by chance; the backend's own then stays, and runs stay alike."""
+_BUDGET_S = 1.4
+"""No further configuration is built after this; the last one may take another 0.3 s."""
+_TIMING_S = 0.2
+_MOST_SETS = 64
+_GUESSED_BYTES_PER_NS = 2000.0
+
+Build = Callable[[Tuning], Launcher]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A choice and how it was made."""
+
+    tuning: Tuning
+    source: str
+    """``default`` (nothing to choose or nothing could be tried), ``stored`` or ``measured``."""
+    tried: tuple[tuple[str, int], ...] = ()
+    """(launch shape, nanoseconds of one call) of every configuration that was timed, the backend's own first."""
+    tune_ns: int = 0
+
+    @property
+    def text(self) -> str:
+        """What a report adds to the launch shape: ``measured, best of 5``."""
+        return f"measured, best of {len(self.tried)}" if self.source == "measured" else self.source
+
+
+def best_tuning(
+    program: Program,
+    spec: KernelSpec | None,
+    backend: str,
+    device: torch.device | str,
+    *,
+    header: Header,
+    fast_math: bool = False,
+    store: TuningStore | None = None,
+    budget_s: float = _BUDGET_S,
+    clock: Clock | None = None,
+    build: Build | None = None,
+) -> Tuned:
+    """Return the launch parameters for a kernel at one shape: from the store, or measured now.
+
+    Args:
+        program: what will be bound.
+        spec: its manifest, whose tunables are tried first; None for a generated kernel.
+        backend: ``triton`` or ``cuda``; ``cpp`` has nothing to choose.
+        device: where it will run; without CUDA nothing is tried.
+        header: as it will be rendered, so that the compilers' own caches serve the final build.
+        fast_math: as it will be rendered.
+        store: the user's file by default.
+        budget_s: seconds after which no further configuration is built.
+        clock: of the device by default.
+        build: makes a launcher for a tuning; renders and compiles by default.
+    """
+    started = time.perf_counter_ns()
+    device = torch.device(device)
+    if backend == "cpp" or device.type != "cuda" or 0 in program.dims:
+        return Tuned(tuning=Tuning(), source="default")
+    store = TuningStore() if store is None else store
+    key = tuning_key(program, header.title, backend, torch.cuda.get_device_name(device), fast_math=fast_math)
+    stored = store.get(key)
+    if stored is not None:
+        return Tuned(tuning=stored, source="stored")
+    choices = candidates(program, backend, spec.tunables if spec is not None else ())
+    if len(choices) < 2:
+        return Tuned(tuning=Tuning(), source="default")
+    with tempfile.TemporaryDirectory() as folder:
+        make = build or _builder(program, header, backend, fast_math, Path(folder))
+        built: list[tuple[Tuning, str, Launcher]] = []
+        for tuning, text in choices:
+            if built and time.perf_counter_ns() - started > budget_s * 1e9:
+                break
+            try:
+                built.append((tuning, text, make(tuning)))
+            except Exception:  # noqa: BLE001 - compilers and drivers raise what they like; another configuration will do
+                continue
+        timed = _times(program, built, device, clock or make_clock(device))
+    if not timed:
+        return Tuned(tuning=Tuning(), source="default", tune_ns=time.perf_counter_ns() - started)
+    chosen, median_ns, default_ns = _choose([(tuning, ns) for tuning, _, ns in timed])
+    store.put(key, chosen, median_ns=median_ns, default_ns=default_ns)
+    return Tuned(
+        tuning=chosen,
+        source="measured",
+        tried=tuple((text, ns) for _, text, ns in timed),
+        tune_ns=time.perf_counter_ns() - started,
+    )
+
+
+def tuning_key(program: Program, title: str, backend: str, device_name: str, *, fast_math: bool) -> str:
+    """Name what a tuning holds for; a template that changed asks again."""
+    bucket = "x".join(str(1 << max(0, size - 1).bit_length()) for size in program.dims)
+    dtype = next((o.dtype for o in program.operands if o.is_output), "")
+    digest = hashlib.sha256(layout_key(program).encode())
+    for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
+        digest.update(path.read_bytes())
+    parts = (
+        title,
+        digest.hexdigest()[:8],
+        dtype,
+        bucket,
+        backend,
+        device_name,
+        _version(),
+        *(["fast_math"] if fast_math else []),
+    )
+    return "|".join(parts)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fusion-advisor")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def candidates(program: Program, backend: str, declared: Sequence[Tuning] = ()) -> list[tuple[Tuning, str]]:
+    """Return up to six tunings whose launches differ, each with its launch shape in words; the backend's own choice first."""
+    shape_of, derived = (_triton if backend == "triton" else _cuda)(program)
+    found: dict[str, Tuning] = {}
+    for tuning in (Tuning(), *declared, *derived):
+        try:
+            text = shape_of(tuning)
+        except KernelBuildFailed:
+            continue
+        found.setdefault(text, tuning)
+    return [(tuning, text) for text, tuning in found.items()][:MOST_TRIALS]
+
+
+def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
+    from fusion_advisor.library.triton_shape import choose_shape
+
+    plan = schedule(program, flatten_rows=False)
+    is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
+
+    def shape_of(tuning: Tuning) -> str:
+        return choose_shape(plan, tuning, is_looped=is_looped).text
+
+    own = choose_shape(plan, Tuning(), is_looped=is_looped)
+    warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
+    if is_looped:
+        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 8), (4096, 16), (8192, 16), (1024, 4))]
+    if plan.kind == "flat":
+        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 4), (2048, 8), (4096, 8), (512, 4), (512, 2))]
+    if plan.kind == "tiled":
+        taller = [
+            Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)) if r <= 1024
+        ]
+        return shape_of, [*taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)]
+    around = [Tuning(num_warps=w) for w in (warps * 2, warps // 2, warps * 4) if 1 <= w <= 32]
+    narrow = [Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 4, warps * 2)) if cols * r <= 8192]
+    return shape_of, [*narrow[:1], *around, *narrow[1:]]
+
+
+def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
+    from fusion_advisor.library.backend_cuda import launch_shape
+    from fusion_advisor.library.cuda_body import vector_width
+
+    plan = schedule(program, flatten_rows=True)
+    is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
+
+    def shape_of(tuning: Tuning) -> str:
+        macros, _ = launch_shape(plan, tuning, is_looped=is_looped)
+        return " ".join(f"{name}={value}" for name, value in macros.items())
+
+    if plan.kind == "flat":
+        return shape_of, [Tuning(num_warps=w) for w in (4, 16, 32, 2)]
+    if plan.kind == "tiled":
+        return shape_of, [Tuning(num_warps=w, block_rows=r) for w, r in ((4, 1), (8, 1), (1, 8), (2, 4), (4, 4))]
+    packs = -(-plan.program.dims[-1] // vector_width(plan))
+    # One, four and eight packs a thread (its own choice is two): fewer threads wait for each other, more loads are under way.
+    around = [Tuning(num_warps=max(1, min(32, -(-packs // (32 * each))))) for each in (4, 1, 8) if packs <= 32 * 32 * each]
+    narrow = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if packs <= 256 else []
+    looped = [Tuning(num_warps=w) for w in (8, 16, 32)] if is_looped else []
+    return shape_of, [*looped, *around, *narrow]
+
+
+def _builder(program: Program, header: Header, backend: str, fast_math: bool, folder: Path) -> Build:
+    maker = backend_named(backend)
+
+    def build(tuning: Tuning) -> Launcher:
+        rendered = maker.render(program, header, tuning=tuning, fast_math=fast_math)
+        return maker.build(rendered, folder / f"{rendered.entry}{rendered.suffix}").bind(program)
+
+    return build
+
+
+def _times(
+    program: Program, built: Sequence[tuple[Tuning, str, Launcher]], device: torch.device, clock: Clock
+) -> list[tuple[Tuning, str, int]]:
+    """Median nanoseconds of one call; a configuration that cannot be launched is left out."""
+    inputs = sum(ITEM_BYTES[o.dtype] * o.element_count for o in program.operands if not o.is_output)
+    outputs = program.moved_bytes - inputs
+    least_ns = max(program.moved_bytes / _GUESSED_BYTES_PER_NS, 1000.0)
+    rotation = plan_rotation(inputs, outputs, cache_bytes(device), least_ns, free_bytes(device) // 4, most_sets=_MOST_SETS)
+    sets = [list(allocate(program, device, seed=number)) for number in range(rotation.sets)]
+
+    def call_of(launch: Launcher) -> Callable[[int], Any]:
+        return lambda number: launch(*sets[number])
+
+    kept, repetitions = [], []
+    for tuning, text, launch in built:
+        try:
+            repetitions.append(clock.prepare(call_of(launch), rotation))
+        except Exception:  # noqa: BLE001 - more registers or shared memory than a block may have: each backend says it its own way
+            continue
+        kept.append((tuning, text))
+    times = interleaved(clock, repetitions, rotation.calls, rounds=15, budget_s=_TIMING_S, least=5)
+    return [(tuning, text, round(statistics.median(series))) for (tuning, text), series in zip(kept, times, strict=True)]
+
+
+def _choose(timed: Sequence[tuple[Tuning, int]]) -> tuple[Tuning, int, int]:
+    """Return the choice, its time and the time of the backend's own choice."""
+    own_ns = next((ns for tuning, ns in timed if tuning == Tuning()), 0)
+    best, best_ns = min(timed, key=lambda item: item[1])
+    if own_ns and best_ns > own_ns * (1 - _MUST_GAIN):
+        return Tuning(), own_ns, own_ns
+    return best, best_ns, own_ns
+
+
+def allocate(program: Program, device: torch.device, *, seed: int = 0) -> Iterator[torch.Tensor]:
+    """Yield flat tensors for a Program's operands, as large as every address reaches; integers are 0: they index safely."""
+    reach = [0] * len(program.operands)
+    places = [(v.operand, v.strides, v.offset) for v in program.values if v.op == "load" and v.guard is None]
+    places += [(s.operand, s.strides, s.offset) for s in program.stores]
+    reached = {operand for operand, _, _ in places}
+    places += [(v.operand, v.strides, v.offset) for v in program.values if v.op == "load" and v.operand not in reached]
+    for position, strides, offset in places:
+        last = offset + sum((size - 1) * stride for size, stride in zip(program.dims, strides, strict=True) if stride > 0)
+        reach[position] = max(reach[position], last + 1)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for operand, size in zip(program.operands, reach, strict=True):
+        made = torch.zeros(size, dtype=getattr(torch, operand.dtype), device=device)
+        yield made.normal_(generator=generator) if made.is_floating_point() and not operand.is_output else made

@@ -1,0 +1,43 @@
+"""What an op is, by name, in a graph and in a trace alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.library.rules import POINTWISE, SPECIAL
+from fusion_advisor.records import OpClass
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("aten.mul.Tensor", "mul"), ("aten::mul_", "mul"), ("mul", "mul"), ("aten.__and__.Tensor", "__and__"),
+        ("aten::copy_", "copy_"), ("aten::index_copy_", "index_copy_"), ("aten._softmax.default", "_softmax"),
+        ("aten.relu_.default", "relu"),
+    ],
+)  # fmt: skip
+def test_base_name(target, name):
+    assert base_name(target) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mul", "pointwise"), ("tanh", "pointwise"), ("gelu", "pointwise"), ("where", "pointwise"), ("to", "pointwise"),
+        ("layer_norm", "reduction"), ("softmax", "reduction"), ("mean", "reduction"), ("native_layer_norm", "reduction"),
+        ("linear", "gemm"), ("addmm", "gemm"), ("bmm", "gemm"), ("conv2d", "convolution"),
+        ("scaled_dot_product_attention", "attention"), ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("_efficient_attention_forward", "attention"), ("view", "view"), ("getitem", "view"), ("slice", "view"),
+        ("cat", "memory"), ("embedding", "memory"), ("copy_", "memory"), ("index_copy_", "memory"),
+        ("fft_fft", "other"), ("no_such_op", "other"),
+    ],
+)  # fmt: skip
+def test_class_of(name, expected):
+    assert class_of(name) is OpClass(expected)
+
+
+def test_every_op_with_a_lowering_may_stand_in_a_chain():
+    for name in (*POINTWISE, *SPECIAL):
+        if name not in ("cat", "_to_copy"):  # a choice by index; a cast only in post-dispatch graphs
+            assert class_of(name) in (OpClass.POINTWISE, OpClass.REDUCTION), name

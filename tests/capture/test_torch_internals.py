@@ -1,0 +1,165 @@
+"""One test for each private API of torch that is leaned on: when a release moves one, it is named here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch._guards import TracingContext
+
+from fusion_advisor.capture import torch_internals
+from tests.tiny import Toy
+
+
+def dynamo_graph(function, *inputs, dynamic=False, then=None):
+    """Run a function under dynamo; return its graph, and what ``then`` made of it inside the backend."""
+    found = []
+
+    def backend(graph, _):
+        found.append((graph, then(graph) if then else None))
+        return graph.forward
+
+    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+    return found[0]
+
+
+def test_placeholder_values_are_fake_tensors_of_the_inputs():
+    x = torch.randn(3, 5)
+    values = dynamo_graph(lambda x: x.t() * 2, x, then=torch_internals.placeholder_values)[1]
+    assert [(type(value).__name__, tuple(value.shape), value.stride()) for value in values] == [("FakeTensor", (3, 5), (5, 1))]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_has_dynamic_shapes(dynamic):
+    _, found = dynamo_graph(lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=torch_internals.has_dynamic_shapes)
+    assert found is dynamic
+
+
+def test_fake_mode_of_fakes_is_their_own_and_of_nothing_is_none():
+    fakes = torch_internals.fake_tensors([torch.randn(3), 7])
+    assert torch_internals.fake_mode_of([7, *fakes]) is fakes[0].fake_mode
+    assert isinstance(torch_internals.fake_mode_of([7]), contextlib.nullcontext)
+
+
+def test_retrace_to_aten_keeps_modules_lines_and_composite_ops():
+    def retrace(graph):
+        interpreter = torch.fx.Interpreter(graph)
+        return torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph))
+
+    _, traced = dynamo_graph(Toy(blocks=1).eval(), torch.randn(2, 32), then=retrace)
+    nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert "aten.layer_norm.default" in [str(node.target) for node in nodes]
+    assert all(node.meta.get("stack_trace") for node in nodes)
+    assert any("norms" in str(node.meta.get("nn_module_stack")) for node in nodes)
+
+
+def test_retrace_puts_the_tracing_context_back():
+    def retrace(graph):
+        before = TracingContext.try_get().fake_mode
+        torch_internals.retrace_to_aten(torch.fx.Interpreter(graph).run, torch_internals.placeholder_values(graph))
+        return before, TracingContext.try_get().fake_mode
+
+    before, after = dynamo_graph(lambda x: x * 3, torch.randn(2), then=retrace)[1]
+    assert before is not None
+    assert after is before
+
+
+def test_fake_tensors_keep_layouts_and_leave_other_values():
+    transposed = torch.randn(3, 4).t()
+    fake, other = torch_internals.fake_tensors([transposed, "text"])
+    assert (fake.shape, fake.stride(), fake.dtype) == (transposed.shape, transposed.stride(), transposed.dtype)
+    assert other == "text"
+
+
+@pytest.mark.parametrize("make", [lambda tensor: tensor, lambda tensor: torch_internals.fake_tensors([tensor])[0]])
+def test_storage_key_is_shared_by_views_alone(make):
+    tensor = make(torch.randn(4, 4))
+    assert torch_internals.storage_key(tensor) == torch_internals.storage_key(tensor[1:].view(-1))
+    assert torch_internals.storage_key(tensor) != torch_internals.storage_key(tensor.clone())
+
+
+def test_break_reason_names_the_line():
+    def breaks(x):
+        y = x * 5
+        torch._dynamo.graph_break()
+        return y + 1
+
+    graph, _ = dynamo_graph(breaks, torch.randn(2))
+    reason, where = torch_internals.break_reason(graph)
+    assert reason
+    assert "test_torch_internals.py:" in where
+    assert torch_internals.break_reason(dynamo_graph(lambda x: x * 7, torch.randn(2))[0]) is None
+
+
+def test_set_compiled_call_touches_one_instance_and_is_undone():
+    model, other = Toy(), Toy()
+    x = torch.randn(2, 32)
+    keys = set(model.__dict__)
+    assert torch_internals.set_compiled_call(model, lambda x: "mine") is None
+    assert model(x) == "mine"
+    assert isinstance(other(x), torch.Tensor)
+    assert torch_internals.set_compiled_call(model, None)(x) == "mine"
+    assert isinstance(model(x), torch.Tensor)
+    assert set(model.__dict__) == keys
+
+
+def test_set_compiled_call_is_the_slot_of_module_compile():
+    model = Toy()
+    model.compile(backend="eager")
+    before = model.__dict__["_compiled_call_impl"]
+    assert torch_internals.set_compiled_call(model, lambda x: "mine") is before
+    torch_internals.set_compiled_call(model, before)
+    assert model.__dict__["_compiled_call_impl"] is before
+
+
+def test_the_compiled_call_is_left_out_of_copies():
+    model = Toy()
+    torch_internals.set_compiled_call(model, lambda x: "mine")
+    assert isinstance(copy.deepcopy(model)(torch.randn(2, 32)), torch.Tensor)
+
+
+def test_original_call_runs_forward_and_hooks_whatever_is_set():
+    model = Toy()
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    torch_internals.set_compiled_call(model, lambda x: "mine")
+    assert isinstance(torch_internals.original_call(model)(torch.randn(2, 32)), torch.Tensor)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("model", [Toy(), torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU())], ids=["own", "torch's"])
+def test_compiled_call_reaches_the_backend(model):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        assert torch.equal(torch_internals.compiled_call(model, backend)(x), model(x))
+    assert len(graphs) == 1
+
+
+def test_compiled_calls_do_not_count_against_each_other():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 32)
+    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+        for _ in range(20):
+            torch_internals.compiled_call(Toy(), backend)(x)
+    assert len(graphs) == 20
+
+
+def test_raise_recompile_limit_is_undone():
+    before = torch._dynamo.config.recompile_limit
+    with torch_internals.raise_recompile_limit(64):
+        assert torch._dynamo.config.recompile_limit == 64
+    assert torch._dynamo.config.recompile_limit == before

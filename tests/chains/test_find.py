@@ -1,0 +1,331 @@
+"""Which ops may become one kernel: merging, convexity, writes, views, several readers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_advisor.chains.find import Verdict, depends_on_inputs, find_groups, inputs_of, is_candidate, references
+from fusion_advisor.records import OpClass, OpNode, Ref, TensorMeta
+from tests.tiny import groups_of, names, planned
+
+MATRIX = TensorMeta(shape=(4, 8), stride=(8, 1), dtype="float32")
+
+
+class Graph:
+    """Writes op records by hand."""
+
+    def __init__(self):
+        self.ops = []
+
+    def add(self, target, op_class, *args, meta=MATRIX, **fields):
+        index = len(self.ops)
+        arguments = tuple(Ref(index=arg) for arg in args)
+        self.ops.append(
+            OpNode(index=index, region=0, target=target, op_class=OpClass(op_class), args=arguments, outputs=(meta,), **fields)
+        )
+        return index
+
+    def input(self, name="x"):
+        return self.add(name, "input", role="input")
+
+    def pointwise(self, *args):
+        return self.add("aten.add.Tensor", "pointwise", *args)
+
+    def gemm(self, *args):
+        return self.add("aten.mm.default", "gemm", *args)
+
+    def storage(self, index):
+        """Who owns the storage of a value; an op that writes in place returns what it wrote to."""
+        while self.ops[index].alias_of is not None:
+            index = self.ops[index].alias_of
+        return self.ops[index].mutates[0] if self.ops[index].mutates else index
+
+    def view(self, arg):
+        return self.add("aten.view.default", "view", arg, alias_of=self.storage(arg))
+
+    def write(self, arg, *args):
+        return self.add("aten.copy_.default", "memory", arg, *args, mutates=(self.storage(arg),))
+
+    def output(self, *args):
+        index = len(self.ops)
+        returned = (tuple(Ref(index=arg) for arg in args),)
+        self.ops.append(OpNode(index=index, region=0, target="output", op_class=OpClass.OTHER, role="output", args=returned))
+        return self
+
+    def groups(self, judge=lambda members, outputs: Verdict(is_fusible=True)):
+        return sorted((group.members, group.outputs) for group in find_groups(self.ops, judge))
+
+
+def test_a_line_of_ops_is_one_chain_with_one_output():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    b = g.pointwise(a, x)
+    c = g.pointwise(b)
+    assert g.output(c).groups() == [((a, b, c), (c,))]
+
+
+def test_a_value_read_by_several_is_computed_once_and_written_if_read_outside():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    b, c = g.pointwise(a), g.pointwise(a)
+    d = g.pointwise(b, c)
+    m = g.gemm(a, d)
+    assert g.output(m).groups() == [((a, b, c, d), (a, d))]
+
+
+def test_a_chain_never_goes_around_through_a_gemm():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    m = g.gemm(a, x)
+    b = g.pointwise(a, m)
+    assert g.output(b).groups() == [((a,), (a,)), ((b,), (b,))]
+
+
+def test_nor_around_through_two_steps():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    m = g.gemm(a, x)
+    inner = g.pointwise(m)
+    n = g.gemm(inner, x)
+    b = g.pointwise(a, n)
+    groups = g.output(b).groups()
+    assert not any(a in members and b in members for members, _ in groups)
+
+
+def test_an_input_that_is_ready_after_an_output_is_read_keeps_ops_apart():
+    g = Graph()
+    x, y = g.input(), g.input("y")
+    a = g.pointwise(x)
+    first = g.gemm(a, x)
+    late = g.gemm(y, y)  # depends on nothing of a
+    b = g.pointwise(a, late)
+    groups = g.output(first, b).groups()
+    assert ((a,), (a,)) in groups and ((b,), (b,)) in groups
+
+
+def test_views_in_between_are_glue_and_views_behind_stand_for_what_they_show():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    v = g.view(g.view(a))
+    b = g.pointwise(v)
+    shown = g.view(b)
+    m = g.gemm(shown, x)
+    assert g.output(m).groups() == [((a, v - 1, v, b), (b,))]
+
+
+def test_a_view_inside_that_is_read_outside_makes_its_value_an_output():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    v = g.view(a)
+    b = g.pointwise(v)
+    m = g.gemm(v, x)
+    assert g.output(b, m).groups() == [((a, v, b), (a, b))]
+
+
+def test_a_write_to_what_the_chain_reads_keeps_ops_apart():
+    g = Graph()
+    x, cache = g.input(), g.input("cache")
+    a = g.pointwise(x, cache)
+    g.write(cache, x)
+    b = g.pointwise(a)
+    assert g.output(b).groups() == [((a,), (a,)), ((b,), (b,))]
+
+
+def test_a_write_that_follows_the_first_reader_but_precedes_a_later_member_keeps_ops_apart():
+    g = Graph()
+    x, cache = g.input(), g.input("cache")
+    seen = g.view(cache)
+    a = g.pointwise(x)
+    m = g.gemm(a, x)
+    g.write(seen, x)
+    b = g.pointwise(a, cache)  # reads what was written, though it names the tensor of before
+    groups = g.output(m, b).groups()
+    assert not any(a in members and b in members for members, _ in groups)
+
+
+def test_a_write_through_a_view_into_a_value_of_the_chain_keeps_ops_apart():
+    g = Graph()
+    x = g.input()
+    a = g.pointwise(x)
+    g.write(g.view(a), x)
+    b = g.pointwise(a)
+    groups = g.output(b).groups()
+    assert not any(a in members and b in members for members, _ in groups)
+
+
+def test_a_second_write_to_the_result_of_a_first_is_seen():
+    g = Graph()
+    x, cache = g.input(), g.input("cache")
+    written = g.write(cache, x)
+    a = g.pointwise(written)
+    g.write(cache, a)
+    b = g.pointwise(a, written)
+    groups = g.output(b).groups()
+    assert not any(a in members and b in members for members, _ in groups)
+
+
+def test_a_write_elsewhere_or_before_is_no_obstacle():
+    g = Graph()
+    x, cache = g.input(), g.input("cache")
+    first = g.write(cache, x)
+    a = g.pointwise(x, first)
+    other = g.write(g.add("y", "input", role="input"), x)
+    b = g.pointwise(a)
+    assert ((a, b), (b,)) in g.output(b, other).groups()
+
+
+def test_what_depends_on_no_input_is_folded_not_fused():
+    g = Graph()
+    constant = g.add("c", "input", role="constant")
+    folded = g.pointwise(constant)
+    live = g.pointwise(g.input(), folded)
+    assert g.output(live).groups() == [((live,), (live,))]
+    assert depends_on_inputs(g.ops) == [False, False, True, True, True]
+
+
+def test_a_value_that_nobody_reads_is_no_chain():
+    g = Graph()
+    g.pointwise(g.input())
+    found = find_groups(g.ops, lambda *_: Verdict(is_fusible=True))
+    assert [group.verdict.code for group in found] == ["FA601"]
+
+
+def test_what_the_judge_refuses_stays_apart_and_keeps_its_reason():
+    g = Graph()
+    a = g.pointwise(g.input())
+    b = g.pointwise(a)
+    g.output(b)
+
+    def judge(members, outputs):
+        return Verdict(is_fusible=len(members) < 2, code="FA603", reason="too long")
+
+    assert g.groups(judge) == [((a,), (a,)), ((b,), (b,))]
+    refused = find_groups(g.ops, lambda *_: Verdict(is_fusible=False, code="FA606", reason="no"))
+    assert {group.verdict.reason for group in refused} == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ({}, True), ({"op_class": OpClass.REDUCTION}, True), ({"op_class": OpClass.GEMM}, False), ({"mutates": (0,)}, False),
+        ({"op_class": OpClass.MEMORY, "target": "aten.cat.default"}, True), ({"op_class": OpClass.MEMORY}, False),
+        ({"outputs": (MATRIX, MATRIX)}, False), ({"outputs": (TensorMeta(shape=(), stride=(), dtype="float32"),)}, False),
+    ],
+)  # fmt: skip
+def test_is_candidate(op, expected):
+    fields = {"target": "aten.add.Tensor", "op_class": OpClass.POINTWISE, "outputs": (MATRIX,)} | op
+    assert is_candidate(OpNode(index=0, region=0, **fields)) is expected
+
+
+def test_references_are_found_in_nested_arguments_and_keywords():
+    assert list(references((Ref(index=1), (2, Ref(index=3)), None))) == [1, 3]
+    op = OpNode(
+        index=9,
+        region=0,
+        target="t",
+        op_class=OpClass.POINTWISE,
+        args=(Ref(index=4), (Ref(index=4),)),
+        kwargs=(("o", Ref(index=5)),),
+    )
+    assert inputs_of(op) == (4, 5)
+
+
+KINDS = st.sampled_from(["pointwise", "gemm", "view", "write"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=25))
+def test_groups_of_any_graph_can_run_as_one_call_each(steps):
+    """Each op in at most one chain; every chain is convex and runs at one place between its inputs and its first reader."""
+    g = Graph()
+    g.input(), g.input("y")
+    for kind, one, two in steps:
+        first, second = one % len(g.ops), two % len(g.ops)
+        if kind == "view":
+            g.view(first)
+        elif kind == "write":
+            g.write(first, second)
+        else:
+            getattr(g, kind)(first, second)
+    g.output(*range(2, len(g.ops)))
+    ops = g.ops
+    groups = [group for group in find_groups(ops, lambda *_: Verdict(is_fusible=True)) if group.verdict.is_fusible]
+    computing = [index for group in groups for index in group.members if ops[index].op_class is OpClass.POINTWISE]
+    assert len(computing) == len(set(computing))
+
+    for group in groups:
+        members = set(group.members)
+        readers = [op.index for op in ops if op.index not in members and members & set(inputs_of(op))]
+        outer = {index for member in members for index in inputs_of(ops[member])} - members
+        assert all(index < min(readers) or ops[index].alias_of is not None for index in outer)
+        reached = set()  # ops outside that depend on the group must feed nothing back
+        for op in ops:
+            sources = set(inputs_of(op))
+            if op.index in members:
+                assert not sources & reached
+            elif sources & (members | reached):
+                reached.add(op.index)
+        storages = {g.storage(index) for index in outer | members}
+        for op in ops:
+            if min(members) < op.index < max(*members, min(readers)):
+                assert not storages & set(op.mutates)
+
+
+# ---------------------------------------------------------------------- on traced code
+
+
+def test_the_cache_write_between_two_ops_stays_between_them():
+    def step(x, cache, at):
+        scaled = cache * x
+        cache.index_copy_(0, at, x)
+        return scaled + 1.0
+
+    ops, groups = groups_of(step, torch.randn(3, 4), torch.randn(3, 4), torch.arange(3))
+    assert [names(ops, group.members) for group in groups] == [["mul"], ["add"]]
+
+
+def test_a_value_changed_in_place_through_a_view_is_not_read_from_before():
+    def step(x):
+        y = x + 1.0
+        y.view(-1).mul_(2.0)
+        return y * 3.0
+
+    ops, groups = groups_of(step, torch.randn(3, 4))
+    assert [names(ops, group.members) for group in groups] == [["add"], ["mul"]]
+
+
+def test_a_gemm_splits_what_it_reads_from_what_reads_it():
+    ops, groups = groups_of(lambda x: (y := torch.tanh(x) * 2) + y @ y, torch.randn(4, 4))
+    assert [names(ops, group.members) for group in groups] == [["tanh", "mul"], ["add"]]
+
+
+def test_gpt2_gelu_is_one_chain_of_eight_ops_at_every_layer():
+    chain = next(chain for chain in planned("gpt2").chains if "tanh" in chain.ops)
+    assert chain.ops == ("mul", "pow", "mul", "add", "mul", "tanh", "add", "mul")
+    assert [site.module_path for site in chain.sites] == ["transformer.h.0.mlp.act", "transformer.h.1.mlp.act"]
+    assert {site.source_file for site in chain.sites} == {"transformers/activations.py"}
+    assert all("tanh" in site.source_text for site in chain.sites)
+    assert chain.launches == 16
+
+
+def test_gpt2_residual_adds_join_the_norms_that_follow():
+    chains = [chain for chain in planned("gpt2").chains if "layer_norm" in chain.ops]
+    assert {chain.ops for chain in chains} == {("add", "layer_norm")}
+    assert sum(len(chain.sites) for chain in chains) == 2 * 2 + 1
+
+
+def test_qwen2_chains_reach_over_the_casts_and_views():
+    found = {chain.ops: len(chain.sites) for chain in planned("qwen2").chains}
+    assert found["silu", "mul"] == 2
+    assert ("mul", "neg", "cat", "mul", "add") in found
+    assert ("pow", "mean", "add", "rsqrt", "mul", "mul") in found
+    assert ("add", "pow", "mean", "add", "rsqrt", "mul", "mul") in found

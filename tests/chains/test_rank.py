@@ -1,0 +1,123 @@
+"""Rows: equal chains folded, priced from bytes and launches, ranked by what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_advisor.chains.find import find_groups
+from fusion_advisor.chains.rank import common_path, floor_time_ns, rank_chains, signature
+from fusion_advisor.fuse.plan import judge_with
+from fusion_advisor.records import Bandwidth
+from tests.tiny import launches, planned, profiled, region_of
+
+SLOW = Bandwidth(copy_bytes_per_s=10**9, launch_ns=100)  # one byte a nanosecond
+
+
+def ranked(function, *inputs, duration_ns=1000, bandwidth=SLOW, **options):
+    _, ops, _ = region_of(function, *inputs)
+    capture = replace(profiled("toy")[1], ops=tuple(ops), launches=launches(ops, duration_ns), bandwidth=bandwidth)
+    groups = find_groups(ops, lambda members, outputs: judge_with(ops, members, outputs))
+    return rank_chains(capture, groups, **options)
+
+
+def test_a_row_counts_bytes_and_launches_of_its_sites():
+    row = ranked(lambda x: torch.tanh(x * 2.0) + x, torch.randn(10, 8))[0].chain
+    tensor = 10 * 8 * 4
+    assert (row.id, row.ops, row.launches, row.device_ns, row.share) == ("C1", ("mul", "tanh", "add"), 3, 3000, 1.0)
+    assert row.moved_bytes == (2 + 2 + 3) * tensor
+    assert row.floor_bytes == 2 * tensor
+    assert row.floor_ns == 2 * tensor + 100
+    assert row.saving_bound_ns == 3000 - row.floor_ns
+    assert (row.shape, row.dtype, row.is_reduction) == ((10, 8), "float32", False)
+
+
+def test_a_saving_is_never_negative():
+    assert ranked(lambda x: torch.tanh(x * 2.0), torch.randn(100, 80), duration_ns=1)[0].chain.saving_bound_ns == 0
+
+
+def test_an_expanded_input_is_read_once():
+    row = ranked(lambda x, y: (x + y.expand(10, 8)) * 2.0, torch.randn(10, 8), torch.randn(1, 8))[0].chain
+    assert row.floor_bytes == (80 + 8 + 80) * 4
+
+
+def test_equal_chains_are_one_row_and_other_shapes_another():
+    def twice(x, w, v):
+        one = torch.tanh(x * 2.0) @ w
+        two = torch.tanh(one * 2.0) @ v
+        return torch.tanh(two * 2.0)
+
+    rows = ranked(twice, torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 6))
+    assert sorted((len(row.chain.sites), row.chain.shape) for row in rows) == [(1, (4, 6)), (2, (4, 8))]
+    assert [row.chain.id for row in rows] == ["C1", "C2"]
+
+
+def test_another_constant_is_another_row():
+    rows = ranked(lambda x, w: torch.tanh((torch.tanh(x * 2.0) @ w) * 3.0), torch.randn(4, 8), torch.randn(8, 8))
+    assert [len(row.chain.sites) for row in rows] == [1, 1]
+
+
+def test_the_dearest_comes_first():
+    rows = ranked(lambda x, w: torch.tanh(x * 2.0) @ w + 1.0 - x * 3.0, torch.randn(8, 8), torch.randn(8, 8))
+    assert [row.chain.device_ns for row in rows] == sorted((row.chain.device_ns for row in rows), reverse=True)
+    assert len(rows) == 2
+
+
+def test_a_lone_pointwise_kernel_is_no_row_but_a_lone_reduction_is():
+    assert ranked(lambda x, w: torch.tanh(x) @ w, torch.randn(8, 8), torch.randn(8, 8)) == []
+    (row,) = ranked(lambda x, w: torch.softmax(x, -1) @ w, torch.randn(8, 8), torch.randn(8, 8))
+    assert row.chain.is_reduction
+
+
+def test_rows_below_a_share_are_left_out():
+    assert ranked(lambda x, w: torch.tanh(x * 2.0) @ w, torch.randn(8, 8), torch.randn(8, 8), min_share=0.9) == []
+
+
+def test_a_refusal_carries_the_rows_id():
+    rows = ranked(lambda x: torch.cumsum(x, -1), torch.randn(8, 8))
+    assert rows[0].refusal is not None
+    assert rows[0].refusal.chain_id == rows[0].chain.id == "C1"
+    assert rows[0].refusal.code == "FA601"
+
+
+def test_signatures_tell_wiring_layout_and_arguments_apart():
+    def of(function, *inputs):
+        _, ops, _ = region_of(function, *inputs)
+        (group,) = find_groups(ops, lambda members, outputs: judge_with(ops, members, outputs))
+        return signature(ops, group)
+
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    same = of(lambda x, y: (x - y) * x, x, y)
+    assert same == of(lambda x, y: (x - y) * x, torch.randn(4, 8), torch.randn(4, 8))
+    others = [
+        of(lambda x, y: (x - y) * y, x, y),
+        of(lambda x, y: (x - y) * x, x, torch.randn(8, 4).t()),
+        of(lambda x, y: (x - y) * x, x, y.double()),
+        of(lambda x, y: torch.sub(x, y, alpha=2) * x, x, y),
+    ]
+    assert len({same, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["h.0.mlp.act"] * 3, "h.0.mlp.act"),
+        (["h.0.ln_1", "h.0.attn"], "h.0"),
+        (["h.0", "ln_f"], "ln_f"),
+        ([""], ""),
+    ],
+)
+def test_common_path(paths, expected):
+    assert common_path(paths) == expected
+
+
+def test_floor_time():
+    assert floor_time_ns(2000, 3, SLOW) == 2300
+
+
+def test_shares_of_a_real_model_add_up_to_at_most_one():
+    chains = planned("qwen2").chains
+    assert 0 < sum(chain.share for chain in chains) <= 1
+    assert all(chain.floor_bytes <= chain.moved_bytes for chain in chains)

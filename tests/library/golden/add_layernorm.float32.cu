@@ -1,0 +1,170 @@
+// add_layernorm: residual add and LayerNorm in one pass; returns the sum and the normed rows
+//
+// Moves each operand once: x 4 B/element, residual 4 B/element, weight 4 B/column, bias 4 B/column, total
+// 4 B/element, out 4 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel add_layernorm, variant pre_norm.
+// Source: https://arxiv.org/abs/1607.06450
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 2  // packs of a thread: PACKS * THREADS * VEC >= cols
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+// VEC neighbours in a row; one 16-byte access (or two) where they are.
+template <typename T>
+struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// One bit for each column of a pack that lies before the end.
+__device__ __forceinline__ unsigned lanes_before(index_t end, index_t first) {
+    const index_t left = end - first;
+    return left >= VEC ? (1u << VEC) - 1u : left > 0 ? (1u << left) - 1u : 0u;
+}
+
+// Lanes whose bit is 0 are not read and give 0.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, unsigned lanes) {
+    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(from) % alignof(Pack<T>) == 0)
+        return *reinterpret_cast<const Pack<T>*>(from);
+    Pack<T> pack{};
+    #pragma unroll
+    for (int lane = 0; lane < VEC; ++lane)
+        if (lanes >> lane & 1) pack[lane] = from[lane];
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack, unsigned lanes) {
+    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(to) % alignof(Pack<T>) == 0) {
+        *reinterpret_cast<Pack<T>*>(to) = pack;
+        return;
+    }
+    #pragma unroll
+    for (int lane = 0; lane < VEC; ++lane)
+        if (lanes >> lane & 1) to[lane] = pack[lane];
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result.
+template <typename Combine, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        __syncthreads();  // the last reduction's readers are done
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_add_layernorm_3dc0a4(
+    const float* __restrict__ x_ptr,
+    const float* __restrict__ residual_ptr,
+    const float* __restrict__ weight_ptr,
+    const float* __restrict__ bias_ptr,
+    float* __restrict__ total_ptr,
+    float* __restrict__ out_ptr,
+    index_t rows,
+    index_t cols,
+    index_t x_stride0,
+    index_t residual_stride0,
+    index_t total_stride0,
+    index_t out_stride0) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const float eps = 1e-05f;
+    Pack<float> x_packs[PACKS];
+    Pack<float> residual_packs[PACKS];
+
+    float total_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const unsigned lanes = lanes_before(cols, first);
+        const Pack<float>& x_pack = x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, lanes);
+        const Pack<float>& residual_pack = residual_packs[p] = load_pack(residual_ptr + row * residual_stride0 + first, lanes);
+        Pack<float> total_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = x_pack[lane];
+            const float residual = residual_pack[lane];
+            const float total = x + residual;
+            if (lanes >> lane & 1) total_sum_part += total;
+            total_pack[lane] = total;
+        }
+        store_pack(total_ptr + row * total_stride0 + first, total_pack, lanes);
+    }
+    const float total_sum = row_reduce<Sum>(total_sum_part);
+    const float total_mean = total_sum / (float)cols;
+
+    float total_centered_squared_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const unsigned lanes = lanes_before(cols, first);
+        const Pack<float>& x_pack = x_packs[p];
+        const Pack<float>& residual_pack = residual_packs[p];
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = x_pack[lane];
+            const float residual = residual_pack[lane];
+            const float total = x + residual;
+            const float total_centered = total - total_mean;
+            if (lanes >> lane & 1) total_centered_squared_sum_part += total_centered * total_centered;
+        }
+    }
+    const float total_centered_squared_sum = row_reduce<Sum>(total_centered_squared_sum_part);
+    const float total_variance_eps = total_centered_squared_sum / (float)cols + eps;
+    const float inverse_deviation = rsqrtf(total_variance_eps);
+
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const unsigned lanes = lanes_before(cols, first);
+        const Pack<float>& x_pack = x_packs[p];
+        const Pack<float>& residual_pack = residual_packs[p];
+        const Pack<float> weight_pack = load_pack(weight_ptr + first, lanes);
+        const Pack<float> bias_pack = load_pack(bias_ptr + first, lanes);
+        Pack<float> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = x_pack[lane];
+            const float residual = residual_pack[lane];
+            const float total = x + residual;
+            const float total_centered = total - total_mean;
+            const float weight = weight_pack[lane];
+            const float bias = bias_pack[lane];
+            const float out = total_centered * inverse_deviation * weight + bias;
+            out_pack[lane] = out;
+        }
+        store_pack(out_ptr + row * out_stride0 + first, out_pack, lanes);
+    }
+}

@@ -1,0 +1,92 @@
+// gelu_tanh: GELU with the tanh approximation, in one pass
+//
+// Moves each operand once: x 2 B/element, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel gelu_tanh, variant written_out.
+// Source: https://arxiv.org/abs/1606.08415
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+// VEC neighbours in a row; one 16-byte access (or two) where they are.
+template <typename T>
+struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// One bit for each column of a pack that lies before the end.
+__device__ __forceinline__ unsigned lanes_before(index_t end, index_t first) {
+    const index_t left = end - first;
+    return left >= VEC ? (1u << VEC) - 1u : left > 0 ? (1u << left) - 1u : 0u;
+}
+
+// Lanes whose bit is 0 are not read and give 0.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, unsigned lanes) {
+    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(from) % alignof(Pack<T>) == 0)
+        return *reinterpret_cast<const Pack<T>*>(from);
+    Pack<T> pack{};
+    #pragma unroll
+    for (int lane = 0; lane < VEC; ++lane)
+        if (lanes >> lane & 1) pack[lane] = from[lane];
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack, unsigned lanes) {
+    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(to) % alignof(Pack<T>) == 0) {
+        *reinterpret_cast<Pack<T>*>(to) = pack;
+        return;
+    }
+    #pragma unroll
+    for (int lane = 0; lane < VEC; ++lane)
+        if (lanes >> lane & 1) to[lane] = pack[lane];
+}
+
+// For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fa_gelu_tanh_dc20c7(
+    const bfloat16_bits* __restrict__ x_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t size) {
+    const index_t first = ((index_t)blockIdx.x * THREADS + threadIdx.x) * VEC;
+    if (first >= size) return;
+    const unsigned lanes = lanes_before(size, first);
+    const Pack<bfloat16_bits> x_pack = load_pack(x_ptr + first, lanes);
+    Pack<bfloat16_bits> out_pack;
+    #pragma unroll
+    for (int lane = 0; lane < VEC; ++lane) {
+        const float x = wide(x_pack[lane]);
+        const float product = (x + x * (x * x) * 0.044715f) * 1.5957691216057308f;
+        const float out = x * sigmoid(product);
+        out_pack[lane] = narrow<bfloat16_bits>(out);
+    }
+    store_pack(out_ptr + first, out_pack, lanes);
+}

@@ -1,0 +1,32 @@
+# rmsnorm: x / rms(x) * weight over the last dim, the row read once
+#
+# Moves each operand once: weight 2 B/column, x 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel rmsnorm, variant llama.
+# Source: https://arxiv.org/abs/1910.07467
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_rmsnorm_112a6f(
+    weight_ptr, x_ptr, out_ptr,
+    rows, cols, x_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0).to(tl.float32)
+    x_squared_sum = tl.sum(x * x, axis=1, keep_dims=True)
+    x_squared_mean = tl.div_rn(x_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-06
+    inverse_rms = tl.rsqrt(x_squared_mean + eps)
+    out = weight * (x * inverse_rms)
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

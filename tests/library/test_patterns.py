@@ -1,0 +1,65 @@
+"""The library's references as patterns: each kernel finds its own formula, in every dtype and layout that it declares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.library.discover import list_kernels, load_references, scaffold
+from fusion_advisor.library.match import find_match
+from fusion_advisor.library.patterns import example, kernel_patterns, library_patterns, lower_reference
+from fusion_advisor.library.spec import Input
+
+SPECS = {spec.name: spec for spec in list_kernels()}
+
+
+def sizes(spec, size=6):
+    return {dim: size + 2 * number for number, dim in enumerate(dict.fromkeys(d for i in spec.inputs for d in i.shape))}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_variant_is_found_as_its_own_kernel_with_its_default_constants(name):
+    spec = SPECS[name]
+    patterns = library_patterns()[0]
+    for variant, function in load_references(spec).references:
+        for lowered in lower_reference(spec, function, sizes(spec)):
+            match = find_match(lowered.program, patterns)
+            assert match is not None, variant
+            assert match.kernel == name
+            assert dict(match.constants) == dict(spec.constants)
+            assert {operand.name for operand in match.program.operands} <= {i.name for i in spec.inputs} | set(spec.outputs)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_patterns_name_operands_once_and_constants_by_the_manifest(name):
+    for pattern in kernel_patterns(SPECS[name]):
+        assert len(set(pattern.operand_names)) == len(pattern.operand_names)
+        assert {name for name in pattern.constant_names if name} == {name for name, _ in SPECS[name].constants}
+        assert len(pattern.constant_names) == len(pattern.structure.constants)
+
+
+def test_a_model_that_reads_only_the_last_output_matches_too():
+    spec = SPECS["add_rmsnorm"]
+    function = dict(load_references(spec).references)["llama"]
+    both, last = lower_reference(spec, function, sizes(spec))
+    assert len(both.outputs) == 2 and len(last.outputs) == 1
+    assert find_match(last.program, library_patterns()[0]).kernel == "add_rmsnorm"
+
+
+def test_no_two_patterns_of_a_kernel_are_equal():
+    for spec in SPECS.values():
+        texts = [(pattern.variant, pattern.structure.text) for pattern in kernel_patterns(spec)]
+        assert len(texts) == len(set(texts))
+
+
+def test_examples_are_laid_out_as_the_manifest_says():
+    heads = Input(name="x", shape=("B", "H", "S", "D"), order=("B", "S", "H", "D"))
+    made = example(heads, {"B": 2, "H": 3, "S": 4, "D": 5}, torch.half)
+    assert (tuple(made.shape), made.stride(), made.dtype) == ((2, 3, 4, 5), (60, 5, 15, 1), torch.half)
+
+
+def test_a_users_own_kernel_is_searched_beside_the_shipped_ones(tmp_path):
+    scaffold("my_norm", tmp_path)
+    patterns, sources = library_patterns((tmp_path,))
+    assert "my_norm" in {pattern.kernel for pattern in patterns}
+    assert set(SPECS) <= set(sources)
