@@ -108,7 +108,7 @@ def check_chain(
 
 
 def _badness(ours: Error, theirs: Error, unit: float) -> float:
-    return ours.rel_l2 / max(theirs.rel_l2, unit / 4) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
+    return ours.rel_l2 / max(theirs.rel_l2, unit / 4, 1e-30) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
 
 
 def _unit(dtype: torch.dtype) -> float:
