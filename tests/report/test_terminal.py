@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from fusion_advisor import units
+from fusion_advisor.report import view
 from fusion_advisor.report.terminal import result_table, simple_table, summary_line
 from tests.report.fixtures import ALL, applied, profiled
 
@@ -71,6 +73,28 @@ def test_what_limits_the_figures_is_said() -> None:
     assert "CPU" in text
     assert "GPU ms" not in text
     assert "No chain of pointwise or reduction ops was found" in "\n".join(shown("empty", 80))
+
+
+def test_an_unchanged_model_has_no_speedup() -> None:
+    """Before and after are one measurement then; a ratio of it with itself would look like a result."""
+    report = applied()
+    report = replace(report, after=replace(report.before, label=view.UNCHANGED), model_check=None)
+    assert view.headline(report).text.startswith("Nothing paid, so the model was left as it was: ")
+    assert view.comparisons(report) == ()
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        console.print(result_table(report, console))
+    assert "→" not in captured.get().partition("Nothing paid")[2]
+    assert "not checked" not in captured.get()
+
+
+def test_only_what_is_wrong_is_a_warning() -> None:
+    report = replace(applied(), noise_share=0.4, warnings=())
+    report = replace(
+        report, quality=replace(report.quality, graph_breaks=(), warnings=(), joined_share=1.0, launches=3, kernels=3)
+    )
+    assert view.quality_warnings(report) == ("A step compared with itself differs by ±40.0%; smaller gains are not counted.",)
+    assert view.quality(report)[0] == "warn"
 
 
 def test_markup_in_names_is_text() -> None:
