@@ -14,6 +14,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
+from on_device import plain
 from torch.nn import functional
 
 from fusion_advisor.capture.graph import trace
@@ -22,7 +23,8 @@ from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph
 from fusion_advisor.library.source import Header, Tuning
 
-EDGES = [0.0, -0.0, 1e-30, 80.0, 87.3, 88.0, 88.7, 88.73, 89.0, 90.0, 100.0, 103.9, 104.1, 120.0, 127.9, 128.1, 130.0, 709.0, 710.0,
+EDGES = [0.0, -0.0, 1e-30, 80.0,
+         87.3, 88.0, 88.7, 88.73, 89.0, 90.0, 100.0, 103.9, 104.1, 120.0, 127.9, 128.1, 130.0, 709.0, 710.0,
          1e3, 1e4]  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -43,11 +45,6 @@ def functions():
             for variant, function in load_references(spec).references:
                 found[f"{spec.name}-{variant}"] = (function, len(spec.inputs))
     return found
-
-
-def plain(function):
-    """A Python function, which torch's own are not."""
-    return lambda *tensors: function(*tensors)
 
 
 def edges(dtype):

@@ -29,7 +29,7 @@ def sources(spec, backend):
     patterns, found = tuple(kernel_patterns(spec)), {}
     sizes = [dict(spec.bench[0].sizes)]
     sizes += [dict(case.sizes) for case in spec.check if max(size for _, size in case.sizes) > 16384]
-    for variant, function in load_references(spec).references:
+    for _, function in load_references(spec).references:
         for dtype in spec.dtypes:
             for one in sizes:
                 for lowered in lower_reference(spec, function, one, dtype=getattr(torch, dtype)):
