@@ -10,6 +10,7 @@ imported), and CUDA C++ is compiled but not run; the rows say so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -28,10 +29,10 @@ import torch
 from fusion_advisor.library.accuracy import Error, error_of, is_within
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracle
-from fusion_advisor.library.discover import Kernel, load_kernel
+from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
 from fusion_advisor.library.lower import Lowered
 from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import library_patterns, lower_reference, sentinel, trace_reference
+from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinel, trace_reference
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
@@ -93,7 +94,7 @@ def check_kernel(
 class _Checker:
     def __init__(self, kernel: Kernel, kernel_dirs: tuple[Path, ...], progress: Progress) -> None:
         self.kernel, self.spec, self.dirs, self.progress = kernel, kernel.spec, kernel_dirs, progress
-        self.patterns, _ = library_patterns(kernel_dirs)
+        self.patterns = _readable_patterns(kernel_dirs)
         self.own = tuple(pattern for pattern in self.patterns if pattern.kernel == self.spec.name)
         self._built: dict[tuple[str, str], BuiltKernel] = {}
         self._compiled: dict[str, str] = {}
@@ -237,6 +238,15 @@ class _Checker:
             return {(row.case, row.dtype): row for row in failed}
         rows = [CheckRow(**row) for row in json.loads(done.stdout.splitlines()[-1])]
         return {(row.case, row.dtype): row for row in rows}
+
+
+def _readable_patterns(kernel_dirs: Sequence[Path]) -> tuple[Pattern, ...]:
+    """Patterns of every kernel that has some; what is wrong with this one's own its rows say, and another's is not asked."""
+    found: list[Pattern] = []
+    for spec in list_kernels(kernel_dirs):
+        with contextlib.suppress(BadReference):
+            found += kernel_patterns(spec)
+    return tuple(found)
 
 
 def _errors(

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from fusion_advisor.capture.graph import Region, describe, trace
-from fusion_advisor.library.discover import list_kernels, load_references
+from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, structure
+from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.spec import Input, KernelSpec
 from fusion_advisor.records import OpClass, Ref
 
@@ -38,11 +39,20 @@ def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, .
 
 
 def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
-    """Yield one pattern per reference, example shape and set of outputs of a kernel."""
+    """Yield one pattern per reference, example shape and set of outputs of a kernel.
+
+    Raises:
+        BadReference: a reference cannot be traced, or is more than one kernel can compute.
+    """
     for variant, function in load_references(spec).references:
         seen: set[str] = set()
         for sizes in _example_sizes(spec):
-            for lowered in lower_reference(spec, function, sizes, sentinels=True):
+            try:
+                found = list(lower_reference(spec, function, sizes, sentinels=True))
+            except CannotLower as error:
+                detail = f"reference_{variant} cannot be one kernel: {error.reason}"
+                raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
+            for lowered in found:
                 pattern = _pattern(spec, variant, lowered)
                 if pattern.structure.text not in seen:
                     seen.add(pattern.structure.text)
@@ -91,13 +101,21 @@ def trace_reference(
     sentinels: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.fx.GraphModule:
-    """Trace a reference into ATen ops; the arguments are those of :func:`lower_reference`."""
+    """Trace a reference into ATen ops; the arguments are those of :func:`lower_reference`.
+
+    Raises:
+        BadReference: it stops with an error of its own.
+    """
     taken = inspect.signature(function).parameters
     constants = {
         name: sentinel(number) if sentinels else default for number, (name, default) in enumerate(spec.constants) if name in taken
     }
     bound = functools.partial(function, **constants)
-    return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
+    try:
+        return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
+    except Exception as error:
+        detail = f"{function.__name__} cannot be traced: {type(error).__name__}: {error}"
+        raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
 def sentinel(number: int) -> float:

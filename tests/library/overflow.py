@@ -14,6 +14,7 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
+from on_device import plain
 from torch.nn import functional
 
 from fusion_advisor.capture.graph import trace
@@ -43,15 +44,6 @@ def functions():
             for variant, function in load_references(spec).references:
                 found[f"{spec.name}-{variant}"] = (function, len(spec.inputs))
     return found
-
-
-def plain(function):
-    """A Python function, which torch's own are not."""
-
-    def call(*tensors):
-        return function(*tensors)
-
-    return call
 
 
 def edges(dtype):
