@@ -13,8 +13,8 @@ import torch
 
 from fusion_advisor.capture.graph import trace
 from fusion_advisor.capture.stopwatch import as_timing
-from fusion_advisor.fuse.verify import error_of
 from fusion_advisor.library import bench_peers as peers
+from fusion_advisor.library.accuracy import error_of
 from fusion_advisor.library.bench_clock import Clock, Rotation, free_bytes, interleaved, plan_rotation
 from fusion_advisor.library.bench_inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like, run_in_float64
 from fusion_advisor.library.bench_records import BenchRow, Entrant, judged, limit_ns

@@ -1,0 +1,111 @@
+"""The keep rule on a simulated machine: noise is noise, a planted gain stays, a planted loss goes."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from fusion_advisor.fuse import measure
+from fusion_advisor.fuse.decide import Candidate, decide
+from fusion_advisor.records import Status
+from tests.fuse.test_measure import Clock
+
+STEP_NS = 1_000_000
+
+
+class Machine:
+    """A bench whose step takes what its rewrites leave, with noise, a drift, and outliers."""
+
+    on_cuda = False
+
+    def __init__(self, clock, effects, *, noise=0.01, seed=0):
+        self.clock, self.effects, self.noise = clock, effects, noise
+        self.random = random.Random(seed)
+        self.runs = 0
+
+    def build(self, fusions, passes):
+        return (*passes, *(fusion.name for fusion in fusions))
+
+    def run(self, variant):
+        self.runs += 1
+        cost = STEP_NS + sum(self.effects[name] for name in variant)
+        cost *= self.random.gauss(1.0, self.noise) + 0.05 * (self.runs % 400 < 200)
+        if self.random.random() < 0.03:
+            cost *= 1.5
+        self.clock.now_ns += int(cost)
+
+
+def candidates(effects):
+    return [Candidate(id=name, fusion=SimpleNamespace(name=name)) for name in effects]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(measure, "time", found)
+    return found
+
+
+def decided(clock, effects, **options):
+    machine = Machine(clock, effects, **{key: options.pop(key) for key in ("noise", "seed") if key in options})
+    options = {"min_gain": 0.005, "confidence": 0.95, "budget_s": 1.0} | options
+    return decide(machine, candidates(effects), **options)
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.02])
+def test_a_rewrite_that_does_nothing_is_within_noise(clock, noise):
+    found = [
+        verdict.status
+        for seed in range(60)
+        for verdict in decided(clock, {"a": 0, "b": 0, "c": 0}, seed=seed, noise=noise).verdicts.values()
+    ]
+    assert found.count(Status.WITHIN_NOISE) >= 0.95 * len(found)
+
+
+def test_a_planted_gain_is_kept_and_a_planted_loss_is_slower(clock):
+    for seed in range(20):
+        found = decided(clock, {"fast": -60_000, "none": 0, "slow": 60_000, "fast2": -80_000}, seed=seed)
+        status = {name: verdict.status for name, verdict in found.verdicts.items()}
+        assert status == {
+            "fast": Status.KEPT, "none": status["none"], "slow": Status.SLOWER, "fast2": Status.KEPT,
+        }  # fmt: skip
+        assert status["none"] is not Status.KEPT
+        assert found.verdicts["fast"].delta_ns == pytest.approx(-60_000, rel=0.3)
+
+
+def test_the_confirmation_is_of_the_kept_ones_against_none(clock):
+    found = decided(clock, {"fast": -100_000, "slow": 200_000}, noise=0.001)
+    gain = found.before.median_ns - found.after.median_ns
+    assert gain == pytest.approx(100_000, rel=0.3)
+    assert found.method == found.before.method == "wall"
+
+
+def test_a_gain_below_the_threshold_is_not_kept(clock):
+    (verdict,) = decided(clock, {"small": -3_000}, noise=0.0001, min_gain=0.01).verdicts.values()
+    assert verdict.status is Status.WITHIN_NOISE
+    assert "not past the threshold" in verdict.reason
+
+
+def test_a_gain_within_the_noise_is_not_kept(clock):
+    for seed in range(20):
+        (verdict,) = decided(clock, {"small": -3_000}, noise=0.1, seed=seed, min_gain=0.0).verdicts.values()
+        assert verdict.status is not Status.KEPT
+
+
+def test_nothing_to_try_is_decided_too(clock):
+    found = decided(clock, {})
+    assert found.verdicts == {}
+    assert 0 <= found.noise_share < 0.1
+
+
+def test_intervals_hold_the_median(clock):
+    for verdict in decided(clock, {"a": -50_000, "b": 20_000}).verdicts.values():
+        low, high = verdict.interval_ns
+        assert low <= verdict.delta_ns <= high
+        assert f"{verdict.delta_ns / 1e3:+.1f} µs" in verdict.reason
+
+
+def test_noise_share_grows_with_the_noise(clock):
+    assert decided(clock, {"a": 0}, noise=0.05).noise_share > decided(clock, {"a": 0}, noise=0.0005).noise_share

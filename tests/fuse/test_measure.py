@@ -1,0 +1,112 @@
+"""Interleaved timing on a fake clock: every candidate gets its own times, and none a better place than another."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from fusion_advisor.fuse import measure
+from fusion_advisor.fuse.measure import compare_alone, difference, interleave
+
+
+class Clock:
+    """Stands for ``time`` in ``measure``: only calls of candidates make it go on."""
+
+    def __init__(self):
+        self.now_ns = 0
+
+    def perf_counter_ns(self):
+        return self.now_ns
+
+    def perf_counter(self):
+        return self.now_ns / 1e9
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(measure, "time", found)
+    return found
+
+
+def taking(clock, cost_ns, seen=None, name=None):
+    def call():
+        clock.now_ns += cost_ns() if callable(cost_ns) else cost_ns
+        if seen is not None:
+            seen.append(name)
+
+    return call
+
+
+def test_every_candidate_keeps_its_own_times(clock):
+    times = interleave([taking(clock, cost) for cost in (10, 20, 30)], rounds=7, budget_s=1e9, on_cuda=False)
+    assert times == [[10] * 7, [20] * 7, [30] * 7]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_no_candidate_has_a_better_place_than_another(clock, count):
+    seen = []
+    rounds = 2 * count
+    interleave([taking(clock, 1, seen, name) for name in range(count)], rounds=rounds, budget_s=1e9, on_cuda=False)
+    order = [seen[start : start + count] for start in range(count, len(seen), count)]  # the first pass warms up
+    assert len(order) == rounds
+    assert all(sorted(turn) == list(range(count)) for turn in order)
+    places = Counter((place, name) for turn in order for place, name in enumerate(turn))
+    assert set(places.values()) == {2}
+    follows = Counter(pair for turn in order for pair in itertools.pairwise(turn))
+    assert all(follows[one, two] == follows[two, one] for one in range(count) for two in range(count))
+
+
+def test_a_drift_hits_all_alike(clock):
+    def drifting(cost):
+        return lambda: cost + clock.now_ns // 1000
+
+    before, after = interleave(
+        [taking(clock, drifting(1000)), taking(clock, drifting(1000))], rounds=80, budget_s=1e9, on_cuda=False
+    )
+    change = difference(before, after)
+    assert change.low_ns <= 0 <= change.high_ns
+
+
+def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
+    calls = [taking(clock, 10**9), taking(clock, 10**9)]
+    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False)[0]) == 6
+    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, least=3)[0]) == 3
+    assert len(interleave(calls, rounds=50, budget_s=21.0, on_cuda=False)[0]) == 11
+    assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False)[0]) == 4
+
+
+def test_a_difference_is_after_minus_before():
+    change = difference([100] * 20, [70] * 20)
+    assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)
+    assert difference([70] * 20, [100] * 20).median_ns == 30
+
+
+def test_rounds_are_paired():
+    """A round that was slow for both is no difference."""
+    before = [100 + 1000 * (number % 5) for number in range(40)]
+    assert difference(before, [value - 10 for value in before]) == measure.Difference(median_ns=-10, low_ns=-10, high_ns=-10)
+
+
+@pytest.mark.parametrize("cost", [50, 40_000, 5_000_000])
+def test_alone_the_sides_are_never_swapped_and_times_are_per_call(clock, cost):
+    before, after = compare_alone(taking(clock, 3 * cost), taking(clock, cost), on_cuda=False, budget_s=1e9)
+    assert (before.median_ns, after.median_ns) == (3 * cost, cost)
+    assert before.method == after.method == "wall"
+    assert len(before.times_ns) == len(after.times_ns) == 40
+
+
+def test_a_real_call_that_does_twice_the_work_takes_longer():
+    x = torch.randn(200, 200)
+
+    def once():
+        return x @ x
+
+    def thrice():
+        return x @ x @ x @ x
+
+    slow, fast = compare_alone(thrice, once, on_cuda=False, budget_s=0.2)
+    assert slow.median_ns > 1.3 * fast.median_ns

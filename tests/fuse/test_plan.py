@@ -1,0 +1,136 @@
+"""From a capture to a plan: every ranked chain gets a kernel or a reason, and the plan needs no model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_advisor.fuse.plan import generated_name, judge_with, make_plan
+from fusion_advisor.library.lower import lower
+from fusion_advisor.records import Bandwidth, Match, NoMatch
+from fusion_advisor.serialize import dump_capture, load_capture
+from tests.tiny import launches, patterns, planned, profiled, region_of
+
+
+def kernels(plan):
+    return {answer.kernel: answer for answer in plan.answers if isinstance(answer, Match)}
+
+
+def sites(plan, kernel):
+    return sum(len(fusion.chain.sites) for fusion in plan.fusions if fusion.match.kernel == kernel)
+
+
+def test_gpt2_gets_the_librarys_kernels():
+    plan = planned("gpt2")
+    found = kernels(plan)
+    assert found["gelu_tanh"].is_library and found["gelu_tanh"].variant == "written_out"
+    assert sites(plan, "gelu_tanh") == 2
+    assert sites(plan, "add_layernorm") == 4
+    assert dict(found["add_layernorm"].constants) == {"eps": 1e-5}
+
+
+def test_qwen2_gets_the_librarys_kernels_with_its_own_eps():
+    plan = planned("qwen2")
+    found = kernels(plan)
+    assert {"add_rmsnorm", "rmsnorm", "swiglu", "rope"} <= set(found)
+    assert sites(plan, "swiglu") == 2
+    assert sites(plan, "rope") == 4  # q and k of each layer
+    assert sites(plan, "add_rmsnorm") + sites(plan, "rmsnorm") == 2 * 2 + 1
+    for name in ("add_rmsnorm", "rmsnorm"):
+        assert dict(found[name].constants) == {"eps": 3e-6}
+    rope = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope"]
+    assert {site.module_path for fusion in rope for site in fusion.chain.sites} == {
+        "model.layers.0.self_attn", "model.layers.1.self_attn",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["toy", "gpt2", "qwen2"])
+def test_every_row_has_an_answer_and_every_site_its_operands(name):
+    plan = planned(name)
+    assert len(plan.answers) == len(plan.chains)
+    assert [answer.chain_id for answer in plan.answers] == [chain.id for chain in plan.chains]
+    assert [fusion.id for fusion in plan.fusions] == [f"F{number}" for number in range(1, len(plan.fusions) + 1)]
+    for fusion in plan.fusions:
+        assert len(fusion.sites) == len(fusion.chain.sites)
+        for lowered in fusion.sites:
+            assert lowered.program.dims == fusion.program.dims
+            assert len(lowered.inputs) + len(lowered.outputs) == len(fusion.program.operands)
+        assert fusion.header.title == fusion.match.kernel
+
+
+def test_a_plan_is_the_same_from_the_written_capture():
+    _, capture, _ = profiled("qwen2")
+    again = make_plan(load_capture(dump_capture(capture)), patterns(), min_share=0.0)
+    assert again == planned("qwen2")
+
+
+def plan_of(function, *inputs, **options):
+    _, ops, _ = region_of(function, *inputs)
+    bandwidth = options.pop("bandwidth", profiled("toy")[1].bandwidth)
+    capture = replace(profiled("toy")[1], ops=tuple(ops), launches=launches(ops), bandwidth=bandwidth)
+    return make_plan(capture, patterns(), **options)
+
+
+X = torch.randn(8, 8)
+
+
+def two(x, w):
+    return torch.exp(torch.nn.functional.silu(x) * x @ w) * 2.0 + 1.0
+
+
+def test_only_and_skip_choose_by_kernel_name():
+    names = [fusion.match.kernel for fusion in plan_of(two, X, X).fusions]
+    assert len(names) == 2
+    only = plan_of(two, X, X, only=(names[0],))
+    assert [fusion.match.kernel for fusion in only.fusions] == [names[0]]
+    assert [answer.code for answer in only.answers if isinstance(answer, NoMatch)] == ["FA607"]
+    skipped = plan_of(two, X, X, skip=(names[0][:3] + "*",))
+    assert names[0] not in [fusion.match.kernel for fusion in skipped.fusions]
+
+
+def test_a_small_share_is_listed_but_not_tried():
+    plan = plan_of(two, X, X, min_share=0.45)
+    assert len(plan.chains) == 2 and len(plan.fusions) == 1
+    (refusal,) = [answer for answer in plan.answers if isinstance(answer, NoMatch)]
+    assert refusal.code == "FA605" and "below" in refusal.reason
+
+
+def test_what_cannot_be_faster_is_not_tried():
+    plan = plan_of(two, X, X, bandwidth=Bandwidth(copy_bytes_per_s=1, launch_ns=1))
+    assert plan.fusions == ()
+    assert all("no longer than one kernel must" in answer.reason for answer in plan.answers)
+
+
+def test_top_bounds_the_rows():
+    assert len(plan_of(two, X, X, top=1).chains) == 1
+
+
+def test_what_has_no_lowering_says_so():
+    plan = plan_of(lambda x: torch.cumsum(x, -1), X)
+    assert isinstance(plan.answers[0], NoMatch)
+    assert plan.answers[0].code == "FA601"
+    assert "cumsum" in plan.answers[0].reason
+
+
+def test_a_generated_name_is_an_identifier_and_tells_variants_apart():
+    def program(function):
+        _, ops, _ = region_of(function, X)
+        members = [op.index for op in ops if op.role == "op"]
+        return lower(ops, members, members[-1:]).program
+
+    ops = ["mul"] * 9 + ["we;ird"]
+    one = generated_name(ops, program(lambda x: x * 2 + 1))
+    assert one.isidentifier() and one.startswith("mul_mul_") and len(one.split("_")) == 7
+    assert one != generated_name(ops, program(lambda x: torch.tanh(x * 2 + 1)))
+    assert generated_name(["we;ird"], program(lambda x: x * 2)).isidentifier()
+
+
+def test_the_judges_key_is_equal_for_equal_layouts_alone():
+    _, ops, _ = region_of(lambda x, y: (torch.tanh(x) * 2, torch.tanh(y) * 2), X, torch.randn(8, 9))
+    tanh = [op.index for op in ops if "tanh" in op.target]
+    one, two_ = (judge_with(ops, (index, index + 1), (index + 1,)) for index in tanh)
+    assert one.is_fusible and one.floor_bytes == 2 * 64 * 4
+    assert one.key != two_.key
+    assert one.key == judge_with(ops, (tanh[0], tanh[0] + 1), (tanh[0] + 1,)).key

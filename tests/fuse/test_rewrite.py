@@ -1,0 +1,147 @@
+"""Rewriting graphs: every subset computes the same, the captured graph stays as it is, layouts are kept and checked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fusion_advisor.fuse.bench import PASSES, replaced_sites
+from fusion_advisor.fuse.rewrite import LayoutChanged, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.records import TensorMeta
+from tests.tiny import bench_of, names, planned, profiled, region_of
+
+
+@pytest.mark.parametrize("name", ["toy", "gpt2", "qwen2"])
+def test_every_subset_gives_the_same_outputs_and_leaves_the_capture_alone(name):
+    _, _, live = profiled(name)
+    bench, built = bench_of(live, planned(name))
+    before = [region.graph.code for region in live.regions]
+    expected = bench.run(bench.build((), ()))
+    subsets = [list(itertools.compress(built, mask)) for mask in itertools.product((0, 1), repeat=len(built))]
+    if len(subsets) > 32:  # all pairs, all without one, none and all
+        subsets = (
+            [list(pair) for pair in itertools.combinations(built, 2)]
+            + [[x for x in built if x is not y] for y in built]
+            + [built, []]
+        )
+    for subset in subsets:
+        variant = bench.build(subset, tuple(PASSES) if len(subset) % 2 else ())
+        torch.testing.assert_close(bench.run(variant), expected, rtol=2e-5, atol=2e-5)
+        counts = replaced_sites(variant)
+        assert counts == {fusion.planned.id: len(fusion.planned.chain.sites) for fusion in subset}
+    assert [region.graph.code for region in live.regions] == before
+    assert len(subsets) >= 2 ** min(len(built), 3)
+
+
+def test_the_replaced_ops_are_gone():
+    _, _, live = profiled("gpt2")
+    bench, built = bench_of(live, planned("gpt2"))
+    module = bench.build(built, ()).modules[0]
+    left = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+    assert not any(word in target for target in left for word in ("aten.tanh", "aten.pow", "aten.layer_norm"))
+    assert sum("addmm" in target for target in left) == sum(
+        "addmm" in str(node.target) for node in live.regions[0].graph.graph.nodes
+    )
+
+
+def test_graph_code_reads_well():
+    _, _, live = profiled("gpt2")
+    bench, built = bench_of(live, planned("gpt2"))
+    fused = [node for node in bench.build(built, ()).modules[0].graph.nodes if "fusion_id" in node.meta]
+    assert {node.target.__name__ for node in fused} >= {"fa_gelu_tanh", "fa_add_layernorm"}
+    assert all("nn_module_stack" in node.meta for node in fused)
+
+
+def one_site(function, inputs, members, outputs, reads, call):
+    region, ops, index_of = region_of(function, *inputs)
+    picked = [op.index for op in ops if op.role == "op"]
+    site = SiteRewrite(
+        fusion_id="F1",
+        members=tuple(picked[m] for m in members),
+        inputs=reads,
+        outputs=tuple(picked[o] for o in outputs),
+        call=call,
+    )
+    return rewrite_region(region, index_of, [site], [])[0], names(ops, site.members)
+
+
+def test_a_view_inside_that_is_read_outside_is_made_again():
+    def function(x):
+        y = torch.tanh(x)
+        v = y.view(-1)
+        return v, (v * 2).view(3, 4)
+
+    def call(x):
+        y = torch.tanh(x)
+        return [y, (y * 2).view(-1)]
+
+    call.__name__ = "fa_test"
+    x = torch.randn(3, 4)
+    module, _ = one_site(function, (x,), (0, 1, 2), (0, 2), (0,), call)
+    one, two = module(x)
+    torch.testing.assert_close((one, two), function(x))
+
+
+def test_two_outputs_reach_their_own_readers():
+    def function(x):
+        y = torch.tanh(x)
+        z = torch.exp(y)
+        return y.sum() - z @ z
+
+    def call(x):
+        return [torch.tanh(x), torch.exp(torch.tanh(x))]
+
+    x = torch.randn(4, 4)
+    module, _ = one_site(function, (x,), (0, 1), (0, 1), (0,), call)
+    torch.testing.assert_close(module(x), function(x))
+    assert "tanh" not in module.code.replace("call", "")
+
+
+def test_writes_survive_dead_code():
+    def function(x, cache):
+        cache.copy_(x * 2)
+        return x + 1
+
+    region, _, index_of = region_of(function, torch.randn(3), torch.zeros(3))
+    module, _ = rewrite_region(region, index_of, [], [])
+    cache = torch.zeros(3)
+    module(torch.ones(3), cache)
+    assert torch.equal(cache, torch.full((3,), 2.0))
+
+
+X = TensorMeta(shape=(3, 4), stride=(4, 1), dtype="float32")
+T = TensorMeta(shape=(3, 4), stride=(1, 3), dtype="float32")
+
+
+def test_outputs_have_the_strides_of_the_original_ops():
+    call = fused_call("fa_k", lambda x, out: out.copy_(x), [X], [T])
+    x = torch.randn(3, 4)
+    assert call(x).stride() == (1, 3)
+    assert torch.equal(call(x), x)
+    assert call.__name__ == "fa_k"
+
+
+def test_several_outputs_come_as_a_list():
+    one, two = fused_call("fa_k", lambda x, a, b: (a.copy_(x), b.copy_(x * 2)), [X], [X, T])(torch.ones(3, 4))
+    assert torch.equal(one * 2, two)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.randn(4, 3).t(), torch.randn(3, 5), torch.randn(3, 4).double(), torch.randn(12)],
+    ids=["stride", "shape", "dtype", "rank"],
+)
+def test_a_layout_that_was_not_verified_is_refused(other):
+    ran = []
+    with pytest.raises(LayoutChanged, match="fa_k"):
+        fused_call("fa_k", lambda *_: ran.append(1), [X], [X])(other)
+    assert not ran
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_poisoned_outputs_show_what_was_left_out(dtype):
+    meta = TensorMeta(shape=(3, 4), stride=(4, 1), dtype=dtype)
+    out = fused_call("fa_k", lambda x, out: None, [X], [meta], is_poisoned=True)(torch.zeros(3, 4))
+    assert bool(out.isnan().all()) if out.is_floating_point() else bool((out != 0).all())

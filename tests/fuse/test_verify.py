@@ -1,0 +1,222 @@
+"""Planted mistakes are refused, right kernels pass, and NaN and infinity follow their own rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.chain import OriginalChain
+from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.fuse.verify import check_chain, check_model, error_of, layout_of
+from fusion_advisor.records import TensorMeta
+from tests.tiny import EvaluatedKernel, planned, profiled, region_of
+
+
+def chain_of(function, *inputs):
+    """The ops of a function as an original chain; returns the chain."""
+    _, ops, index_of = region_of(function, *inputs)
+    at = {index: node for node, index in index_of.items()}
+    members = [op.index for op in ops if op.role == "op"]
+    outer = tuple((at[op.index], op.index, op.outputs[0], op.outputs[0]) for op in ops if op.role == "input")
+    return OriginalChain(nodes=tuple(at[m] for m in members), outer=outer, outputs=(at[members[-1]],))
+
+
+def gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def right(x):
+    return gelu(x.double()).to(x.dtype)
+
+
+def off_everywhere(x):
+    return right(x) + 1e-3
+
+
+def off_at_one_element(x):
+    out = right(x)
+    out.view(-1)[17] += 1e-3
+    return out
+
+
+def off_by_a_factor(x):
+    return right(x) * 1.0001
+
+
+def nan_at_one_element(x):
+    out = right(x)
+    out.view(-1)[17] = math.nan
+    return out
+
+
+def wrong_tail(x):
+    out = right(x)
+    out.view(-1)[-3:] = x.view(-1)[-3:]
+    return out
+
+
+def zero_tail(x):
+    out = right(x)
+    out.view(-1)[-1:] = 0.0
+    return out
+
+
+def another_formula(x):
+    return torch.nn.functional.gelu(x.double()).to(x.dtype)  # erf, not tanh: at most 5e-4 apart
+
+
+WRONG = [off_everywhere, off_at_one_element, off_by_a_factor, nan_at_one_element, wrong_tail, zero_tail, another_formula]
+
+
+@pytest.mark.parametrize("kernel", WRONG, ids=lambda kernel: kernel.__name__)
+def test_a_planted_mistake_is_refused(kernel):
+    x = torch.randn(40, 26)
+    assert not check_chain(chain_of(gelu, x), kernel, [x], seed=0).is_passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_right_kernel_passes_in_every_dtype(dtype):
+    x = torch.randn(40, 26).to(dtype)
+    numerics = check_chain(chain_of(gelu, x), right, [x], seed=0)
+    assert numerics.is_passed
+    assert numerics.fused_rel_l2 <= numerics.eager_rel_l2 * 1.5
+    assert numerics.elements == 5 * x.numel()
+    assert "original" in numerics.limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_low_precision_kernel_that_is_ten_units_off_is_refused(dtype):
+    x = torch.randn(40, 26).to(dtype)
+
+    def rough(x):
+        return right(x) * (1 + 10 * torch.finfo(x.dtype).eps)
+
+    assert not check_chain(chain_of(gelu, x), rough, [x], seed=0).is_passed
+
+
+def test_the_original_passes_against_itself():
+    x = torch.randn(40, 26)
+    chain = chain_of(gelu, x)
+    assert check_chain(chain, lambda x: chain.run([x]), [x], seed=0).is_passed
+
+
+def test_an_element_that_is_never_written_is_refused_whatever_lay_in_memory():
+    x = torch.randn(40, 26)
+    meta = layout_of(x)
+
+    def launch(x, out):
+        out.view(-1)[:-1] = right(x).view(-1)[:-1]
+
+    call = fused_call("fa_k", launch, [meta], [meta], is_poisoned=True)
+    numerics = check_chain(chain_of(gelu, x), call, [x], seed=0)
+    assert not numerics.is_passed
+    assert numerics.nonfinite_mismatches == 5
+
+
+def test_a_mistake_that_shows_only_on_large_inputs_is_refused():
+    x = torch.randn(40, 26)
+
+    def overflows(x):
+        out = right(x)
+        return torch.where(x.abs() > 60, torch.full_like(out, math.inf), out)
+
+    assert not check_chain(chain_of(gelu, x), overflows, [x], seed=0).is_passed
+
+
+def test_a_mistake_on_the_sites_own_tensors_alone_is_refused():
+    x = torch.randn(40, 26)
+    x[0, 0] = 12345.0
+
+    def special(x):
+        out = right(x)
+        return out + 1 if x[0, 0] == 12345.0 else out
+
+    assert not check_chain(chain_of(gelu, x), special, [x], seed=0).is_passed
+
+
+def test_booleans_must_be_equal():
+    x = torch.randn(40, 26)
+    chain = chain_of(lambda x: x > 0.5, x)
+    assert check_chain(chain, lambda x: x > 0.5, [x], seed=0).is_passed
+    assert not check_chain(chain, lambda x: x >= x.max() - 1e-6, [x], seed=0).is_passed
+
+
+def test_infinities_that_the_original_has_too_are_no_mistake():
+    x = torch.randn(40, 26)
+    chain = chain_of(lambda x: torch.where(x > 0, x, float("-inf")), x)
+    assert check_chain(chain, lambda x: torch.where(x > 0, x, float("-inf")), [x], seed=0).is_passed
+    assert not check_chain(chain, lambda x: torch.where(x > 0, x, -3e38), [x], seed=0).is_passed
+    assert not check_chain(chain, lambda x: torch.where(x > 0, x, float("inf")), [x], seed=0).is_passed
+    assert not check_chain(chain, lambda x: torch.where(x > 0, x, float("nan")), [x], seed=0).is_passed
+
+
+def test_error_of():
+    nan, inf = math.nan, math.inf
+    found = error_of(torch.tensor([1.0, nan, inf, -inf, nan, 2.0]), torch.tensor([1.5, nan, inf, inf, 0.0, nan]))
+    assert (found.max_abs, found.nonfinite, found.elements) == (0.5, 3, 6)
+    assert found.rel_l2 == pytest.approx(0.5 / 1.5)
+    nothing = error_of(torch.empty(0), torch.empty(0))
+    assert (nothing.max_abs, nothing.rel_l2, nothing.nonfinite) == (0.0, 0.0, 0)
+    assert error_of(torch.tensor([0.25]), torch.tensor([0.0])).rel_l2 == 0.25
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_every_planned_chain_of_a_real_model_passes_as_evaluated_and_fails_when_spoiled(name):
+    _, _, live = profiled(name)
+    plan = planned(name)
+    bench = Bench(live, on_cuda=False)
+    bench.observe(plan.fusions)
+    for fusion in plan.fusions:
+        chain, roots = bench.first_site(fusion)
+        inputs = [layout_of(root) for root in roots]
+        outputs = [bench.ops[index].outputs[0] for index in fusion.sites[0].outputs]
+        for spoil, expected in ((0.0, True), (1e-3, False)):
+            call = fused_call("fa_k", EvaluatedKernel(spoil).bind(fusion.program), inputs, outputs, is_poisoned=True)
+            numerics = check_chain(chain, call, roots, seed=1)
+            assert numerics.is_passed is expected, fusion.match
+            assert numerics.oracle == "float64"
+
+
+LOGITS = torch.randn(2, 3, 1200, dtype=torch.float64)
+
+
+def rows(tensor):
+    return [("logits", tensor.float()), ("ids", torch.arange(3))]
+
+
+def test_the_whole_model_is_held_to_eagers_own_error():
+    eager = LOGITS + 1e-5 * torch.randn_like(LOGITS)
+    near = check_model(rows(LOGITS + 1e-5 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy")
+    assert near.is_passed and near.argmax_agreement == 1.0 and near.outputs == ("logits",)
+    assert not check_model(rows(LOGITS + 1e-4 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy").is_passed
+
+
+def test_without_a_copy_eager_is_the_measure():
+    eager = rows(LOGITS)
+    assert check_model(eager, eager, eager, "eager").is_passed
+    assert not check_model(rows(LOGITS * (1 + 1e-5)), eager, eager, "eager").is_passed
+
+
+def test_one_nan_in_the_model_is_refused():
+    spoiled = LOGITS.clone()
+    spoiled[0, 0, 0] = math.nan
+    found = check_model(rows(spoiled), rows(LOGITS), rows(LOGITS), "eager")
+    assert found.nonfinite_mismatches == 1 and not found.is_passed
+
+
+def test_the_worst_output_decides():
+    good, bad = LOGITS.float(), (LOGITS + 0.1).float()
+    found = check_model([("a", good), ("b", bad)], [("a", good), ("b", good)], [("a", LOGITS), ("b", LOGITS)], "float64 copy")
+    assert not found.is_passed
+
+
+def test_a_model_without_floats_has_nothing_to_check():
+    with pytest.raises(ValueError, match="no floating"):
+        check_model([("ids", torch.arange(3))], [("ids", torch.arange(3))], [("ids", torch.arange(3))], "eager")
+
+
+def test_layout_of():
+    assert layout_of(torch.randn(3, 4)[:, 1:].t()) == TensorMeta(shape=(3, 3), stride=(1, 4), dtype="float32", offset=1)
