@@ -225,19 +225,13 @@ class _Finder:
         return min(readers, default=len(self.ops))
 
     def _crossed_write(self, members: frozenset[int], place: int) -> int | None:
-        """An op that some read of the group would move across, although it writes to the storage that is read."""
-        for write in self.writes:
-            written = set(self.ops[write].mutates)
-            for member in members if min(members) < write else ():
-                for source in inputs_of(self.ops[member]):
-                    storages = self._storages(source)
-                    if written.isdisjoint(storages):
-                        continue
-                    # A value computed inside never reaches memory before the launch: a write to it cannot be seen inside.
-                    is_inside = not members.isdisjoint(storages)
-                    if (write < member) if is_inside else (member < write) != (place <= write):
-                        return write
-        return None
+        """An op between the group's first member and its launch (or last member) that writes to what the group reads or makes."""
+        end = max(place, *members)
+        between = [write for write in self.writes if min(members) < write < end]
+        if not between:
+            return None
+        touched = {storage for source in self._read_by(members) for storage in self._storages(source)} | members
+        return next((write for write in between if not touched.isdisjoint(self.ops[write].mutates)), None)
 
     def _is_in_order(self, members: frozenset[int]) -> bool:
         """Whether every group that feeds ``members`` is launched before it, and every group that it feeds after it."""

@@ -24,15 +24,15 @@ class OriginalChain:
     Attributes:
         nodes: the members, in order.
         outer: values read from outside, each as (node, root operand number, layout, the root's layout).
+        outputs: the members whose values leave the chain.
         unread: values that the ops are called with and no element of the result depends on (an empty piece of a cat, what
             ``expand_as`` looks at), by layout.
-        outputs: the members whose values leave the chain.
     """
 
     nodes: tuple[Node, ...]
     outer: tuple[tuple[Node, int, TensorMeta, TensorMeta], ...]
-    unread: tuple[tuple[Node, TensorMeta], ...]
     outputs: tuple[Node, ...]
+    unread: tuple[tuple[Node, TensorMeta], ...] = ()
 
     def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
         """Run the original ops.

@@ -29,6 +29,8 @@ def _operands_dtype(lowering: Lowering, op: OpNode) -> str:
 
 def _unary(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
+        if argument_of(op, 1, "decimals", 0):
+            raise CannotLower("FA601", f"{op.target} to decimals has no lowering")
         return lowering.make(name, lowering.argument(op, 0, where))
 
     return rule

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.program import Value
 from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
-from fusion_advisor.records import Arg, OpNode, Ref, TensorMeta
+from fusion_advisor.records import Arg, OpNode, Ref
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
 
-_EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07, "float16": 0.0009765625, "bfloat16": 0.0078125}
+_EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07}
+"""What ``rms_norm`` adds when it is told nothing: the epsilon of the dtype that it computes in."""
 
 
 def _reduced_dims(op: OpNode, rank: int) -> tuple[int, ...]:
@@ -44,13 +45,13 @@ def _reduction(kind: str, *, is_mean: bool = False) -> Rule:
     return rule
 
 
-def _norm_parts(lowering: Lowering, op: OpNode, where: Index) -> tuple[int, Index, frozenset[int], TensorMeta]:
+def _norm_parts(lowering: Lowering, op: OpNode, where: Index) -> tuple[int, Index, frozenset[int]]:
     source, shape = op.args[0], op.args[1]
     assert isinstance(source, Ref) and isinstance(shape, tuple)
     meta = lowering.meta(source.index)
     dims = range(len(meta.shape) - len(shape), len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, tuple(dims), where, keepdim=True)
-    return lowering.row_element(source.index, inner, op), inner, variables, meta
+    return lowering.row_element(source.index, inner, op), inner, variables
 
 
 def _scaled(lowering: Lowering, op: OpNode, where: Index, number: int, *, weight: int, bias: int | None) -> int:
@@ -70,7 +71,7 @@ def _mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
 
 
 def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value, inner, variables, _ = _norm_parts(lowering, op, where)
+    value, inner, variables = _norm_parts(lowering, op, where)
     dtype = lowering.values[value].dtype
     mean = _mean_of(lowering, value, variables)
     centred = lowering.make("sub", value, mean)
@@ -83,10 +84,10 @@ def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 
 def _rms_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
-    value, inner, variables, meta = _norm_parts(lowering, op, where)
+    value, inner, variables = _norm_parts(lowering, op, where)
     element = value if inner == where else lowering.argument(op, 0, where)
     eps = op.args[3] if len(op.args) > 3 else None
-    eps = _EPSILON[meta.dtype] if eps is None else eps
+    eps = _EPSILON[lowering.values[value].dtype] if eps is None else eps
     mean = _mean_of(lowering, lowering.make("mul", value, value), variables)
     scale = lowering.make("rsqrt", lowering.make("add", mean, lowering.element(eps, where, op, lowering.values[value].dtype)))
     return _scaled(lowering, op, where, lowering.make("mul", element, scale), weight=2, bias=None)
@@ -247,7 +248,7 @@ SPECIAL: dict[str, Rule] = {
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
     "_log_softmax": _softmax, "cat": _cat, "var": _variance, "std": _variance, "norm": _vector_norm, "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
-    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), _refused("needs the elements before its own")),
+    "cumsum": _refused("needs the elements before its own"),
     **dict.fromkeys(("group_norm", "native_group_norm"), _refused("reduces over groups of channels, not rows")),
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"), _refused("reduces over windows, not rows")),
     **dict.fromkeys(("argmax", "argmin"), _refused("returns places, not values")),

@@ -241,16 +241,7 @@ def test_a_norm_over_two_trailing_dims():
     )
 
 
-HALF_EPS = pytest.mark.xfail(
-    strict=True, reason="takes the half dtype's eps; torch takes the one of the dtype that it computes in"
-)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.float16, marks=HALF_EPS), pytest.param(torch.bfloat16, marks=HALF_EPS)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rms_norm_without_eps_takes_torchs_own(dtype):
     tiny = rand(4, 64, dtype=dtype) * 1e-3  # so small that eps decides
     lowered, ops = lower_function(lambda x: functional.rms_norm(x, (64,)), tiny)
@@ -313,7 +304,7 @@ def test_every_rule_belongs_to_an_op_of_torch():
         assert hasattr(torch.ops.aten, name), name
 
 
-KNOWN_GAPS = {
+EASILY_WRONG = {
     "round_decimals": (lambda x: torch.round(x * 3, decimals=1), rand(3, 4)),
     "rsub_alpha": (lambda x: torch.rsub(x, 2.0, alpha=3), rand(3, 4)),
     "narrow_integers_wrap": (lambda i: (i * 2).to(torch.float64) * 1.5, torch.tensor([100, 200, 255], dtype=torch.uint8)),
@@ -322,10 +313,9 @@ KNOWN_GAPS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="should compute the same or refuse")
-@pytest.mark.parametrize("name", KNOWN_GAPS)
-def test_known_gaps_compute_the_same_or_are_refused(name):
-    function, *inputs = KNOWN_GAPS[name]
+@pytest.mark.parametrize("name", EASILY_WRONG)
+def test_what_is_easily_wrong_computes_the_same_or_is_refused(name):
+    function, *inputs = EASILY_WRONG[name]
     try:
         check(function, *inputs)
     except CannotLower:
