@@ -62,6 +62,9 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
+    from dataclasses import replace
+    from pathlib import Path
+
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.saved import apply_plan
@@ -71,6 +74,10 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     if plan is not None:
         return apply_plan(describe_live(model, *_call(inputs)), plan)
     chosen = ApplyOptions(**options)
+    if chosen.run_dir is not None:
+        folder = Path(chosen.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = replace(chosen, run_dir=folder)
     run = apply_workload(describe_live(model, *_call(inputs)), chosen)
     if chosen.run_dir is not None:
         write_report(run.report, chosen.run_dir / "report.json")

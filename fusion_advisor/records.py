@@ -155,7 +155,7 @@ class Timing:
     median_ns: int
     ci_low_ns: int
     ci_high_ns: int
-    """95 % bootstrap interval of the median."""
+    """95 % interval of the median, from order statistics."""
     method: str
     """``wall``, ``cuda_graph`` or ``cuda_events``."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
 from pygments.lexers import CppLexer, CudaLexer, PythonLexer
+from pygments.token import Keyword, Number, Operator
 
 from fusion_advisor.report.text import visible_lines
 
 MAX_LINES = 200
+_QUOTES = '"""'
 _LEXERS = {"triton": PythonLexer, "python": PythonLexer, "cuda": CudaLexer, "cpp": CppLexer}
 
 
@@ -34,11 +38,27 @@ def panel(source: str, language: str, numbers: tuple[int, ...] = ()) -> CodePane
     """
     lines, left_out = visible_lines(source, MAX_LINES)
     lexer = _LEXERS.get(language, PythonLexer)(stripnl=False, ensurenl=False)
+    opening = _opening(lines, lexer)
     # the formatter closes every span at a line's end, so each line is whole by itself; Pygments escapes the text
-    marked = highlight("\n".join(lines), lexer, HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")
+    marked = highlight("\n".join((*opening, *lines)), lexer, HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")[len(opening) :]
     marked += [""] * (len(lines) - len(marked))
     at = numbers or tuple(range(1, len(lines) + 1))
     return CodePanel(tuple((number, Markup(line)) for number, line in zip(at, marked, strict=False)), left_out)
+
+
+def _opening(lines: Sequence[str], lexer: Lexer) -> tuple[str, ...]:
+    """Return a docstring's opening quotes if the lines begin inside of one, else nothing.
+
+    An excerpt may begin anywhere. With the wrong guess all code after the quotes would be a string, so the guess that finds more
+    code wins.
+    """
+    if not isinstance(lexer, PythonLexer) or "\n".join(lines).count(_QUOTES) % 2 == 0:
+        return ()
+
+    def code_tokens(text: str) -> int:
+        return sum(kind in Keyword or kind in Operator or kind in Number for kind, _ in lexer.get_tokens(text))
+
+    return max(((), (_QUOTES,)), key=lambda opening: code_tokens("\n".join((*opening, *lines))))
 
 
 def stylesheet() -> str:

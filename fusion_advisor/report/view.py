@@ -258,7 +258,7 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
     rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
-    rows.append((False, f"Kernel time: eager {eager}, captured {captured}. {data.reconciliation}".strip()))
+    rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
     if report.noise_share is not None:
         noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
         rows.append((report.noise_share > 0.02, noise))

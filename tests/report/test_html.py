@@ -14,6 +14,7 @@ import pytest
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.report import view
+from fusion_advisor.report.code import panel
 from fusion_advisor.report.html import render_html
 from fusion_advisor.serialize import load_report
 from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled
@@ -59,6 +60,14 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module", params=list(ALL))
 def page(request: pytest.FixtureRequest) -> Page:
     return Page(render_html(ALL[request.param]()))
+
+
+def test_an_excerpt_that_begins_in_a_docstring_is_code_afterwards() -> None:
+    inside = panel('    says what it does.\n    """\n    return 0.5 * x', "python")
+    assert 'class="k">return' in inside.lines[2][1]
+    assert len(inside.lines) == 3
+    before = panel('def f(x):\n    """Says', "python")
+    assert 'class="k">def' in before.lines[0][1]
 
 
 def test_nothing_is_fetched_and_nothing_runs_but_our_own(page: Page) -> None:
