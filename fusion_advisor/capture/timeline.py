@@ -90,6 +90,7 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         if save_to is not None:
+            save_to.parent.mkdir(parents=True, exist_ok=True)
             with path.open("rb") as raw, gzip.open(save_to, "wb", compresslevel=4) as packed:
                 shutil.copyfileobj(raw, packed)
         return read_events(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)["traceEvents"])

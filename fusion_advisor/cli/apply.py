@@ -46,6 +46,7 @@ def apply(
     confidence: options.ConfidenceOpt = 0.95,
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
+    compile_too: options.CompileOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
@@ -71,6 +72,7 @@ def apply(
         confidence=confidence,
         strict=strict,
         dry_run=dry_run,
+        compile=compile_too,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(

@@ -8,10 +8,8 @@ found, checked and timed on the tensors of its first call, and what pays stays. 
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,11 +93,8 @@ def optimise(region: Region) -> Call:
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()
     plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources)
-    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
-        # Triton reads a kernel's source file when it compiles, which binding does; afterwards it is not needed.
-        chosen = ApplyOptions(run_dir=Path(folder))
-        fusions, built = try_all(bench, plan, chosen, progress, lambda _: None)
-        _, rewrites, _, kept = choose(bench, fusions, built, chosen, progress, budget_s=_BUDGET_S)
+    fusions, built = try_all(bench, plan, options, progress, lambda _: None)
+    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
     passes = kept_passes(rewrites)
     if not kept and not passes:
         return region.original.forward

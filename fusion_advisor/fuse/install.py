@@ -108,6 +108,15 @@ def install(
             device=decision.after if decision.method == "cuda_graph" else None,
             peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda),
         )
+    if options.compile:
+        with clock.phase("torch.compile"):
+            compiled = torch.compile(original, dynamic=False)
+            step, first_s = steps.compiled_step(
+                lambda: compiled(*loaded.args, **loaded.kwargs), on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+            )
+            progress.note(f"first call {first_s:.1f} s")
+            note = f"torch.compile was measured in its default mode, in the same run; its first call took {first_s:.1f} s."
+            measured = replace(measured, torch_compile=step, notes=(*measured.notes, note))
     receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed, before.device_ns, after.device_ns, wall_before, wall_after, on_cuda=bench.on_cuda

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,30 +33,41 @@ def try_all(
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
     """
     backend = options.backend or ("triton" if bench.on_cuda else "cpp")
-    kernel_dir = (options.run_dir or Path(tempfile.mkdtemp(prefix="fusion-advisor-"))) / "kernels"
-    kernel_dir.mkdir(parents=True, exist_ok=True)
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
-    for number, planned in enumerate(plan.fusions):
-        progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
-        trial = try_fusion(
-            bench,
-            planned,
-            backend=backend,
-            fast_math=options.fast_math,
-            kernel_dir=kernel_dir,
-            seed=number,
-            with_nvtx=options.nvtx,
-            log=progress.note,
-        )
-        if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
-            progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")
-        fusions.append(trial.fusion)
-        if trial.built is not None:
-            built.append(trial.built)
-        so_far(fusions)
+    with _kernel_dir(options) as kernel_dir:
+        for number, planned in enumerate(plan.fusions):
+            progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
+            trial = try_fusion(
+                bench,
+                planned,
+                backend=backend,
+                fast_math=options.fast_math,
+                kernel_dir=kernel_dir,
+                seed=number,
+                with_nvtx=options.nvtx,
+                log=progress.note,
+            )
+            if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
+                progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")
+            fusions.append(trial.fusion)
+            if trial.built is not None:
+                built.append(trial.built)
+            so_far(fusions)
     return fusions, built
+
+
+@contextmanager
+def _kernel_dir(options: ApplyOptions) -> Iterator[Path]:
+    """Where sources are built: in the run directory; without one where they are gone afterwards, as compilers read them once."""
+    if options.run_dir is None:
+        with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
+            yield Path(folder)
+        return
+    kernel_dir = options.run_dir / "kernels"
+    kernel_dir.mkdir(parents=True, exist_ok=True)
+    yield kernel_dir
 
 
 def choose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pandas
 import torch
 
-from fusion_advisor.capture import timeline
+from fusion_advisor.capture import timeline, torch_internals
 from fusion_advisor.capture.attribute import Step, median_step
-from fusion_advisor.capture.stopwatch import as_timing
+from fusion_advisor.capture.stopwatch import as_timing, wall_times
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.fuse.measure import interleave
 from fusion_advisor.records import Launch, StepProfile, Timing
@@ -91,6 +92,28 @@ def peak_memory_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
         call()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated())
+
+
+def compiled_step(call: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float) -> tuple[StepProfile, float]:
+    """Measure what ``torch.compile`` makes of the model in its default mode, for the reader's comparison.
+
+    Args:
+        call: the original call, compiled here.
+        on_cuda: trace the device.
+        runs: wall-time runs at most.
+        budget_s: seconds of wall-time runs.
+
+    Returns:
+        The step, and the seconds of its first call (compilation included).
+    """
+    started = time.perf_counter()
+    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+        call()
+        first_s = time.perf_counter() - started
+        wall = as_timing(wall_times(call, runs=runs, budget_s=budget_s, on_cuda=on_cuda), "wall")
+        traced = median_step(timeline.record(call, steps=3, on_cuda=on_cuda), on_cuda=on_cuda)
+    peak = peak_memory_bytes(call, on_cuda=on_cuda)
+    return step_profile("torch.compile", traced.launches, wall=wall, peak_memory_bytes=peak), first_s
 
 
 def wall_pair(

@@ -15,7 +15,9 @@ from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
-from fusion_advisor.library.source import KernelBuildFailed, Tuning
+from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.library.tuning import best_tuning
+from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
 
 _SOURCE_CONTEXT = 3
@@ -71,11 +73,17 @@ def try_fusion(
         original_source=original_source(planned),
     )
     maker = backend_named(backend)
+    chain, roots = bench.first_site(planned)
+    device = roots[0].device
     try:
-        rendered = maker.render(planned.program, planned.header, tuning=Tuning(), fast_math=fast_math)
+        tuned = best_tuning(
+            planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
+        )
+        rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
         path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
         started = time.perf_counter_ns()
         built = maker.build(rendered, path)
+        launch = built.bind(planned.program)
         build_ns = time.perf_counter_ns() - started
     except KernelBuildFailed as failure:
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
@@ -87,14 +95,12 @@ def try_fusion(
         source=rendered.source,
         origin=planned.header.origin,
         build_ns=build_ns,
-        tuning=built.tuning,
+        tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
     )
     base = replace(base, rendered=(kernel,))
-    chain, roots = bench.first_site(planned)
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     try:
-        launch = built.bind(planned.program)
         call = fused_call(rendered.entry, launch, inputs, outputs)
         checked = fused_call(rendered.entry, launch, inputs, outputs, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):

@@ -58,10 +58,14 @@ def eager(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch
 
 
 def oracle(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a traced reference in fp64: casts between floating types inside it do nothing."""
-    wide = [tensor.to(torch.float64) if tensor.is_floating_point() else tensor for tensor in inputs]
+    """Run a traced reference in fp64: casts between floating types inside it do nothing.
+
+    On the CPU, whatever the inputs' device: CUDA's own rms_norm turns a whole row into NaN where one element is infinite, and an
+    oracle must not share a kernel's habits.
+    """
+    wide = [tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu() for tensor in inputs]
     with torch.no_grad():
-        return _listed(_InFloat64(graph).run(*wide))
+        return [result.to(inputs[0].device) for result in _listed(_InFloat64(graph).run(*wide))]
 
 
 class _InFloat64(torch.fx.Interpreter):

@@ -86,6 +86,12 @@ def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
     return lowering.argument(op, 0, where)
 
 
+def _remainder(lowering: Lowering, op: OpNode, where: Index) -> int:
+    if compute_dtype(op.outputs[0].dtype) != "int64":
+        raise CannotLower("FA601", f"{op.target} of floats is only exact with a long division that no kernel of ours does")
+    return _binary("remainder")(lowering, op, where)
+
+
 def _rsub(lowering: Lowering, op: OpNode, where: Index) -> int:
     subtracted = _alpha(lowering, op, where, lowering.argument(op, 0, where))
     return lowering.make("sub", lowering.argument(op, 1, where), subtracted)
@@ -196,7 +202,7 @@ POINTWISE: dict[str, Rule] = {
         "cos", "floor", "ceil", "trunc", "round", "sign",
     )},
     "add": _binary("add"), "sub": _binary("sub"), "mul": _binary("mul"), "div": _binary("div"), "true_divide": _binary("div"),
-    "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _binary("remainder"), "rsub": _rsub, "pow": _pow,
+    "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _remainder, "rsub": _rsub, "pow": _pow,
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: _logical(op) for name, op in (
         ("__and__", "and"), ("__or__", "or"), ("__xor__", "xor"), ("logical_and", "and"), ("logical_or", "or"),

@@ -89,7 +89,7 @@ def test_unary_on_special_values(name):
 
 BINARY = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "true_divide": torch.true_divide,
-    "maximum": torch.maximum, "minimum": torch.minimum, "remainder": torch.remainder,
+    "maximum": torch.maximum, "minimum": torch.minimum,
     "add_alpha": lambda x, y: torch.add(x, y, alpha=2.5), "sub_alpha": lambda x, y: torch.sub(x, y, alpha=3),
     "pow": lambda x, y: torch.pow(x.abs(), y), "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
     "ge": torch.ge, "where": lambda x, y: torch.where(x > y, x, y * 2), "masked_fill": lambda x, y: x.masked_fill(y > 0, -7.0),
@@ -320,3 +320,9 @@ def test_what_is_easily_wrong_computes_the_same_or_is_refused(name):
         check(function, *inputs)
     except CannotLower:
         return
+
+
+def test_a_remainder_of_floats_is_refused_and_one_of_integers_is_not():
+    with pytest.raises(CannotLower, match="remainder"):
+        check(torch.remainder, rand(3, 5), rand(3, 5, seed=1))
+    check(lambda x: torch.remainder(x, 7), torch.arange(-20, 20).reshape(8, 5))

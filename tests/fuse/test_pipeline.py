@@ -1,0 +1,258 @@
+"""The whole loop on a CPU: real kernels in C++ where one is built, planted times where the verdict matters."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusion_advisor.fuse.select as selection
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.fuse import install, pipeline, trial
+from fusion_advisor.fuse.decide import Decision, Verdict
+from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.records import Match, Status, Timing
+from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
+from fusion_advisor.workload.load import describe_live
+from tests.tiny import BANDWIDTH
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+
+
+class Model(torch.nn.Module):
+    """Two chains that differ, apart by GEMMs; a causal mask that nothing needs to build."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.norm = torch.nn.LayerNorm(64)
+
+    def forward(self, x):
+        u = self.one(x)
+        u = 0.5 * u * (1.0 + torch.tanh(0.7978845608028654 * (u + 0.044715 * torch.pow(u, 3.0))))
+        mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
+        u = torch.nn.functional.scaled_dot_product_attention(u, u, u, attn_mask=mask)
+        return self.norm(self.two(u) + x)
+
+
+@pytest.fixture
+def loaded():
+    torch.manual_seed(0)
+    return describe_live(Model().eval(), (torch.randn(2, 48, 64),))
+
+
+class Told(Progress):
+    def __init__(self):
+        self.phases, self.notes, self.steps, self.warnings = [], [], [], []
+
+    def phase(self, name):
+        self.phases.append(name)
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def step(self, done, total, text):
+        self.steps.append((done, total))
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Short budgets, no bandwidth run, and kernels that are never slower alone; returns options."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pipeline, "_DECIDE_S", {"cpu": 0.2})
+    monkeypatch.setattr(pipeline, "WALL_S", 0.05)
+    monkeypatch.setattr(install, "WALL_S", 0.05)
+    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
+    timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
+    faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
+    monkeypatch.setattr(trial.measure, "compare_alone", lambda *_, **__: (timing, faster))
+    return ApplyOptions(warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x")
+
+
+def verdicts(monkeypatch, status_of):
+    """Plant the keep rule's answer: ``status_of(candidate)``; timings are planted too."""
+
+    def decide(bench, candidates, **_):
+        timing = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
+        made = {
+            candidate.id: Verdict(
+                id=candidate.id, status=status_of(candidate), reason="planted", delta_ns=-5, interval_ns=(-6, -4)
+            )
+            for candidate in candidates
+        }
+        return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
+
+    monkeypatch.setattr(selection, "decide", decide)
+    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, TIMING))
+
+
+TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
+
+
+def keep_all(_):
+    return Status.KEPT
+
+
+def keep_none(_):
+    return Status.WITHIN_NOISE
+
+
+def assert_consistent(report):
+    chains = {chain.id: chain for chain in report.chains}
+    assert [answer.chain_id for answer in report.answers] == list(chains)
+    matched = [answer.chain_id for answer in report.answers if isinstance(answer, Match)]
+    assert [fusion.chain_id for fusion in report.fusions] == matched
+    for fusion in report.fusions:
+        receipt, chain = fusion.receipt, chains[fusion.chain_id]
+        assert receipt.sites_found == len(chain.sites)
+        assert receipt.launches_before == chain.launches
+        assert receipt.sites_replaced <= receipt.sites_matched <= receipt.sites_found
+        if fusion.status is Status.KEPT:
+            assert receipt.sites_replaced + len(receipt.refusals) == receipt.sites_matched
+            assert receipt.launches_after == receipt.sites_replaced > 0
+        else:
+            assert receipt.sites_replaced == receipt.launches_after == 0
+            assert fusion.reason
+    assert load_report(dump_report(report)) == report
+
+
+def test_profiling_changes_nothing_and_its_report_reads_back(loaded, quick):
+    before = dict(loaded.model.__dict__)
+    progress = Told()
+    options = ProfileOptions(warmup=1, runs=5, min_share=0.0)
+    report, capture = profile_workload(loaded, options, progress)
+    assert report.status == "profiled"
+    assert loaded.model.__dict__ == before
+    assert report.fusions == () and report.after is None
+    assert progress.phases == ["bandwidth", "profile", "chains"] == [name for name, _ in report.durations_s]
+    assert load_report(dump_report(report)) == report
+    assert load_capture(dump_capture(capture)) == capture
+    assert report.before.device_ns == capture.quality.eager_device_ns
+    assert report.captured.device_ns == capture.quality.captured_device_ns
+
+
+def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    expected = loaded.model(*loaded.args)
+    seen, progress = [], Told()
+    run = apply_workload(loaded, quick, progress, seen.append)
+    report = run.report
+    assert_consistent(report)
+    assert report.status == "applied" and report.model_check.is_passed
+    assert len(report.fusions) >= 2 and {fusion.status for fusion in report.fusions} == {Status.KEPT}
+    assert {kernel for kernel, category, _, _ in report.after.kernels if category == "fused"} == {
+        kernel.name for fusion in report.fusions for kernel in fusion.rendered
+    }
+    assert report.after.launches < report.captured.launches
+    assert [rewrite.sites for rewrite in report.rewrites if "mask" in rewrite.name] == [1]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
+    assert run.fused.fallbacks == {} and run.fused.report is report
+    assert "_compiled_call_impl" in loaded.model.__dict__
+    run.revert()
+    assert "_compiled_call_impl" not in loaded.model.__dict__
+    for fusion in report.fusions:
+        assert (quick.run_dir / fusion.rendered[0].path).read_text() == fusion.rendered[0].source
+    assert (quick.run_dir / "trace.before.json.gz").exists() and (quick.run_dir / "trace.after.json.gz").exists()
+
+
+def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    seen, progress = [], Told()
+    report = apply_workload(loaded, quick, progress, seen.append).report
+    tried = len(report.fusions)
+    assert [len(found.fusions) for found in seen] == [0, *range(1, tried + 1), tried]
+    assert {found.status for found in seen} == {"interrupted"}
+    assert progress.steps == [(number, tried) for number in range(tried)]
+    for found in seen:
+        assert load_report(dump_report(found)) == found
+    assert [fusion.status for fusion in seen[-2].fusions] == [Status.PLANNED] * tried
+    assert [fusion.status for fusion in seen[-1].fusions] == [Status.KEPT] * tried
+
+
+def test_when_nothing_pays_the_model_is_as_it_was(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_none)
+    before = dict(loaded.model.__dict__)
+    run = apply_workload(loaded, quick)
+    assert_consistent(run.report)
+    assert loaded.model.__dict__ == before
+    assert run.report.after.label == "unchanged"
+    assert run.report.model_check is None
+    run.revert()
+    assert loaded.model.__dict__ == before
+
+
+def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    real = trial.backend_named
+
+    class Failing:
+        def __init__(self, backend):
+            self.backend = backend
+
+        def render(self, program, header, **options):
+            if header.title == "gelu_tanh":
+                raise KernelBuildFailed(kernel="gelu_tanh", target="cpp", cause="planted")
+            return self.backend.render(program, header, **options)
+
+        def build(self, rendered, path):
+            return self.backend.build(rendered, path)
+
+    monkeypatch.setattr(trial, "backend_named", lambda name: Failing(real(name)))
+    progress = Told()
+    report = apply_workload(loaded, quick, progress).report
+    assert_consistent(report)
+    status = {fusion.kernel: fusion for fusion in report.fusions}
+    failed = status.pop("gelu_tanh")
+    assert failed.status is Status.BUILD_FAILED and "planted" in failed.reason and failed.rendered == ()
+    assert status and {fusion.status for fusion in status.values()} == {Status.KEPT}
+    assert any("planted" in text for text in progress.warnings)
+
+
+def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    real = install.check_whole_model
+    monkeypatch.setattr(install, "check_whole_model", lambda *args: replace(real(*args), is_passed=False))
+    before = dict(loaded.model.__dict__)
+    progress = Told()
+    report = apply_workload(loaded, quick, progress).report
+    assert loaded.model.__dict__ == before
+    assert {fusion.status for fusion in report.fusions} == {Status.NOT_REPLACED}
+    assert all(fusion.receipt.sites_replaced == 0 for fusion in report.fusions)
+    assert any("numbers do not pass" in text for text in report.warnings) and progress.warnings
+
+
+def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
+    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, slower))
+    before = dict(loaded.model.__dict__)
+    report = apply_workload(loaded, quick).report
+    assert loaded.model.__dict__ == before
+    assert all("would rise" in fusion.reason for fusion in report.fusions)
+
+
+def test_a_dry_run_leaves_the_model(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    before = dict(loaded.model.__dict__)
+    run = apply_workload(loaded, replace(quick, dry_run=True))
+    assert loaded.model.__dict__ == before
+    assert run.report.model_check.is_passed
+
+
+def test_with_real_timing_the_report_is_consistent_whatever_is_kept(loaded, quick):
+    expected = loaded.model(*loaded.args)
+    run = apply_workload(loaded, quick)
+    assert_consistent(run.report)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
+    run.revert()
+    assert torch_internals.set_compiled_call(loaded.model, None) is None
