@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.library.bench_clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning_store import TuningStore
+from fusion_advisor.timing.clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6
 _MUST_GAIN = 0.02

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.library.bench_clock import Call
-from fusion_advisor.library.bench_inputs import TensorSet, as_list
+from fusion_advisor.bench.inputs import TensorSet, as_list
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.lower import Lowered
 from fusion_advisor.library.source import Header
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
+from fusion_advisor.timing.clock import Call
 
 Reference = Callable[..., Any]
 NO_LIGER = "liger-kernel is not installed: pip install liger-kernel"
