@@ -30,8 +30,9 @@ from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, R
 
 _BLOCK = 256
 _LOOP_BLOCK = 512
-_PACK_REGISTERS = 80
-"""Registers for the packs that a thread loads at once: with what it computes, a multiprocessor still holds 512 threads."""
+_PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
+"""Registers for the packs that a thread loads at once. Pointwise threads are short: many of them serve better than much on
+each. Those of a row wait for one another, and hide that with loads of their own."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 
@@ -249,7 +250,7 @@ def _packs(plan: Schedule, width: int) -> int:
     registers = sum(-(-ITEM_BYTES[access.operand.dtype] * width // 4) for access in arrays)
     # Short of rows, more threads on each of them are faster than more packs on a thread.
     count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
-    while count > 1 and registers * count > _PACK_REGISTERS:
+    while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:
         count //= 2
     return count
 

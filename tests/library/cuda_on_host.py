@@ -24,6 +24,8 @@ using namespace std;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 static Dim blockIdx, threadIdx, gridDim;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
@@ -76,7 +78,19 @@ extern "C" void run_all(void** args, const long long* ints) {{
     path = folder / "kernel.cpp"
     path.write_text(source)
     macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0"]
-    command = ["g++", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", *macros, "-o", str(folder / "kernel.so"), str(path)]
+    command = [
+        "g++",
+        "-O1",
+        "-fno-strict-aliasing",
+        "-std=c++17",
+        "-fPIC",
+        "-shared",
+        "-w",
+        *macros,
+        "-o",
+        str(folder / "kernel.so"),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     library = ctypes.CDLL(str(folder / "kernel.so"))

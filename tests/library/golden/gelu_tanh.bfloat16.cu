@@ -34,9 +34,17 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
 // VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
 template <typename T>
-struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
     T at[VEC];
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
@@ -45,11 +53,20 @@ struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
-    return is_wanted ? *reinterpret_cast<const Pack<T>*>(from) : Pack<T>{};
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
 }
 
 template <typename T>
-__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) { *reinterpret_cast<Pack<T>*>(to) = pack; }
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
 
 // For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
