@@ -206,14 +206,6 @@ def test_who_takes_part_on_which_device():
 def fake_ops():
     """liger-kernel's functions, in plain PyTorch."""
 
-    def rope(q, k, cos, sin):
-        def turned(x):
-            half = x.shape[-1] // 2
-            return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
-
-        assert q.transpose(1, 2).is_contiguous()
-        return turned(q), turned(k), cos, sin
-
     def rms(x, weight, eps, offset, casting):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
 
@@ -222,12 +214,11 @@ def fake_ops():
         "LigerFusedAddRMSNormFunction": lambda x, r, w, eps, offset, casting: (rms(x + r, w, eps, offset, casting), x + r),
         "LigerLayerNormFunction": lambda x, w, b, eps: torch.nn.functional.layer_norm(x, x.shape[-1:], w, b, eps),
         "LigerSiLUMulFunction": lambda a, b: torch.nn.functional.silu(a) * b,
-        "LigerRopeFunction": rope,
     }
     return SimpleNamespace(**{name: SimpleNamespace(apply=function) for name, function in functions.items()})
 
 
-@pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm", "swiglu", "rope"])
+@pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm", "swiglu"])
 def test_liger_s_ops_are_called_as_they_want(name, ceilings, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", fake_ops())
