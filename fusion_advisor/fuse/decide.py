@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.replay import CannotRecord, recorded
 from fusion_advisor.capture.stopwatch import as_timing, median_interval
 from fusion_advisor.fuse import measure
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
@@ -130,8 +131,8 @@ class _Runner:
         if self.method != "cuda_graph":
             return plain
         try:
-            return [measure.recorded(call, pool=self._pool) for call in plain]
-        except measure.CannotRecord:
+            return [recorded(call, pool=self._pool) for call in plain]
+        except CannotRecord:
             self.method = "cuda_events"
             return plain
 

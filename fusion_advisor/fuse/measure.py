@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.replay import recorded
 from fusion_advisor.capture.stopwatch import as_timing, median_interval
 from fusion_advisor.records import Timing
 
@@ -25,38 +26,6 @@ class Difference:
     median_ns: int
     low_ns: int
     high_ns: int
-
-
-class CannotRecord(Exception):
-    """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
-
-
-def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> Callable[[], None]:
-    """Record ``call`` into a CUDA graph and return its replay.
-
-    Args:
-        call: warmed up here on a side stream before it is recorded.
-        pool: memory pool shared with other graphs that are never replayed at the same time.
-        repeats: how often the work is recorded into one graph.
-
-    Raises:
-        CannotRecord: with the driver's sentence.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
-            for _ in range(repeats):
-                call()
-    except RuntimeError as error:
-        raise CannotRecord(str(error).strip().splitlines()[0]) from error
-    torch.cuda.synchronize()
-    return graph.replay
 
 
 def interleave(
