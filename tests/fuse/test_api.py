@@ -10,9 +10,7 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.fuse import pipeline
-from fusion_advisor.fuse.plan import make_plan
-from fusion_advisor.serialize import dump_capture
-from tests.tiny import BANDWIDTH, Toy, patterns, planned, profiled, toy
+from tests.tiny import BANDWIDTH, Toy, qwen2, toy
 
 
 @pytest.fixture(autouse=True)
@@ -67,21 +65,6 @@ def test_an_unknown_option_is_refused():
         fusion_advisor.profile(Toy(), torch.randn(2, 32), no_such=1)
 
 
-def test_a_plan_is_read_from_a_run_directory(tmp_path):
-    import gzip
-
-    _, capture, _ = profiled("gpt2")
-    (tmp_path / "capture.json.gz").write_bytes(gzip.compress(dump_capture(capture).encode()))
-    plan = fusion_advisor.load_plan(tmp_path)
-    expected = make_plan(capture, patterns())
-    assert [fusion.match for fusion in plan.fusions] == [fusion.match for fusion in expected.fusions]
-    assert plan.chains == planned("gpt2").chains
-    assert any(fusion.header.source for fusion in plan.fusions)
-
-
-@pytest.mark.xfail(strict=True, reason="a cat with an old-style empty piece is no lowering and no refusal, but an IndexError")
 def test_a_transformers_model_is_profiled_with_its_cache_on_as_by_default():
-    from tests.tiny import qwen2
-
     model, inputs = qwen2()
     assert fusion_advisor.profile(model, {"input_ids": inputs["input_ids"]}, **QUICK).status == "profiled"
