@@ -182,7 +182,7 @@ def _why_nothing_stays(
 def _reverted(fusion: Fusion, reason: str) -> Fusion:
     if fusion.status is not Status.KEPT:
         return fusion
-    receipt = replace(fusion.receipt, sites_replaced=0)
+    receipt = replace(fusion.receipt, sites_replaced=0, launches_after=0)
     return replace(fusion, status=Status.NOT_REPLACED, reason=reason, receipt=receipt)
 
 

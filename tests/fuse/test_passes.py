@@ -205,7 +205,8 @@ def test_folding_keeps_dtypes_and_layouts():
 def test_random_numbers_are_drawn_at_every_call(draw):
     region, _, index_of = region_of(lambda x: x + draw() * 2, Q)
     module, _ = rewrite_region(region, index_of, [], [fold_constants])
-    assert len({float(module(Q).sum()) for _ in range(8)}) > 1
+    first = module(Q)
+    assert any(not torch.equal(module(Q), first) for _ in range(8))
 
 
 def test_what_is_written_to_is_not_stored():
