@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import heading, tuning_note, tuning_of
-from fusion_advisor.library.program import Program
+from fusion_advisor.library.program import REDUCTIONS, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 from fusion_advisor.library.triton_ops import TritonWriter, identity
@@ -195,14 +195,23 @@ def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
 
 
 def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
-    """Body of a kernel that computes every value once: loads first, so that they are all under way before the first use."""
+    """Body of a kernel that computes every value once: loads first, so that they are all under way before the first use.
+
+    Two or more operands that all rows share (weight and bias) come from the cache and would only hold registers until the
+    row's statistics are known: they are read then.
+    """
     values = plan.program.values
+    last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
+    used_before = {a for v in values[: last + 1] for a in (*v.args, *(() if v.guard is None else (v.guard,)))}
+    late = {n for n, v in enumerate(values) if v.op == "load" and v.guard is None and not plan.has_row(n)} - used_before
+    if len(late) < 2:
+        late = set()
     first: set[int] = set()
     for number in reversed(range(len(values))):
         value = values[number]
-        if value.op == "load" or number in first:
+        if (value.op == "load" and number not in late) or number in first:
             first |= {number, *value.args, *(() if value.guard is None else (value.guard,))}
-    order = [*sorted(first), *(n for n in range(len(values)) if n not in first)]
+    order = sorted(range(len(values)), key=lambda n: (n not in first, last + 0.5 if n in late and n < last else n))
     body = [" = ".join(writer.statement(n)) for n in order if writer.is_named(n)]
     stores = [_store(plan, writer, position) for position in range(len(plan.program.stores))]
     return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}

@@ -47,9 +47,11 @@ class CudaWriter(Writer):
         packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``.
     """
 
-    helper_names = frozenset({*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack",
-                              "store_pack", "row_reduce", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod",
-                              "VEC", "PACKS", "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "signbit"})  # fmt: skip
+    helper_names = frozenset(
+        {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
+         "row_reduce", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit",
+         "VEC", "PACKS", "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits"}
+    )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
         self.packs: dict[int, str] = {}

@@ -213,7 +213,7 @@ def test_runs_on_the_device(tmp_path, name, fast_math):
 @pytest.mark.gpu
 @needs_gpu
 @needs_nvrtc
-def test_unaligned_tensors_are_read_lane_by_lane(tmp_path):
+def test_unaligned_tensors_are_read_column_by_column(tmp_path):
     program = p.gelu_tanh((1000,), "bfloat16")
     launcher = CudaBackend().build(render(program), tmp_path / "k.cu").bind(program)
     x = torch.randn(1001, device="cuda").bfloat16()[1:]

@@ -24,8 +24,6 @@ def fa_add_layernorm_1b26b0(
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
     total = x + residual
     total_sum = tl.sum(total, axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
@@ -34,6 +32,8 @@ def fa_add_layernorm_1b26b0(
     total_variance = tl.div_rn(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(total_variance + eps)
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(total_ptr + row * total_stride0 + col, total, mask=mask)

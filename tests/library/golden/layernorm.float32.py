@@ -22,8 +22,6 @@ def fa_layernorm_24c10e(
     mask = row_mask & col_mask
 
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
     x_sum = tl.sum(x, axis=1, keep_dims=True)
     x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
     x_centered = x - x_mean
@@ -31,6 +29,8 @@ def fa_layernorm_24c10e(
     x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(x_variance + eps)
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
     out = x_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)
