@@ -16,9 +16,10 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture import graph, stopwatch, timeline
+from fusion_advisor.capture import graph, timeline
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
+from fusion_advisor.timing import stopwatch
 
 NVTX_DOMAIN = "fusion_advisor"
 _TRACED_STEPS = 3

@@ -14,7 +14,7 @@ from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CannotWrite, UsageError
 
 if TYPE_CHECKING:
-    from fusion_advisor.library.bench_records import BenchRun
+    from fusion_advisor.bench.records import BenchRun
 
 
 class Which(enum.StrEnum):
@@ -86,11 +86,11 @@ def bench_command(
         run = core.bench_kernels(plan, progress, lambda so_far: _save(so_far, output))
     written = _views(settings, run, output)
     if as_json:
-        from fusion_advisor.library.bench_records import dump_run
+        from fusion_advisor.bench.records import dump_run
 
         write_result(dump_run(run))
         return
-    from fusion_advisor.report.bench_view import bench_tables, summary_line
+    from fusion_advisor.bench.view import bench_tables, summary_line
     from fusion_advisor.report.terminal import plain
 
     console = settings.out()
@@ -119,7 +119,7 @@ def _listed(texts: list[str] | None) -> tuple[str, ...]:
 
 def _save(run: BenchRun, directory: Path | None) -> None:
     """Write what is done so far: a run that is cut short leaves its rows."""
-    from fusion_advisor.library.bench_records import dump_run
+    from fusion_advisor.bench.records import dump_run
 
     if directory is not None:
         _write(directory / "bench.json", dump_run(run))
@@ -129,8 +129,8 @@ def _views(settings: Settings, run: BenchRun, directory: Path | None) -> list[Pa
     """Write the Markdown and the plots; plots that cannot be drawn cost a sentence, not the run."""
     if directory is None:
         return []
-    from fusion_advisor.report.bench_plot import CannotPlot, draw
-    from fusion_advisor.report.bench_view import bench_markdown
+    from fusion_advisor.bench.plot import CannotPlot, draw
+    from fusion_advisor.bench.view import bench_markdown
 
     _write(directory / "bench.md", bench_markdown(run))
     written = [directory / "bench.json", directory / "bench.md"]

@@ -133,15 +133,15 @@ def check_kernel(
 
 def plan_bench(name: str | None, **asked: Any) -> Any:
     """Turn what ``kernels bench`` was asked into jobs."""
-    return import_module("fusion_advisor.library.bench_cases").plan_bench(name, **asked)
+    return import_module("fusion_advisor.bench.cases").plan_bench(name, **asked)
 
 
 def bench_kernels(plan: Any, progress: Progress, on_progress: Callable[[Any], None]) -> Any:
     """Measure a plan's jobs; ``on_progress`` gets the run so far after every row."""
-    return import_module("fusion_advisor.library.bench").bench(plan.jobs, plan.options, progress, on_progress=on_progress)
+    return import_module("fusion_advisor.bench.run").bench(plan.jobs, plan.options, progress, on_progress=on_progress)
 
 
 def run_contender(plan: Any, name: str, iterations: int) -> str:
     """Run one contender of a plan's first job in a loop; return what was run."""
-    ran: str = import_module("fusion_advisor.library.bench").run_first(plan.jobs, plan.options, name, iterations)
+    ran: str = import_module("fusion_advisor.bench.run").run_first(plan.jobs, plan.options, name, iterations)
     return ran

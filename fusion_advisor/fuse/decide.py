@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.stopwatch import as_timing, median_interval
-from fusion_advisor.fuse import measure
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.stopwatch import as_timing, median_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ import torch
 
 from fusion_advisor.capture import timeline, torch_internals
 from fusion_advisor.capture.attribute import Step, median_step
-from fusion_advisor.capture.stopwatch import as_timing, wall_times
 from fusion_advisor.fuse.bench import Bench, Variant
-from fusion_advisor.fuse.measure import interleave
 from fusion_advisor.records import Launch, StepProfile, Timing
+from fusion_advisor.timing.measure import interleave
+from fusion_advisor.timing.stopwatch import as_timing, wall_times
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:

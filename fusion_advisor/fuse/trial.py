@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fusion_advisor.capture.graph import source_path
 from fusion_advisor.capture.profile import named_range
-from fusion_advisor.fuse import measure, verify
+from fusion_advisor.fuse import verify
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import fused_call
@@ -19,6 +19,7 @@ from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
+from fusion_advisor.timing import measure
 
 _SOURCE_CONTEXT = 3
 

@@ -1,30 +1,38 @@
 """The CUDA C++ backend: source that needs no header, compiled in-process by NVRTC through cuda-core.
 
-Every thread works on packs of neighbouring columns, 16 bytes where they are aligned and complete, lane by lane
-otherwise; the choice is made per access at run time, so any stride, offset and width is served by one source. Reduced
-rows live in registers between passes up to 16384 columns and are read again beyond. Launch shape (THREADS, ROWS,
-PACKS) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
+16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
+allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
+between passes up to 16384 columns and are read again beyond. The launch shape (THREADS, ROWS, PACKS, VEC, FULL) and 64-bit
+indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.library.cuda_body import body, vector_width
-from fusion_advisor.library.cuda_ops import CudaWriter
+from fusion_advisor.library.cuda_body import body
+from fusion_advisor.library.cuda_ops import CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
-from fusion_advisor.library.program import Program
+from fusion_advisor.library.program import ITEM_BYTES, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 
 _BLOCK = 256
+_LOOP_BLOCK = 512
+_PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
+"""Registers for the packs that a thread loads at once. Pointwise threads are short: many of them serve better than much on
+each. Those of a row wait for one another, and hide that with loads of their own."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 
@@ -50,14 +58,17 @@ class CudaBackend:
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
-        macros = [("threads along a row", "THREADS", _BLOCK)]
-        if plan.kind != "flat":
-            macros.append(
-                ("rows of a block; 1 when more than a warp shares a row" if is_reduced else "rows of a block", "ROWS", 1)
-            )
-        if is_reduced and not is_looped:
-            macros.append(("packs of a thread: PACKS * THREADS * VEC >= cols", "PACKS", 2))
-        macros.append(("columns of a pack", "VEC", vector_width(plan)))
+        macros = [("threads along a row" if plan.kind != "flat" else "threads of a block", "THREADS", _BLOCK)]
+        if plan.kind == "tiled":
+            macros.append(("threads along a column", "ROWS", 1))
+        elif is_reduced:
+            macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
+        covers = " at a time" if is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
+        covers = f": neighbouring rows{', a divisor of their count' * (len(plan.sizes) > 2)}" if plan.kind == "tiled" else covers
+        macros.append((f"packs of a thread{covers}", "PACKS", 1 if len(plan.sizes) > 2 and plan.kind == "tiled" else 4))
+        macros.append(("columns of a pack, a divisor of every row and stride", "VEC", vector_width(plan)))
+        if is_reduced:
+            macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
         bits = 64 if any(v.dtype == "float64" for v in plan.program.values) else 32
         source = environment().get_template(f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja").render(
             heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
@@ -106,15 +117,25 @@ class CudaKernel:
         plan = schedule(program, flatten_rows=True)
         if plan.is_empty:
             return lambda *_tensors: None
-        is_looped = plan.kind == "rows" and "#define PACKS" not in self._rendered.source
-        macros, grid = launch_shape(plan, tuning or tuning_of(self._rendered.source), is_looped=is_looped)
-        self.tuning = " ".join(f"{name}={value}" for name, value in macros.items())
-        kernel = self._variant(macros)
-        import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
+        tuning = tuning or tuning_of(self._rendered.source)
+        width, alignment = pack_width(plan)
+        first = self._launch_of(plan, tuning, width)
+        self.tuning = first.text
+        return _launcher(first, functools.cache(lambda: self._launch_of(plan, tuning, 1)), alignment)
 
+    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> _Launch:
+        import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
+        from cuda.core import LaunchConfig
+
+        macros, grid = launch_shape(plan, tuning, is_looped=_is_looped(self._rendered), width=width)
+        if grid[0] >= 2**31:
+            raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
-        return _launcher(
-            kernel, grid, (macros["THREADS"], macros.get("ROWS", 1), 1), [scalar(value) for _, value in plan.arguments]
+        return _Launch(
+            kernel=self._variant(macros),
+            config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
+            scalars=[scalar(value) for _, value in plan.arguments],
+            text=" ".join(f"{name}={value}" for name, value in macros.items()),
         )
 
     def _variant(self, macros: dict[str, int]) -> Any:
@@ -126,13 +147,14 @@ class CudaKernel:
         return self._variants[key]
 
 
-def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None, compiler: str = "") -> bytes:
+def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None, width: int = 0, compiler: str = "") -> bytes:
     """Compile a kernel for a GPU that need not be here.
 
     Args:
         rendered: the kernel.
         arch: compute capability, 80, 90 or 100.
         program: decides the launch shape; the file's own by default.
+        width: columns of a pack; what the program allows by default.
         compiler: ``nvrtc`` or ``nvcc``; by default the one that is found first.
 
     Returns:
@@ -143,44 +165,122 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     """
     macros: dict[str, int] = {}
     if program is not None:
-        is_looped = "#define PACKS" not in rendered.source
-        macros, _ = launch_shape(schedule(program, flatten_rows=True), tuning_of(rendered.source), is_looped=is_looped)
+        plan, tuning = schedule(program, flatten_rows=True), tuning_of(rendered.source)
+        macros, _ = launch_shape(plan, tuning, is_looped=_is_looped(rendered), width=width)
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
-def launch_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> tuple[dict[str, int], tuple[int, int, int]]:
-    """Macros and grid for a Program."""
-    wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
+def _is_looped(rendered: Rendered) -> bool:
+    return "for (index_t start = 0;" in rendered.source
+
+
+def pack_width(plan: Schedule) -> tuple[int, int]:
+    """The widest pack that sizes, strides and offsets allow, and the alignment that it asks of base addresses, in bytes.
+
+    Alignment is 1 where every tensor has it: an element is aligned to itself.
+    """
+    program, width = plan.program, vector_width(plan)
+    places = [(plan.loads[n], v.strides, v.offset) for n, v in enumerate(program.values) if v.op == "load"]
+    places += [(access, s.strides, s.offset) for access, s in zip(plan.stores, program.stores, strict=True)]
+    along = [place for place in places if place[0].strides[-1] == "1"]
+    while width > 1:
+        moves = [
+            (ITEM_BYTES[access.operand.dtype], move)
+            for access, strides, offset in along
+            for move in (offset, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
+        ]
+        if program.dims[-1] % width == 0 and all(move * item % min(16, item * width) == 0 for item, move in moves):
+            return width, max(min(16, ITEM_BYTES[access.operand.dtype] * width) for access, _, _ in along)
+        width //= 2
+    return 1, 1
+
+
+def launch_shape(
+    plan: Schedule, tuning: Tuning, *, is_looped: bool, width: int = 0
+) -> tuple[dict[str, int], tuple[int, int, int]]:
+    """Macros and grid for a Program.
+
+    Args:
+        plan: the Program's schedule.
+        tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
+        is_looped: whether the kernel walks rows in parts.
+        width: columns of a pack; what the Program allows by default.
+    """
+    width = width or pack_width(plan)[0]
     cols, rows = max(plan.program.dims[-1], 1), plan.row_count
-    packs = -(-cols // vector_width(plan))
+    packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
+    wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
+    wanted = tuning.packs or _packs(plan, width)
+
+    def fewer_for(blocks: Callable[[int], int]) -> int:
+        """Packs of a thread that leave blocks for every SM."""
+        count = wanted
+        while not tuning.packs and count > 1 and blocks(count) < _MIN_BLOCKS:
+            count //= 2
+        return count
+
     if plan.kind == "flat":
         threads = asked or _BLOCK
-        return {"THREADS": threads, **wide}, (-(-packs // threads), 1, 1)
+        each = fewer_for(lambda count: packs // (threads * count))
+        return {"THREADS": threads, "PACKS": each, "VEC": width, **wide}, (-(-packs // (threads * each)), 1, 1)
     if plan.kind == "tiled":
-        threads = asked or min(_BLOCK, 1 << (packs - 1).bit_length())
-        height = max(1, min(tuning.block_rows or _BLOCK // threads, 1024 // threads, rows))
+        threads = min(asked or _BLOCK, 1 << (packs - 1).bit_length())
+        height = max(1, min(tuning.block_rows or (asked or _BLOCK) // threads, 1024 // threads, rows))
         # More columns than the grid's second side can hold are reached by the loop over blocks.
-        return {"THREADS": threads, "ROWS": height, **wide}, (-(-rows // height), min(-(-packs // threads), 65535), 1)
-    # Two packs a thread: enough loads under way, few enough registers for full occupancy.
-    threads = asked or max(32, min(1024, -(-packs // 64) * 32))
+        across = min(-(-packs // threads), 65535)
+        each = min(fewer_for(lambda count: rows // (height * count) * across), rows)
+        while len(plan.sizes) > 2 and plan.program.dims[-2] % each:
+            each -= 1
+        height = min(height, -(-rows // each))
+        macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
+        return macros, (-(-rows // (height * each)), across, 1)
+    threads = asked or (_LOOP_BLOCK if is_looped else min(1024, -(-packs // (32 * wanted)) * 32))
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
-    per_thread = {} if is_looped else {"PACKS": -(-packs // threads)}
-    return {"THREADS": threads, "ROWS": min(height, 32), **per_thread, **wide}, (-(-rows // min(height, 32)), 1, 1)
+    each = wanted if is_looped else -(-packs // threads)
+    height = min(height, 32)
+    is_full = cols % (threads * each * width) == 0
+    macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
+    return macros, (-(-rows // height), 1, 1)
 
 
-def _launcher(kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, int], scalars: list[Any]) -> Launcher:
-    """Launch on the current stream of the device that the tensors are on, as torch's own ops do."""
+def _packs(plan: Schedule, width: int) -> int:
+    """Packs of a thread: as many loads under way as registers allow."""
+    arrays = [plan.loads[n] for n in plan.loads if plan.loads[n].strides[-1] == "1" and not shared_by_rows(plan, n)]
+    registers = sum(-(-ITEM_BYTES[access.operand.dtype] * width // 4) for access in arrays)
+    # Short of rows, more threads on each of them are faster than more packs on a thread.
+    count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
+    while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:
+        count //= 2
+    return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """One variant with everything of its launch but the tensors."""
+
+    kernel: Any
+    config: Any
+    scalars: list[Any]
+    text: str
+
+
+def _launcher(first: _Launch, unaligned: Callable[[], _Launch], alignment: int) -> Launcher:
+    """Launch on the current stream of the device that the tensors are on, as torch's own ops do.
+
+    Args:
+        first: for tensors that start at a multiple of ``alignment`` bytes.
+        unaligned: for any others; called when the first of those comes.
+        alignment: a power of two.
+    """
     import torch
-    from cuda.core import LaunchConfig, Stream, launch
+    from cuda.core import Stream, launch
 
-    if grid[0] >= 2**31:
-        raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
-    config = LaunchConfig(grid=grid, block=block)
     current_device = torch.cuda.current_device
     # The handle alone: making torch's Stream object would cost half as much as the launch.
     raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
     streams: dict[int, Any] = {}
+    mask = alignment - 1
 
     def start(*tensors: Any) -> None:
         device = tensors[0].get_device()
@@ -192,7 +292,9 @@ def _launcher(kernel: Any, grid: tuple[int, int, int], block: tuple[int, int, in
         stream = streams.get(handle)
         if stream is None:
             stream = streams[handle] = Stream.from_handle(handle)
-        launch(stream, config, kernel, *[tensor.data_ptr() for tensor in tensors], *scalars)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        variant = unaligned() if mask and functools.reduce(operator.or_, pointers) & mask else first
+        launch(stream, variant.config, variant.kernel, *pointers, *variant.scalars)
 
     return start
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
+from collections.abc import Iterator
 from typing import Any
 
-from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter
-from fusion_advisor.library.expressions import ATOM
-from fusion_advisor.library.program import ITEM_BYTES
-from fusion_advisor.library.schedule import Pass, Schedule, column_passes, kept, split_index
+from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
+from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, split_index
 
-_UNROLL = "#pragma unroll"
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _STARTS = {
     ("reduce_sum", False): "0", ("reduce_max", False): "-INF_VALUE", ("reduce_min", False): "INF_VALUE",
@@ -19,51 +15,37 @@ _STARTS = {
 }  # fmt: skip
 
 
-def vector_width(plan: Schedule) -> int:
-    """Columns of a pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most."""
-    accesses = [*plan.loads.values(), *plan.stores]
-    widths = [ITEM_BYTES[a.operand.dtype] for a in accesses if a.strides[-1] == "1"]
-    return min(8, 16 // min(widths)) if widths else 1
-
-
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
     before, passes = column_passes(plan)
+    per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
+        per_p = tuple(n for n in before if moves_with_p(plan, n))
+        before = tuple(n for n in before if n not in per_p)
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
-    resident = _resident(writer, passes) if plan.kind == "rows" and not is_looped else {}
-    arrays = [f"Pack<{_type(plan, n)}> {name}[PACKS];" for n, name in resident.items()]
-    loaded: set[int] = set()
-    steps = [_step(plan, writer, step, resident, loaded) for step in passes]
+    numbers = iter(range(len(plan.program.values)))
+    steps = [_step(plan, writer, step, per_p, numbers, is_looped=is_looped) for step in passes]
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
-    everything = [*first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
-    text = "\n".join(everything)
+    loads = _loads(plan, writer, list(writer.packs), is_looped=False) if plan.kind == "rows" and not is_looped else []
+    everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
-        "place": _place(plan, writer, everything), "before": first, "arrays": arrays, "stores": stores, "passes": steps,
-        "columns": steps[0]["columns"] if steps else [], "signature": _signature(plan),
+        "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
+        "signature": _signature(plan),
     }  # fmt: skip
-    context["helpers"] = _helpers(plan, writer, text)
+    context["helpers"] = _helpers(plan, writer, "\n".join(everything))
     return context
 
 
-def _resident(writer: CudaWriter, passes: tuple[Pass, ...]) -> dict[int, str]:
-    """Packs that more than one pass reads: they stay in registers, in an array."""
-    uses = {n: sum(n in step.values for step in passes) for n in writer.packs}
-    return {n: writer.fresh(f"{name}s") for n, name in writer.packs.items() if uses[n] > 1}
-
-
-def _step(plan: Schedule, writer: CudaWriter, step: Pass, resident: dict[int, str], loaded: set[int]) -> dict[str, list[str]]:
-    """One pass over the columns: its packs, its lane loop, its stores, and what is known per row afterwards."""
+def _step(
+    plan: Schedule, writer: CudaWriter, step: Pass, per_p: tuple[int, ...], numbers: Iterator[int], *, is_looped: bool
+) -> dict[str, list[str]]:
+    """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
-    packs = [n for n in step.values if n in writer.packs]
-    head: list[str] = []
-    for n in packs:
-        head += _load_pack(plan, writer, n, resident.get(n, ""), is_first=n not in loaded)
-        loaded.add(n)
     declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n)]
+    head: list[str] = []
     lane: list[str] = []
     accumulators, after = [], []
     for n in step.reductions:
@@ -74,8 +56,8 @@ def _step(plan: Schedule, writer: CudaWriter, step: Pass, resident: dict[int, st
         arg = writer.text(values[n].args[0])
         combine = {"reduce_sum": f"{part} += {arg.code}", "reduce_max": f"{part} = nan_max({part}, {arg.code})"}
         combine["reduce_min"] = f"{part} = nan_min({part}, {arg.code})"
-        lane.append(f"if (lanes >> lane & 1) {combine[values[n].op]};")
-        after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}>({part});")
+        lane.append(f"{combine[values[n].op]};")
+        after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
@@ -83,57 +65,69 @@ def _step(plan: Schedule, writer: CudaWriter, step: Pass, resident: dict[int, st
     for position in step.stores:
         access, store = plan.stores[position], plan.program.stores[position]
         if access.strides[-1] != "1":
-            lane.append(f"if (lanes >> lane & 1) {_store_element(plan, writer, position)}")
+            lane.append(_store_element(plan, writer, position))
             continue
         pack = writer.fresh(f"{access.operand.name}_pack")
         head.append(f"Pack<{SCALARS[access.operand.dtype]}> {pack};")
         code = writer.narrowed(writer.text(store.value).code, values[store.value].dtype, access.operand.dtype)
         lane.append(f"{pack}[lane] = {code};")
-        tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack}, lanes);")
-    # A guard of a pack is already in the pack's lanes: its values are declared again only where something else uses them.
+        tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
-    lines = [
-        *head,
-        _UNROLL,
-        "for (int lane = 0; lane < VEC; ++lane) {",
-        *textwrap.indent("\n".join(lane), "    ").split("\n"),
-        "}",
-        *tail,
-    ]
-    if any(re.search(r"\blanes\b", line) for line in lines):
-        lines.insert(0, f"const unsigned lanes = lanes_before({plan.sizes[-1]}, first);")
-    return {"accumulators": accumulators, "columns": lines, "after": after}
+    head += kept([_declare(plan, writer, n) for n in per_p if writer.is_named(n)], lane)
+    columns = [*head, *_loop("lane", "VEC", lane), *tail]
+    loads = _loads(plan, writer, [n for n in step.values if n in writer.packs], is_looped=is_looped)
+    return {
+        "loads": loads if plan.kind != "rows" or is_looped else [],
+        "accumulators": accumulators,
+        "columns": _over_packs(plan, writer, columns, is_looped=is_looped, skips=True),
+        "after": after,
+    }
 
 
-def _load_pack(plan: Schedule, writer: CudaWriter, number: int, array: str, *, is_first: bool) -> list[str]:
-    name, kind = writer.packs[number], _type(plan, number)
-    lines, lanes = [], "lanes"
-    value = plan.program.values[number]
-    if array and not is_first:
-        return [f"const Pack<{kind}>& {name} = {array}[p];"]
-    if value.guard is not None:
-        lanes = writer.fresh(f"{name}_lanes")
-        lines += _guard_lanes(plan, writer, value.guard, lanes)
-    code = f"load_pack({writer.operand_address(plan.loads[number], col='first')}, {lanes})"
-    if array:
-        return [*lines, f"const Pack<{kind}>& {name} = {array}[p] = {code};"]
-    return [*lines, f"const Pack<{kind}> {name} = {code};"]
+def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], *, is_looped: bool) -> list[str]:
+    """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last."""
+    packs = sorted(packs, key=lambda n: not plan.has_row(n))
+    arrays = [n for n in packs if not shared_by_rows(plan, n)]
+    lines = [f"Pack<{_type(plan, n)}> {writer.packs[n]}[PACKS];" for n in arrays]
+    each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
+    if each:
+        lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
+    shared = [n for n in packs if n not in arrays]
+    return [*lines, *(f"const Pack<{_type(plan, n)}> {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared)]
 
 
-def _guard_lanes(plan: Schedule, writer: CudaWriter, guard: int, lanes: str) -> list[str]:
-    """The lanes of a pack that a guard lets through."""
-    values = plan.program.values
-    needed, waiting = set(), [guard]
-    while waiting:
-        number = waiting.pop()
-        needed.add(number)
-        waiting += values[number].args
-    loop = [_declare(plan, writer, n) for n in sorted(needed) if writer.is_named(n) and plan.has_col(n)]
-    loop.append(f"{lanes} |= (unsigned){writer.text(guard).at(ATOM)} << lane;")
-    if any(re.search(rf"\b{plan.indices[-1]}\b", line) for line in loop):
-        loop.insert(0, f"const index_t {plan.indices[-1]} = first + lane;")
-    return [f"unsigned {lanes} = 0;", _UNROLL, "for (int lane = 0; lane < VEC; ++lane) {", *(f"    {line}" for line in loop), "}",
-            f"{lanes} &= lanes;"]  # fmt: skip
+def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
+    guard = plan.program.values[number].guard
+    conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
+    conditions += [writer.pack_guard(guard)] if guard is not None else []
+    address = writer.operand_address(plan.loads[number], col="first")
+    return f"load_pack({address}, {' && '.join(conditions)})" if conditions else f"load_pack({address})"
+
+
+def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_looped: bool, skips: bool) -> list[str]:
+    """A loop over the packs of a thread.
+
+    Pointwise packs are compared with the end even where the launch leaves none past it: the branch keeps the compiler from
+    moving the loads down between the computations. A reduction does that by itself, so rows go without it (FULL).
+    """
+    if plan.kind == "tiled":
+        inner = _outer_indices(plan, "top")[:1]
+        place = [f"const index_t {line} + p;" for line in inner] or ["const index_t row = top + p;"]
+        place.append(f"const bool is_inside = {'top + p' if inner else 'row'} < rows;")
+        place += [line for line, access in _bases(writer) if access.strides[-2] != "0"]
+    elif plan.kind == "flat":
+        place = ["const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;"]
+        place.append(f"const bool is_inside = first < {plan.sizes[-1]};")
+    else:
+        place = [f"const index_t first = {'start + ' if is_looped else ''}((index_t)p * THREADS + threadIdx.x) * VEC;"]
+        place.append(f"const bool is_inside = FULL || first < {plan.sizes[-1]};")
+    if skips:
+        lines = ["if (!is_inside) continue;", *lines]
+    return _loop("p", "PACKS", [*kept(place, lines), *lines])
+
+
+def _loop(name: str, end: str, lines: list[str]) -> list[str]:
+    return ["#pragma unroll", f"for (int {name} = 0; {name} < {end}; ++{name}) {{", *(f"    {line}" for line in lines), "}"]
 
 
 def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
@@ -155,14 +149,29 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
     """The row of a thread, and the indices of its outer dims as far as the body uses them."""
     if plan.kind == "flat":
         return []
-    rows = "rows"
-    outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
-    bases = []
+    is_tiled = plan.kind == "tiled"
+    name = "top" if is_tiled else "row"
+    outer = _outer_indices(plan, name)[is_tiled:]
+    bases = [line for line, access in _bases(writer) if not is_tiled or access.strides[-2] == "0"]
+    declared = kept([*(f"const index_t {line};" for line in outer), *bases], lines)
+    row = "(index_t)blockIdx.x * ROWS + threadIdx.y"
+    place = f"const index_t {name} = " + (f"({row}) * PACKS;  // the thread's first row" if is_tiled else f"{row};")
+    return [place, f"if ({name} >= rows) return;", *declared]
+
+
+def _outer_indices(plan: Schedule, flat: str) -> list[str]:
+    """The indices of the row dims, innermost first, where there is more than one."""
+    if len(plan.indices) == 2:
+        return []
+    return [line.replace("//", "/") for line in split_index(flat, plan.indices[:-1], plan.sizes[:-1])]
+
+
+def _bases(writer: CudaWriter) -> list[tuple[str, Access]]:
+    lines = []
     for name, code, access in writer.bases:
         constness = "" if access.operand.is_output else "const "
-        bases.append(f"{constness}{SCALARS[access.operand.dtype]}* const {name} = {code};")
-    declared = kept([*(f"const index_t {line.replace('//', '/')};" for line in outer), *bases], lines)
-    return ["const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;", f"if (row >= {rows}) return;", *declared]
+        lines.append((f"{constness}{SCALARS[access.operand.dtype]}* const {name} = {code};", access))
+    return lines
 
 
 def _signature(plan: Schedule) -> list[str]:
@@ -178,7 +187,7 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
-    wanted |= {"pack"} if "lanes" in text else set()
+    wanted |= {"pack"} if "Pack<" in text else set()
     wanted |= {name for name in ("load_pack", "store_pack") if name in text}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}

@@ -1,16 +1,15 @@
 """How the ops of the kernel IR are written in CUDA C++.
 
 Columns are handled in packs of ``VEC`` neighbours. A value that varies over columns is computed per lane of a pack,
-inside the lane loop; a load along contiguous columns is one pack (a 16-byte access where it is aligned and complete),
-any other load is read per lane.
+inside the lane loop; a load along contiguous columns is one access for the pack, any other load is read per lane.
 """
 
 from __future__ import annotations
 
 import math
 
-from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import Value
+from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
+from fusion_advisor.library.program import ITEM_BYTES, Value
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -21,18 +20,36 @@ COMPUTE = {"float32": "float", "float64": "double", "int64": "long long", "bool"
 _MATH = {"exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "pow", "floor", "ceil", "trunc"}
 _FAST = {"exp": "__expf", "log": "__logf", "sin": "__sinf", "cos": "__cosf", "tanh": "fast_tanh", "sqrt": "fast_sqrt"}
 _HELPERS = {"maximum": "nan_max", "minimum": "nan_min", "sigmoid": "sigmoid", "remainder": "remainder_of", "sign": "sign_of"}
+_ORDERS = ("lt", "le", "gt", "ge")
+
+
+def vector_width(plan: Schedule) -> int:
+    """Columns of the widest pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most."""
+    accesses = [*plan.loads.values(), *plan.stores]
+    widths = [ITEM_BYTES[a.operand.dtype] for a in accesses if a.strides[-1] == "1"]
+    return min(8, 16 // min(widths)) if widths else 1
+
+
+def moves_with_p(plan: Schedule, number: int) -> bool:
+    """Whether a value of a tiled kernel differs between the rows of a thread, which are neighbours in the last row dim."""
+    return plan.kind == "tiled" and plan.col_dim - 1 in plan.varies[number]
+
+
+def shared_by_rows(plan: Schedule, number: int) -> bool:
+    """Whether one pack of a load serves all rows of a thread."""
+    return plan.kind == "tiled" and not moves_with_p(plan, number)
 
 
 class CudaWriter(Writer):
     """Prints values as CUDA C++.
 
     Attributes:
-        packs: the loads that are read as packs, with the name of the pack.
+        packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``.
     """
 
-    helper_names = frozenset({*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "wide", "narrow", "lanes_before", "load_pack",
-                              "store_pack", "row_reduce", "lane", "lanes", "first", "p", "index_t", "fabs", "rint", "fmod",
-                              "VEC", "PACKS", "THREADS", "ROWS", "half_bits", "bfloat16_bits", "signbit"})  # fmt: skip
+    helper_names = frozenset({*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack",
+                              "store_pack", "row_reduce", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod",
+                              "VEC", "PACKS", "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "signbit"})  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
         self.packs: dict[int, str] = {}
@@ -57,29 +74,38 @@ class CudaWriter(Writer):
 
     def load(self, number: int, value: Value, access: Access) -> str:
         """A lane of a pack, or an element read by itself."""
-        if self._is_pack(value, access):
-            self.packs[number] = self.fresh(f"{self._nouns[number]}_pack")
-            return self.widened(f"{self.packs[number]}[lane]", access.operand.dtype, value.dtype)
+        if access.strides[-1] == "1" and (value.guard is None or self.pack_guard(value.guard)):
+            is_shared = shared_by_rows(self.plan, number)
+            self.packs[number] = self.fresh(f"{self._nouns[number]}_pack" + ("" if is_shared else "s"))
+            lane = "[lane]" if is_shared else "[p][lane]"
+            return self.widened(f"{self.packs[number]}{lane}", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
-        checks = []
-        if self.plan.has_col(number) and access.strides[-1] != "0":
-            checks.append("(lanes >> lane & 1)")
-        if value.guard is not None:
-            checks.append(self.text(value.guard).at(ATOM))
+        if value.guard is None:
+            return code
         zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
-        return f"{' && '.join(checks)} ? {code} : {zero}" if checks else code
+        return f"{self.text(value.guard).at(ATOM)} ? {code} : {zero}"
 
-    def _is_pack(self, value: Value, access: Access) -> bool:
-        """Whether a load is contiguous and its guard, if any, needs nothing that is loaded."""
-        if access.strides[-1] != "1":
-            return False
-        waiting = [] if value.guard is None else [value.guard]
-        while waiting:
-            guard = self.plan.program.values[waiting.pop()]
-            if guard.op == "load" or guard.op.startswith("reduce_"):
-                return False
-            waiting += guard.args
-        return True
+    def pack_guard(self, number: int) -> str:
+        """A guard that is the same for all columns of a pack, asked of the first; empty where it may change inside a pack.
+
+        Columns are compared with multiples of the pack's width only, and the narrower packs of other launches divide it.
+        """
+        value, width = self.plan.program.values[number], vector_width(self.plan)
+        if value.op in ("and", "or"):
+            parts = [self.pack_guard(n) for n in value.args]
+            return f"({parts[0]} {value.op.replace('and', '&&').replace('or', '||')} {parts[1]})" if all(parts) else ""
+        if value.op == "not":
+            inner = self.pack_guard(value.args[0])
+            return f"!({inner})" if inner else ""
+        if value.op not in COMPARE:
+            return ""
+        left, right = (self.plan.program.values[n] for n in value.args)
+        if left.op != "index" or right.op != "const":
+            return ""
+        if left.dim != self.plan.col_dim:
+            return f"{self.plan.indices[left.dim]} {COMPARE[value.op]} {self.literal(right)}"
+        edge = int(right.constant or 0) + (value.op in ("le", "gt"))
+        return f"first {COMPARE[value.op]} {self.literal(right)}" if value.op in _ORDERS and edge % width == 0 else ""
 
     @staticmethod
     def widened(code: str, dtype: str, compute: str) -> str:

@@ -60,7 +60,8 @@ def moved_sentence(plan: Schedule) -> str:
 
 def tuning_note(tuning: Tuning) -> tuple[str, ...]:
     """The head comment's line about launch parameters that were asked for."""
-    given = [f"{name}={getattr(tuning, name)}" for name in ("block_cols", "block_rows", "num_warps") if getattr(tuning, name)]
+    names = ("block_cols", "block_rows", "num_warps", "packs")
+    given = [f"{name}={getattr(tuning, name)}" for name in names if getattr(tuning, name)]
     return (f"Tuning: {' '.join(given)}",) if given else ()
 
 

@@ -55,6 +55,8 @@ class Tuning:
     block_cols: int | None = None
     block_rows: int | None = None
     num_warps: int | None = None
+    packs: int | None = None
+    """CUDA only: 16-byte packs of a thread; unlike a number of warps it suits rows of any width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from fusion_advisor.library.source import KernelBuildFailed, Tuning
 
 _FLAT_BLOCK = 1024
 """8 elements a thread at 4 warps: one 16-byte access in half precision, two in float32."""
+_SHARED_TILE = 4096
+"""Tile where its rows share operands, as heads share rope's tables: those are loaded once for a tile."""
 _LOOP_BLOCK = 4096
 _MIN_PROGRAMS = 512
 """Below this many programs a 132-SM device has idle SMs, so rows are not grouped."""
@@ -62,18 +64,21 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
     most = 16 if plan.kind == "rows" else 4
     num_warps = tuning.num_warps or max(1, min(most, _power(tile // 512)))
     if plan.kind != "rows" and not tuning.num_warps:
-        num_warps = max(1, min(4, _power(tile // 256)))
+        num_warps = 8 if tile >= _SHARED_TILE else max(1, min(4, _power(tile // 256)))
     return Shape(constants=constants, num_warps=num_warps, programs=programs)
 
 
 def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
-    """A tile of about 1024 elements, as wide as the columns allow; square when an operand runs along the rows."""
+    """A tile of about 1024 elements, 4096 where its rows share some; square when an operand runs along the rows."""
     rows, cols = plan.program.dims[-2:]
     accesses = [*plan.loads.values(), *plan.stores]
     is_transposed = any(a.strides[-2] == "1" and a.strides[-1] not in ("0", "1") for a in accesses)
     widest = 32 if is_transposed and rows >= 32 else _FLAT_BLOCK
     block_cols = _power(tuning.block_cols or min(max(cols, 1), widest))
-    block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), _FLAT_BLOCK // block_cols)))
+    is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
+    is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
+    elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
+    block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
     return block_rows, block_cols
 
 

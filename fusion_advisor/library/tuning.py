@@ -1,8 +1,8 @@
 """Choose launch parameters by trying a few: at most six, the backend's own choice first, in well under two seconds.
 
 The backends' own choice is good for most shapes, so another one must beat it by more than timing noise to replace it. What was
-chosen is kept on disk by kernel, layout, dtype, shape bucket, backend, GPU and version; the launch shapes of one bucket (sizes up
-to the next power of two) are the same anyway.
+chosen is kept on disk by kernel, layout, dtype, shape bucket, backend, GPU and version. A bucket holds sizes up to the next power
+of two; the width of reduced rows is not bucketed: what is best for 3072 columns wastes a quarter of the threads at 4096.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.library.bench_clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning_store import TuningStore
+from fusion_advisor.timing.clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6
 _MUST_GAIN = 0.02
@@ -121,7 +121,10 @@ def best_tuning(
 
 def tuning_key(program: Program, title: str, backend: str, device_name: str, *, fast_math: bool) -> str:
     """Name what a tuning holds for; a template that changed asks again."""
-    bucket = "x".join(str(1 << max(0, size - 1).bit_length()) for size in program.dims)
+    sizes = [str(1 << max(0, size - 1).bit_length()) for size in program.dims]
+    if program.is_reduced:
+        sizes[-1] = str(program.dims[-1])
+    bucket = "x".join(sizes)
     dtype = next((o.dtype for o in program.operands if o.is_output), "")
     digest = hashlib.sha256(layout_key(program).encode())
     for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
@@ -186,7 +189,7 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
 
 def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     from fusion_advisor.library.backend_cuda import launch_shape
-    from fusion_advisor.library.cuda_body import vector_width
+    from fusion_advisor.library.cuda_ops import vector_width
 
     plan = schedule(program, flatten_rows=True)
     is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
@@ -196,15 +199,14 @@ def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
         return " ".join(f"{name}={value}" for name, value in macros.items())
 
     if plan.kind == "flat":
-        return shape_of, [Tuning(num_warps=w) for w in (4, 16, 32, 2)]
+        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 8), (4, 4), (8, 4), (1, 8), (4, 16))]
     if plan.kind == "tiled":
-        return shape_of, [Tuning(num_warps=w, block_rows=r) for w, r in ((4, 1), (8, 1), (1, 8), (2, 4), (4, 4))]
-    packs = -(-plan.program.dims[-1] // vector_width(plan))
-    # One, four and eight packs a thread (its own choice is two): fewer threads wait for each other, more loads are under way.
-    around = [Tuning(num_warps=max(1, min(32, -(-packs // (32 * each))))) for each in (4, 1, 8) if packs <= 32 * 32 * each]
-    narrow = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if packs <= 256 else []
-    looped = [Tuning(num_warps=w) for w in (8, 16, 32)] if is_looped else []
-    return shape_of, [*looped, *around, *narrow]
+        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 8), (8, 8), (4, 4), (1, 8), (4, 16))]
+    if is_looped:
+        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 32), (4, 8), (2, 16), (1, 32))]
+    # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
+    several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
+    return shape_of, [*(Tuning(packs=n) for n in (2, 8)), *several, Tuning(packs=1), Tuning(packs=3)]
 
 
 def _builder(program: Program, header: Header, backend: str, fast_math: bool, folder: Path) -> Build:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_advisor.fuse import measure
 from fusion_advisor.fuse.decide import Candidate, decide
 from fusion_advisor.records import Status
+from fusion_advisor.timing import measure
 from tests.fuse.test_measure import Clock
 
 STEP_NS = 1_000_000

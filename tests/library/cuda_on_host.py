@@ -11,7 +11,7 @@ import re
 import subprocess
 from math import ceil
 
-from fusion_advisor.library.cuda_body import vector_width
+from fusion_advisor.library.backend_cuda import pack_width
 from fusion_advisor.library.schedule import schedule
 
 _PRELUDE = """
@@ -24,6 +24,8 @@ using namespace std;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 static Dim blockIdx, threadIdx, gridDim;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
@@ -40,13 +42,23 @@ _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
 }"""
 
 
-def run(rendered, program, tensors, outputs, folder):
-    """Compile with the system's compiler and run; outputs are written in place."""
+def run(rendered, program, tensors, outputs, folder, width=0):
+    """Compile with the system's compiler and run; outputs are written in place.
+
+    ``width`` is the columns of a pack; the widest that the program allows by default.
+    """
     plan = schedule(program, flatten_rows=True)
     if plan.is_empty:
         return
-    packs = max(1, ceil(program.dims[-1] / vector_width(plan)))
-    grid = (packs, 1) if plan.kind == "flat" else (plan.row_count, 1 if plan.kind == "rows" else min(packs, 3))
+    width = width or pack_width(plan)[0]
+    packs = max(1, ceil(program.dims[-1] / width))
+    is_looped = "index_t start" in rendered.source
+    each = packs if plan.kind == "rows" and not is_looped else 3
+    if plan.kind == "tiled" and len(plan.sizes) > 2:
+        each = max(count for count in (1, 2, 3) if program.dims[-2] % count == 0)
+    grid = {"flat": (ceil(packs / each), 1), "tiled": (ceil(plan.row_count / each), min(packs, 3)), "rows": (plan.row_count, 1)}[
+        plan.kind
+    ]
     source = _translate(rendered.source)
     count = len(tensors) + len(outputs)
     operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", source, re.MULTILINE))]
@@ -65,8 +77,20 @@ extern "C" void run_all(void** args, const long long* ints) {{
     )
     path = folder / "kernel.cpp"
     path.write_text(source)
-    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={packs}"]
-    command = ["g++", "-O1", "-std=c++17", "-fPIC", "-shared", "-w", *macros, "-o", str(folder / "kernel.so"), str(path)]
+    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0"]
+    command = [
+        "g++",
+        "-O1",
+        "-fno-strict-aliasing",
+        "-std=c++17",
+        "-fPIC",
+        "-shared",
+        "-w",
+        *macros,
+        "-o",
+        str(folder / "kernel.so"),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     library = ctypes.CDLL(str(folder / "kernel.so"))

@@ -15,7 +15,8 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape
+from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width
+from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
@@ -43,6 +44,50 @@ def test_matches_float64_oracle_on_the_host(tmp_path, name):
     limit = 4 if name.startswith("looped") else 1  # here one thread adds up 16,385 terms in a row
     for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
         assert distance(name, got, oracle) <= limit
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+@pytest.mark.parametrize(
+    "name", ["gelu_tanh-bfloat16", "rope-bfloat16", "add_layernorm-float16", "swiglu_split-float32", "five_dims"]
+)
+def test_single_columns_do_what_packs_do(tmp_path, name):
+    program = CASES[name]
+    tensors, outputs = inputs(name, program), allocate(program)
+    cuda_on_host.run(render(program), program, tensors, outputs, tmp_path, width=1)
+    for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
+        assert distance(name, got, oracle) <= 1
+
+
+@pytest.mark.parametrize(
+    ("program", "want"),
+    [
+        (p.rmsnorm(4, 4096, "bfloat16"), (8, 16)),
+        (p.rmsnorm(4, 4100, "bfloat16"), (4, 8)),
+        (p.rmsnorm(4, 4097, "bfloat16"), (1, 1)),
+        (p.rmsnorm(4, 4096, "float32"), (4, 16)),
+        (p.rmsnorm(4, 24, row_stride=37), (1, 1)),
+        (p.rmsnorm(1, 24, row_stride=37), (4, 16)),
+        (p.swiglu(4, 33, "bfloat16", is_split=True), (1, 1)),
+        (p.gelu_tanh((100,), strides=(3,)), (4, 16)),
+        (p.rope(1, 2, 70, 128, "bfloat16"), (8, 16)),
+    ],
+)
+def test_packs_are_as_wide_as_every_address_allows(program, want):
+    assert pack_width(schedule(program, flatten_rows=True)) == want
+
+
+def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
+    assert "load_pack(x_row + first + x_offset, is_inside && first < 64)" in render(p.rope(2, 3, 5, 128, "bfloat16")).source
+    assert "is_lt ? wide(x_row[col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
+
+
+def test_the_rows_of_a_thread_share_what_no_head_changes():
+    plan = schedule(p.rope(1, 28, 2048, 128, "bfloat16"), flatten_rows=True)
+    macros, _ = launch_shape(plan, Tuning(), is_looped=False)
+    assert plan.program.dims[-2] % macros["PACKS"] == 0
+    source = render(p.bias_gelu_erf(4096, 4096, "bfloat16")).source
+    assert source.index("bias_pack = ") > source.index("x_packs[p] = ")
+    assert "bias_packs" not in source
 
 
 @needs_nvrtc
@@ -75,11 +120,19 @@ def test_wide_indices_compile():
     assert compile_for(render(program), 90, program=program)
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["rope-bfloat16", "add_layernorm-float16", "gelu_tanh-bfloat16"])
+def test_single_columns_compile(name):
+    assert compile_for(render(CASES[name]), 90, program=CASES[name], width=1)
+
+
 def test_launch_shapes_cover_every_column_once():
     for cols in (1, 31, 128, 1536, 4096, 5000, 16384):
         plan = schedule(p.rmsnorm(4096, cols, "bfloat16"), flatten_rows=True)
         macros, grid = launch_shape(plan, Tuning(), is_looped=False)
-        assert macros["PACKS"] * macros["THREADS"] * 8 >= cols
+        reached = macros["PACKS"] * macros["THREADS"] * macros["VEC"]
+        assert reached >= cols
+        assert macros["FULL"] == (reached == cols)
         assert macros["THREADS"] % 32 == 0 and macros["THREADS"] * macros["ROWS"] <= 1024
         assert grid[0] * macros["ROWS"] >= 4096
         assert macros["ROWS"] == 1 or macros["THREADS"] == 32
@@ -108,6 +161,8 @@ def test_fast_math_shows_in_name_and_head_comment():
 def test_tuning_is_kept_in_the_file():
     rendered = render(p.rmsnorm(4, 4096), tuning=Tuning(num_warps=4))
     assert "// Tuning: num_warps=4" in rendered.source
+    rendered = render(p.rmsnorm(4, 4096), tuning=Tuning(packs=8))
+    assert tuning_of(rendered.source) == Tuning(packs=8)
 
 
 def test_manifest_text_cannot_leave_the_comment():

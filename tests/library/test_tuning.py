@@ -152,9 +152,10 @@ def test_the_key_tells_apart_what_needs_another_choice():
     def key(other=program, title="rmsnorm", backend="triton", device="NVIDIA H200", fast=False):
         return tuning_key(other, title, backend, device, fast_math=fast)
 
-    assert key() == key(programs.rmsnorm(1500, 4000, "bfloat16"))  # one bucket: both are below 2048 and 4096
+    assert key() == key(programs.rmsnorm(1500, 3584, "bfloat16"))  # one bucket: both are below 2048
     others = {
         key(programs.rmsnorm(2049, 3584, "bfloat16")),
+        key(programs.rmsnorm(2048, 4096, "bfloat16")),
         key(programs.rmsnorm(2048, 3584, "float16")),
         key(programs.softmax(2048, 3584, "bfloat16")),
         key(title="other"),
@@ -162,8 +163,17 @@ def test_the_key_tells_apart_what_needs_another_choice():
         key(device="NVIDIA A100"),
         key(fast=True),
     }
-    assert len(others) == 7
+    assert len(others) == 8
     assert key() not in others
+    assert key(programs.bias_gelu_erf(2048, 3584)) == key(programs.bias_gelu_erf(2000, 4096))  # no row has to fit a block
+
+
+def test_packs_of_a_stored_tuning_fit_every_width():
+    for cols in (64, 3072, 4096, 16384):
+        for tuning, text in candidates(programs.rmsnorm(16384, cols, "bfloat16"), "cuda"):
+            found = dict(item.split("=") for item in text.split())
+            assert tuning.num_warps in (None, 1)
+            assert int(found["THREADS"]) * int(found["PACKS"]) * int(found["VEC"]) - cols < 32 * int(found["PACKS"]) * 8
 
 
 @pytest.mark.parametrize(

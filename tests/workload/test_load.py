@@ -348,7 +348,7 @@ def test_no_cuda_device_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     error = fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda")
     assert str(error) == "no CUDA device is visible to PyTorch"
     assert "is a CPU build" in error.note_text
-    assert "work without a GPU" in error.hint_text
+    assert "works without a GPU" in error.hint_text
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert 'CUDA_VISIBLE_DEVICES=""' in fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda:0").note_text

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_add_layernorm_927c21(
+def fa_add_layernorm_b5a7b8(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     rows, cols, x_stride0, residual_stride0, total_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

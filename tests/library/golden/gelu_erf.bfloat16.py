@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_gelu_erf_abf19d(
+def fa_gelu_erf_9c4666(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

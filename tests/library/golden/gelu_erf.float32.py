@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_gelu_erf_c7de12(
+def fa_gelu_erf_1f7bd6(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -6,10 +6,13 @@
 // Source: https://arxiv.org/abs/1606.08415
 
 #ifndef THREADS
-#define THREADS 256  // threads along a row
+#define THREADS 256  // threads of a block
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread
 #endif
 #ifndef VEC
-#define VEC 8  // columns of a pack
+#define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
@@ -31,62 +34,68 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
-// VEC neighbours in a row; one 16-byte access (or two) where they are.
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
 template <typename T>
-struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
     T at[VEC];
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
-// One bit for each column of a pack that lies before the end.
-__device__ __forceinline__ unsigned lanes_before(index_t end, index_t first) {
-    const index_t left = end - first;
-    return left >= VEC ? (1u << VEC) - 1u : left > 0 ? (1u << left) - 1u : 0u;
-}
-
-// Lanes whose bit is 0 are not read and give 0.
+// Zeros, unread, where it is not wanted.
 template <typename T>
-__device__ __forceinline__ Pack<T> load_pack(const T* from, unsigned lanes) {
-    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(from) % alignof(Pack<T>) == 0)
-        return *reinterpret_cast<const Pack<T>*>(from);
-    Pack<T> pack{};
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
     #pragma unroll
-    for (int lane = 0; lane < VEC; ++lane)
-        if (lanes >> lane & 1) pack[lane] = from[lane];
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
     return pack;
 }
 
 template <typename T>
-__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack, unsigned lanes) {
-    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(to) % alignof(Pack<T>) == 0) {
-        *reinterpret_cast<Pack<T>*>(to) = pack;
-        return;
-    }
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
     #pragma unroll
-    for (int lane = 0; lane < VEC; ++lane)
-        if (lanes >> lane & 1) to[lane] = pack[lane];
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
 // For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_gelu_tanh_dc20c7(
+fa_gelu_tanh_8a6287(
     const bfloat16_bits* __restrict__ x_ptr,
     bfloat16_bits* __restrict__ out_ptr,
     index_t size) {
-    const index_t first = ((index_t)blockIdx.x * THREADS + threadIdx.x) * VEC;
-    if (first >= size) return;
-    const unsigned lanes = lanes_before(size, first);
-    const Pack<bfloat16_bits> x_pack = load_pack(x_ptr + first, lanes);
-    Pack<bfloat16_bits> out_pack;
+    Pack<bfloat16_bits> x_packs[PACKS];
     #pragma unroll
-    for (int lane = 0; lane < VEC; ++lane) {
-        const float x = wide(x_pack[lane]);
-        const float product = (x + x * (x * x) * 0.044715f) * 1.5957691216057308f;
-        const float out = x * sigmoid(product);
-        out_pack[lane] = narrow<bfloat16_bits>(out);
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        x_packs[p] = load_pack(x_ptr + first, is_inside);
     }
-    store_pack(out_ptr + first, out_pack, lanes);
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        if (!is_inside) continue;
+        Pack<bfloat16_bits> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = wide(x_packs[p][lane]);
+            const float product = (x + x * (x * x) * 0.044715f) * 1.5957691216057308f;
+            const float out = x * sigmoid(product);
+            out_pack[lane] = narrow<bfloat16_bits>(out);
+        }
+        store_pack(out_ptr + first, out_pack);
+    }
 }

@@ -16,7 +16,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def fa_gelu_tanh_f706c7(
+def fa_gelu_tanh_f8a782(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

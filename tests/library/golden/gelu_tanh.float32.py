@@ -26,7 +26,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def fa_gelu_tanh_26d43b(
+def fa_gelu_tanh_361267(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_layernorm_532afe(
+def fa_layernorm_24c10e(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rmsnorm_112a6f(
+def fa_rmsnorm_7296d3(
     weight_ptr, x_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -9,10 +9,13 @@
 #define THREADS 256  // threads along a row
 #endif
 #ifndef ROWS
-#define ROWS 1  // rows of a block
+#define ROWS 1  // threads along a column
+#endif
+#ifndef PACKS
+#define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
 #ifndef VEC
-#define VEC 8  // columns of a pack
+#define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
@@ -34,45 +37,42 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
-// VEC neighbours in a row; one 16-byte access (or two) where they are.
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
 template <typename T>
-struct alignas(sizeof(T) * VEC < 16 ? sizeof(T) * VEC : 16) Pack {
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
     T at[VEC];
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
-// One bit for each column of a pack that lies before the end.
-__device__ __forceinline__ unsigned lanes_before(index_t end, index_t first) {
-    const index_t left = end - first;
-    return left >= VEC ? (1u << VEC) - 1u : left > 0 ? (1u << left) - 1u : 0u;
-}
-
-// Lanes whose bit is 0 are not read and give 0.
+// Zeros, unread, where it is not wanted.
 template <typename T>
-__device__ __forceinline__ Pack<T> load_pack(const T* from, unsigned lanes) {
-    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(from) % alignof(Pack<T>) == 0)
-        return *reinterpret_cast<const Pack<T>*>(from);
-    Pack<T> pack{};
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
     #pragma unroll
-    for (int lane = 0; lane < VEC; ++lane)
-        if (lanes >> lane & 1) pack[lane] = from[lane];
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
     return pack;
 }
 
 template <typename T>
-__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack, unsigned lanes) {
-    if (lanes == (1u << VEC) - 1u && reinterpret_cast<unsigned long long>(to) % alignof(Pack<T>) == 0) {
-        *reinterpret_cast<Pack<T>*>(to) = pack;
-        return;
-    }
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
     #pragma unroll
-    for (int lane = 0; lane < VEC; ++lane)
-        if (lanes >> lane & 1) to[lane] = pack[lane];
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_3286ca(
+fa_rope_6145da(
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ cos_ptr,
     const bfloat16_bits* __restrict__ sin_ptr,
@@ -88,49 +88,45 @@ fa_rope_3286ca(
     index_t sin_stride0,
     index_t out_stride0,
     index_t out_stride1) {
-    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
-    const index_t i1 = row % size1;
-    const index_t i0 = row / size1;
-    const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-    bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+    const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
+    if (top >= rows) return;
+    const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
     for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
-        const unsigned lanes = lanes_before(cols, first);
-        const Pack<bfloat16_bits> x_pack = load_pack(x_row + first, lanes);
-        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first, lanes);
-        unsigned x_shifted_pack_lanes = 0;
+        Pack<bfloat16_bits> x_packs[PACKS];
+        Pack<bfloat16_bits> x_shifted_packs[PACKS];
+        Pack<bfloat16_bits> x_shifted_packs_2[PACKS];
         #pragma unroll
-        for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const bool is_ge = col >= 64;
-            x_shifted_pack_lanes |= (unsigned)is_ge << lane;
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack(x_row + first, is_inside);
+            x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside && first >= 64);
+            x_shifted_packs_2[p] = load_pack(x_row + first + x_offset_2, is_inside && first < 64);
         }
-        x_shifted_pack_lanes &= lanes;
-        const Pack<bfloat16_bits> x_shifted_pack = load_pack(x_row + first + x_offset, x_shifted_pack_lanes);
-        unsigned x_shifted_pack_2_lanes = 0;
+        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
+        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
         #pragma unroll
-        for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const bool is_lt = col < 64;
-            x_shifted_pack_2_lanes |= (unsigned)is_lt << lane;
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            if (!is_inside) continue;
+            Pack<bfloat16_bits> out_pack;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const index_t col = first + lane;
+                const float x = wide(x_packs[p][lane]);
+                const float cos_2 = wide(cos_pack[lane]);
+                const float x_shifted = wide(x_shifted_packs[p][lane]);
+                const bool is_lt = col < 64;
+                const float x_shifted_2 = wide(x_shifted_packs_2[p][lane]);
+                const float sin_2 = wide(sin_pack[lane]);
+                const float out = x * cos_2 + (is_lt ? -x_shifted_2 : x_shifted) * sin_2;
+                out_pack[lane] = narrow<bfloat16_bits>(out);
+            }
+            store_pack(out_row + first, out_pack);
         }
-        x_shifted_pack_2_lanes &= lanes;
-        const Pack<bfloat16_bits> x_shifted_pack_2 = load_pack(x_row + first + x_offset_2, x_shifted_pack_2_lanes);
-        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first, lanes);
-        Pack<bfloat16_bits> out_pack;
-        #pragma unroll
-        for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const float x = wide(x_pack[lane]);
-            const float cos_2 = wide(cos_pack[lane]);
-            const float x_shifted = wide(x_shifted_pack[lane]);
-            const bool is_lt = col < 64;
-            const float x_shifted_2 = wide(x_shifted_pack_2[lane]);
-            const float sin_2 = wide(sin_pack[lane]);
-            const float out = x * cos_2 + (is_lt ? -x_shifted_2 : x_shifted) * sin_2;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
-        }
-        store_pack(out_row + first, out_pack, lanes);
     }
 }

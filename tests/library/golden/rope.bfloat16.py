@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rope_e96d74(
+def fa_rope_ac558e(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
     rows, cols, x_stride0, x_stride1, cos_stride0, x_offset, x_offset_2, sin_stride0, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -16,7 +16,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def fa_swiglu_ad1dbe(
+def fa_swiglu_43f579(
     gate_ptr, up_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -26,7 +26,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def fa_swiglu_68f560(
+def fa_swiglu_e0059e(
     gate_ptr, up_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -16,14 +16,14 @@ from typing import Protocol
 
 import torch
 
+from fusion_advisor.bench import peers
+from fusion_advisor.bench.records import BenchRun
+from fusion_advisor.bench.row import ERROR_FACTOR, BenchOptions, Ceilings, bench_row, makers, set_up
 from fusion_advisor.environment import describe_environment, measure_bandwidth
-from fusion_advisor.library import bench_peers as peers
-from fusion_advisor.library.bench_clock import cache_bytes, make_clock
-from fusion_advisor.library.bench_records import BenchRun
-from fusion_advisor.library.bench_row import ERROR_FACTOR, BenchOptions, Ceilings, bench_row, makers, set_up
 from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.records import Bandwidth
+from fusion_advisor.timing.clock import cache_bytes, make_clock
 
 
 class Progress(Protocol):

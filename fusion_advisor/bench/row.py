@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.bench import peers
+from fusion_advisor.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like, run_in_float64
+from fusion_advisor.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.capture.graph import trace
-from fusion_advisor.capture.stopwatch import as_timing
-from fusion_advisor.library import bench_peers as peers
 from fusion_advisor.library.accuracy import error_of
-from fusion_advisor.library.bench_clock import Clock, Rotation, free_bytes, interleaved, plan_rotation
-from fusion_advisor.library.bench_inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like, run_in_float64
-from fusion_advisor.library.bench_records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.patterns import example, lower_reference
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.records import Bandwidth
+from fusion_advisor.timing.clock import Clock, Rotation, free_bytes, interleaved, plan_rotation
+from fusion_advisor.timing.stopwatch import as_timing
 
 ERROR_FACTOR = 2.0
 """A contender's error against fp64 may be so many times the reference's own: all round differently, none may be wrong."""

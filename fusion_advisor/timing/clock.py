@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fusion_advisor.fuse.measure import CannotRecord, recorded
+from fusion_advisor.timing.measure import CannotRecord, recorded
 
 _CACHE_FACTOR = 3
 _MOST_SETS = 512

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from fusion_advisor.fuse import measure
-from fusion_advisor.fuse.measure import compare_alone, difference, interleave
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.measure import compare_alone, difference, interleave
 
 
 class Clock:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.stopwatch import as_timing, median_interval
 from fusion_advisor.records import Timing
+from fusion_advisor.timing.stopwatch import as_timing, median_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from fusion_advisor import units
-from fusion_advisor.library.bench_records import BenchRow, BenchRun
-from fusion_advisor.report.bench_view import NAMES
+from fusion_advisor.bench.records import BenchRow, BenchRun
+from fusion_advisor.bench.view import NAMES
 from fusion_advisor.report.text import visible
 
 NO_MATPLOTLIB = "no plots: matplotlib is not installed (pip install 'fusion-advisor[bench]')"

@@ -8,23 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fusion_advisor.bench import peers as bench_peers
+from fusion_advisor.bench import row as bench_row
+from fusion_advisor.bench import run as bench_module
+from fusion_advisor.bench.cases import plan_bench
+from fusion_advisor.bench.inputs import make_inputs
+from fusion_advisor.bench.plot import draw
+from fusion_advisor.bench.records import BenchRow, BenchRun, Entrant, dump_run, judged, limit_ns, read_run
+from fusion_advisor.bench.row import BenchOptions, Ceilings
+from fusion_advisor.bench.run import bench, run_alone
+from fusion_advisor.bench.view import bench_markdown, bench_tables, summary_line
 from fusion_advisor.cli.app import main
 from fusion_advisor.cli.bench import parse_shape
 from fusion_advisor.cli.console import build_console
 from fusion_advisor.errors import UnknownSchema, UsageError
-from fusion_advisor.library import bench as bench_module
-from fusion_advisor.library import bench_peers, bench_row
-from fusion_advisor.library.bench import bench, run_alone
-from fusion_advisor.library.bench_cases import plan_bench
-from fusion_advisor.library.bench_clock import WallClock, cache_bytes, interleaved, plan_rotation
-from fusion_advisor.library.bench_inputs import make_inputs
-from fusion_advisor.library.bench_records import BenchRow, BenchRun, Entrant, dump_run, judged, limit_ns, read_run
-from fusion_advisor.library.bench_row import BenchOptions, Ceilings
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.spec import Case
 from fusion_advisor.records import Bandwidth, Environment, Timing
-from fusion_advisor.report.bench_plot import draw
-from fusion_advisor.report.bench_view import bench_markdown, bench_tables, summary_line
+from fusion_advisor.timing.clock import WallClock, cache_bytes, interleaved, plan_rotation
 
 CPU = torch.device("cpu")
 H200 = Bandwidth(copy_bytes_per_s=4_265 * 10**9, launch_ns=1_100)

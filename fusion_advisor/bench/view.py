@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.library.bench_records import BenchRow, BenchRun, Entrant
+from fusion_advisor.bench.records import BenchRow, BenchRun, Entrant
 from fusion_advisor.report.terminal import Column, column_table, plain
 from fusion_advisor.report.text import plural
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from fusion_advisor.capture import stopwatch
-from fusion_advisor.capture.stopwatch import as_timing, median_interval, wall_times
+from fusion_advisor.timing import stopwatch
+from fusion_advisor.timing.stopwatch import as_timing, median_interval, wall_times
 
 
 def test_few_values_give_the_whole_range():

@@ -1,0 +1,3 @@
+"""``kernels bench``: every kernel against its peers and the memory limit."""
+
+from __future__ import annotations
