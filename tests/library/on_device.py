@@ -12,6 +12,7 @@ from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.check_inputs import eager, oracle
 from fusion_advisor.library.patterns import lower_graph
 from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.library.tuning import best_tuning
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 
@@ -50,12 +51,13 @@ def plain(function):
     return call
 
 
-def site(function, inputs, backend, folder):
-    """Lower, render, build and bind."""
+def site(function, inputs, backend, folder, *, is_tuned=False):
+    """Lower, render, build and bind; tuned as ``apply`` does it, or with the backend's own launch parameters."""
     examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
     graph = trace(plain(function), examples)
     lowered = next(lower_graph(graph, tuple(f"x{n}" for n in range(len(inputs)))))
-    rendered = backend_of(backend).render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
+    tuning = best_tuning(lowered.program, None, backend, "cuda", header=HEADER).tuning if is_tuned else Tuning()
+    rendered = backend_of(backend).render(lowered.program, HEADER, tuning=tuning, fast_math=False)
     built = backend_of(backend).build(rendered, folder / f"{rendered.entry}{rendered.suffix}")
     return Site(graph, lowered.program, built.bind(lowered.program), lowered.inputs)
 
