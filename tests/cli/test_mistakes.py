@@ -155,7 +155,8 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
         time.sleep(0.05)
     done.send_signal(signal.SIGINT)
     out, err = done.communicate(timeout=120)
-    assert done.returncode == 130, err
+    # Interrupted inside an exec() of torch's, Python ends itself with SIGINT after our exit code; a shell shows 130 for both.
+    assert done.returncode in (130, -signal.SIGINT), err
     assert out == ""
     assert err.rstrip().endswith("interrupted; what there is lies in run")
     assert "Traceback" not in err
