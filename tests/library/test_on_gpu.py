@@ -153,8 +153,8 @@ def test_exponentials_around_their_overflow(tmp_path, dtype, backend):
 @pytest.mark.parametrize("name", SPECS)
 def test_memory_is_the_limit(tmp_path, name, backend, request, monkeypatch):
     """Coarse: a fifth below the speed of a copy of as many bytes, measured in the same process."""
-    if name == "gelu_erf":
-        reason = "an erf good to 1 ulp takes more issue slots than its 4 bytes take time: 0.68 (Triton), 0.79 (CUDA) on an H200"
+    if (name, backend) == ("gelu_erf", "triton"):
+        reason = "an erf good to 1 ulp takes more issue slots than its 4 bytes take time: 0.68 of a copy on an H200"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = SPECS[name]
@@ -178,7 +178,7 @@ def seconds(call):
         call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # the host runs ahead, so that no launch is waited for
+    torch.cuda._sleep(40_000_000)  # the host runs ahead (some 20 ms), so that no launch is waited for
     for event in events:
         event.record()
         call()

@@ -6,8 +6,6 @@
 # Origin: library kernel gelu_tanh, variant written_out.
 # Source: https://arxiv.org/abs/1606.08415
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -30,11 +28,9 @@ def sigmoid(x):
 
 @triton.jit
 def fa_gelu_tanh_0d3df3(
-    x_ptr,
-    out_ptr,
+    x_ptr, out_ptr,
     size,
-    INDEX: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size

@@ -7,28 +7,15 @@
 # Origin: library kernel add_rmsnorm, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def fa_add_rmsnorm_97b99a(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    total_ptr,
-    out_ptr,
-    rows,
-    cols,
-    x_stride0,
-    residual_stride0,
-    total_stride0,
-    out_stride0,
-    INDEX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr,
+    rows, cols, x_stride0, residual_stride0, total_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)

@@ -6,31 +6,15 @@
 # Origin: library kernel rope, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def fa_rope_460a78(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    rows,
-    cols,
-    x_stride0,
-    x_stride1,
-    cos_stride0,
-    x_offset,
-    x_offset_2,
-    sin_stride0,
-    out_stride0,
-    out_stride1,
-    INDEX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, out_ptr,
+    rows, cols, x_stride0, x_stride1, cos_stride0, x_offset, x_offset_2, sin_stride0, out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     col_tiles = tl.cdiv(cols, BLOCK_COLS)

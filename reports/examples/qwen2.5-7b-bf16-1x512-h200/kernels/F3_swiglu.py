@@ -5,8 +5,6 @@
 # Origin: library kernel swiglu, variant builtin.
 # Source: https://arxiv.org/abs/2002.05202
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -19,12 +17,9 @@ def sigmoid(x):
 
 @triton.jit
 def fa_swiglu_43f579(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
+    gate_ptr, up_ptr, out_ptr,
     size,
-    INDEX: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
