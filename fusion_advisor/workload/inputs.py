@@ -15,8 +15,8 @@ from fusion_advisor.records import TensorMeta
 from fusion_advisor.workload.architecture import max_positions
 from fusion_advisor.workload.request import WorkloadRequest
 
-_DECODER_TOKENS = 512
-_ENCODER_TOKENS = 128
+_LONG_TOKENS = 512
+_SHORT_TOKENS = 128
 _IMAGE_SIZE = 224
 
 
@@ -35,8 +35,9 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
 
     Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it.
     Encoder-decoders get both sides at the same length (Whisper: 30 s of audio features). Encoders get ``input_ids`` only, as
-    users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs and 128 for the rest, or the model's
-    maximum where that is less.
+    users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs on a GPU and 128 for the rest, or the
+    model's maximum where that is less: on two CPU cores a step of GPT-2 at 512 leaves time for too few rounds to tell a gain
+    from the noise.
 
     Raises:
         SequenceTooLong: the model has fewer positions.
@@ -74,7 +75,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     elif wanted != "input_ids":
         raise NoExampleInputs(model_id=request.model_id, class_name=type(model).__name__, wanted=wanted)
 
-    seq_len = _sequence_length(config, request, is_causal=is_causal)
+    seq_len = _sequence_length(config, request, is_long=is_causal and device.type == "cuda")
     text = getattr(config, "text_config", None) or config
     if "input_features" not in kwargs:
         kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
@@ -121,10 +122,10 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     return value
 
 
-def _sequence_length(config: Any, request: WorkloadRequest, *, is_causal: bool) -> int:
+def _sequence_length(config: Any, request: WorkloadRequest, *, is_long: bool) -> int:
     maximum = max_positions(config)
     if request.seq_len is None:
-        default = _DECODER_TOKENS if is_causal else _ENCODER_TOKENS
+        default = _LONG_TOKENS if is_long else _SHORT_TOKENS
         return min(default, maximum) if maximum is not None else default
     if maximum is not None and request.seq_len > maximum:
         raise SequenceTooLong(seq_len=request.seq_len, maximum=maximum, model_id=request.model_id)
