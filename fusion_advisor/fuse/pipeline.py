@@ -27,7 +27,7 @@ from fusion_advisor.records import Capture, Report
 from fusion_advisor.workload.device import is_out_of_memory, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
-_DECIDE_S = {"cuda": 8.0, "cpu": 20.0}
+_DECIDE_S = {"cuda": 8.0, "cpu": 45.0}
 
 
 def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None) -> tuple[Report, Capture]:
