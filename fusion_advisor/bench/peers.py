@@ -165,7 +165,7 @@ LIGER: dict[str, Callable[[Any, str, Mapping[str, float]], _Prepared]] = {
 """Our kernels that liger-kernel has an op for. A wrong pairing costs nothing: wrong numbers are never timed.
 
 Its rope is left out: a run over sequence lengths with it in ended in an illegal memory access (liger-kernel 0.8.5, H200); the
-same run without it does not, and memcheck finds nothing in ours.
+same run without it does not, and memcheck saw no invalid access in ours at the shortest length.
 """
 
 
