@@ -10,16 +10,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.arguments import signature
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.records import Report
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """What was verified for calls of one signature.
+
+    Attributes:
+        modules_by_code: the rewritten graph for each of dynamo's graphs, keyed by dynamo's own code and its inputs' layouts.
+        compiled: the model's call as dynamo runs it for this signature alone.
+        graphs_in_place: how often dynamo handed over a graph that was verified.
+        is_broken: a value inside the model was laid out differently than when it was verified; the entry is not used again.
+    """
+
+    modules_by_code: dict[tuple[Any, ...], torch.fx.GraphModule]
+    compiled: Callable[..., Any]
+    graphs_in_place: int = 0
+    is_broken: bool = False
 
 
 class FusedModel:
@@ -41,18 +59,32 @@ class FusedModel:
         self.report: Report | None = None
         self.fallbacks: dict[str, int] = {}
         """Why calls ran the original ops, and how often."""
-        self._modules_by_code = {
+        self.entries: dict[tuple[Any, ...], Entry] = {}
+        """What was verified, by the signature of the call; every other call runs the original ops."""
+        self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+        self._original = torch_internals.original_call(model)
+        self._before: Callable[..., Any] | None = None
+        self._is_applied = False
+        self.add(regions, modules, args, kwargs)
+
+    def add(
+        self, regions: list[Region], modules: list[torch.fx.GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Let calls like this one run rewritten graphs too.
+
+        Args:
+            regions: what dynamo captured of the call, in order.
+            modules: the rewritten graph of each region.
+            args: the call that was captured and verified …
+            kwargs: … whose signature the others are compared with.
+        """
+        by_code = {
             (region.original.code, _input_layouts(region.example_args)): module
             for region, module in zip(regions, modules, strict=True)
         }
-        self._signature = signature(args, kwargs)
-        self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
-        self._original = torch_internals.original_call(model)
-        self._compiled = torch_internals.compiled_call(model, self._choose)
-        self._before: Callable[..., Any] | None = None
-        self._is_applied = False
-        self._is_broken = False
-        self._graphs_in_place = 0
+        key = signature(args, kwargs)
+        compiled = torch_internals.compiled_call(self.model, lambda graph, inputs: self._choose(self.entries[key], graph, inputs))
+        self.entries[key] = Entry(modules_by_code=by_code, compiled=compiled)
 
     # ------------------------------------------------------------------ the call
 
@@ -62,51 +94,53 @@ class FusedModel:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten graphs if this call was verified, the original ops if not."""
-        refusal = self._refusal(args, kwargs)
-        if refusal is None:
+        found = self._verified(args, kwargs)
+        if isinstance(found, Entry):
             try:
-                return self._run_compiled(args, kwargs)
+                return self._run_compiled(found, args, kwargs)
             except LayoutChanged as change:
-                self._is_broken = True
-                refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
-        self._say(refusal)
+                found.is_broken = True
+                found = f"a value inside the model was laid out differently than when it was verified ({change})"
+        self._say(found)
         return self._original(*args, **kwargs)
 
-    def _run_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._graphs_in_place:
-            return self._compiled(*args, **kwargs)
+    def _run_compiled(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if entry.graphs_in_place:
+            return entry.compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         with torch_internals.raise_recompile_limit(1024):
-            result = self._compiled(*args, **kwargs)
-        if not self._graphs_in_place:
+            result = entry.compiled(*args, **kwargs)
+        if not entry.graphs_in_place:
             self._say("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        if self._is_broken:
-            return "a value inside the model was laid out differently than when it was verified"
+    def _verified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry | str:
+        """Return what was verified for this call, or why nothing was."""
         if torch.is_grad_enabled():
             return "gradients are enabled; wrap the call in torch.no_grad()"
         if self.model.training or any(module.training for module in self._live_dropouts):
             return "the model is in train() mode"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if signature(args, kwargs) != self._signature:
+        entry = self.entries.get(signature(args, kwargs))
+        if entry is None:
             return "these inputs (names, shapes, dtypes or strides) were not verified"
-        return None
+        if entry.is_broken:
+            return "a value inside the model was laid out differently than when it was verified"
+        return entry
 
     def _say(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if self.fallbacks[reason] == 1:
             warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=3)
 
-    def _choose(self, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def _choose(self, entry: Entry, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        module = self._modules_by_code.get((graph_module.code, _input_layouts(example_inputs)))
+        module = entry.modules_by_code.get((graph_module.code, _input_layouts(example_inputs)))
         if module is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
             return graph_module.forward
-        self._graphs_in_place += 1
+        entry.graphs_in_place += 1
         return module.forward
 
     # ------------------------------------------------------------------ applying and reverting
@@ -135,19 +169,6 @@ class FusedModel:
         if name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
-
-
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what must be equal for a call to be one that was verified."""
-    leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    return (structure, *(_leaf(leaf) for leaf in leaves))
-
-
-def _leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
-    # Anything but plain data (a KV cache object, say) carries state that was not verified: it never equals another.
-    return leaf if isinstance(leaf, bool | int | float | str | type(None)) else object()
 
 
 def _input_layouts(values: Any) -> tuple[Any, ...]:
