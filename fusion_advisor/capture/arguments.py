@@ -50,7 +50,7 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _walk(f"{name}.{index}", item, (*above, id(value)))
-    elif isinstance(value, torch.Tensor | _PLAIN):
+    elif isinstance(value, (torch.Tensor, *_PLAIN)):
         yield name, None, "", value
     elif _is_open(value):
         for attribute, item in vars(value).items():
