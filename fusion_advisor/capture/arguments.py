@@ -7,7 +7,8 @@ in Python tells two calls apart and a count kept in a tensor does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +26,34 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ..
 
 def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for every tensor in a value: ``past_key_values.layers.0.keys``."""
-    yield from ((found, item) for found, _, _, item in _walk(name, value, ()) if isinstance(item, torch.Tensor))
+    yield from ((found, item) for found, _, item in _walk(name, value, ()) if isinstance(item, torch.Tensor))
 
 
-def plain_attributes(value: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (object, attribute, value) for every plain value that an object in ``value`` carries."""
-    for _, owner, attribute, item in _walk("", value, ()):
-        if owner is not None and isinstance(item, _PLAIN):
-            yield owner, attribute, item
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yield every object in a value whose attributes are part of the call, the outer ones first."""
+    seen: dict[int, Any] = {}
+    for _, owner, _ in _walk("", value, ()):
+        if owner is not None and id(owner) not in seen:
+            seen[id(owner)] = owner
+            yield owner
+
+
+def copied(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a value, its objects copied too, with every tensor and plain value replaced by ``change`` of it."""
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copied(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item, change) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, copied(item, change)) for key, item in value.items())
+    if _is_open(value):
+        twin = copy.copy(value)
+        for attribute, item in vars(value).items():
+            setattr(twin, attribute, value if item is value else copied(item, change))
+        return twin
+    return copy.deepcopy(value)
 
 
 def _is_open(value: Any) -> bool:
@@ -40,24 +61,23 @@ def _is_open(value: Any) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.nn.Module)
 
 
-def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield (name, owning object or None, attribute, leaf); an object that holds itself is not followed."""
+def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, None, leaf) for every leaf and (name, object, None) for every object; one that holds itself ends there."""
     if id(value) in above:
         return
+    inside = (*above, id(value))
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(f"{name}.{key}", item, (*above, id(value)))
+            yield from _walk(f"{name}.{key}", item, inside)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _walk(f"{name}.{index}", item, (*above, id(value)))
+            yield from _walk(f"{name}.{index}", item, inside)
     elif isinstance(value, (torch.Tensor, *_PLAIN)):
-        yield name, None, "", value
+        yield name, None, value
     elif _is_open(value):
+        yield name, value, None
         for attribute, item in vars(value).items():
-            if isinstance(item, _PLAIN):
-                yield f"{name}.{attribute}", value, attribute, item
-            else:
-                yield from _walk(f"{name}.{attribute}", item, (*above, id(value)))
+            yield from _walk(f"{name}.{attribute}", item, inside)
 
 
 def _key(value: Any, above: tuple[int, ...]) -> Any:

@@ -77,6 +77,8 @@ def install(
     original = torch_internals.original_call(loaded.model)
     fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
 
+    rewind = bench.live.written.rewind
+
     def eager_call() -> Any:
         return original(*loaded.args, **loaded.kwargs)
 
@@ -90,17 +92,19 @@ def install(
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
         with torch.no_grad():
-            check = check_whole_model(loaded, eager_call, fused_call)
+            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
         wall_before, wall_after = steps.wall_pair(
-            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S, rewind=rewind
         )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+        rewind()
         before = replace(
             report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
         )
+        rewind()
         after = steps.step_profile(
             "fused",
             after_step.launches,
@@ -112,7 +116,11 @@ def install(
         with clock.phase("torch.compile"):
             compiled = torch.compile(original, dynamic=False)
             step, first_s = steps.compiled_step(
-                lambda: compiled(*loaded.args, **loaded.kwargs), on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+                lambda: compiled(*loaded.args, **loaded.kwargs),
+                on_cuda=bench.on_cuda,
+                runs=options.runs,
+                budget_s=WALL_S,
+                rewind=rewind,
             )
             progress.note(f"first call {first_s:.1f} s")
             note = f"torch.compile was measured in its default mode, in the same run; its first call took {first_s:.1f} s."

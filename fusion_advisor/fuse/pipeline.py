@@ -40,7 +40,8 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "profiling"):
-        capture, _, plan = _profile(loaded, options, progress, clock)
+        capture, live, plan = _profile(loaded, options, progress, clock)
+        live.written.restore()
     return _report(capture, plan, options, clock, status="profiled"), capture
 
 
@@ -76,7 +77,9 @@ def apply_workload(
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
         report = replace(report, fusions=tuple(fusions), rewrites=rewrites)
         on_report(report)
-        return install(loaded, capture, bench, report, decision, built, options, progress, clock)
+        run = install(loaded, capture, bench, report, decision, built, options, progress, clock)
+        live.written.restore()
+        return run
 
 
 def _profile(

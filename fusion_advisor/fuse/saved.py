@@ -90,6 +90,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
         built.append(trial.built)
     variant = bench.build(built, [name for name in PASSES if name in saved.passes])
     fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs)
+    live.written.restore()
     fused.report = saved.report
     return fused.apply()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.arguments import plain_attributes, signature, tensors_in
+from fusion_advisor.capture.arguments import copied, objects_in, signature, tensors_in
 
 
 class Layer:
@@ -77,6 +77,16 @@ def test_tensors_are_named_after_their_place():
     assert [name for name, _ in tensors_in("pair", (torch.ones(1), {"x": torch.ones(1)}))] == ["pair.0", "pair.1.x"]
 
 
-def test_plain_values_come_with_the_object_that_carries_them():
-    layer = Layer(count=3)
-    assert list(plain_attributes({"cache": Cache(layer), "n": 7})) == [(layer, "count", 3)]
+def test_objects_are_found_once_each():
+    layer = Layer()
+    cache = Cache(layer, layer)
+    assert list(objects_in({"cache": cache, "n": 7})) == [cache, layer]
+
+
+def test_a_copy_shares_no_object_and_no_changed_tensor():
+    cache = Cache(Layer(), Layer(count=2))
+    twin = copied({"cache": cache}, lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) else leaf)["cache"]
+    assert twin is not cache and twin.layers is not cache.layers and twin.layers[1] is not cache.layers[1]
+    assert twin.layers[1].keys.dtype == torch.float64 and twin.layers[1].count == 2
+    twin.layers[0].keys.add_(1)
+    assert cache.layers[0].keys.sum() == 0 and cache.layers[0].keys.dtype == torch.float32
