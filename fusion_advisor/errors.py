@@ -218,8 +218,8 @@ class SequenceTooLong(AdvisorError):
     """More tokens than the model has positions."""
 
     code = "FA304"
-    message = "--seq-len {seq_len} is over the {maximum} positions of `{model_id}`"
-    hint = "--seq-len {maximum} is the most it takes"
+    message = "{option} {seq_len} is over the {maximum} positions of `{model_id}`"
+    hint = "{option} {most} is the most it takes"
     exit_code = 2
 
 

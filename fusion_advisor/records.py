@@ -122,6 +122,10 @@ class Workload:
     inputs: tuple[tuple[str, TensorMeta], ...] = ()
     parameter_bytes: int = 0
     parameter_count: int = 0
+    context: int = 0
+    """Tokens in the KV cache before the step (decode); 0 where there is no cache."""
+    new_tokens: int = 0
+    """Tokens made by ``generate``; 0 for a single step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

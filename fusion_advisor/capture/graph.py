@@ -259,6 +259,12 @@ def written_storages(node: Node) -> list[int]:
     return written
 
 
+def writes_to_inputs(region: Region) -> bool:
+    """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
+    given = {key for node in _placeholders(region.graph) for key in storages(node)}
+    return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
+
+
 def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
     if isinstance(value, Node):
         return Ref(index=index_of[value])

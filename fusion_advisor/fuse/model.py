@@ -18,7 +18,7 @@ import torch
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.arguments import signature
-from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.graph import Region, writes_to_inputs
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.records import Report
 
@@ -31,13 +31,19 @@ class Entry:
         modules_by_code: the rewritten graph for each of dynamo's graphs, keyed by dynamo's own code and its inputs' layouts.
         compiled: the model's call as dynamo runs it for this signature alone.
         graphs_in_place: how often dynamo handed over a graph that was verified.
+        writes: whether the graphs write to what they are given (a KV cache): such a call cannot be run again from its start.
         is_broken: a value inside the model was laid out differently than when it was verified; the entry is not used again.
     """
 
     modules_by_code: dict[tuple[Any, ...], torch.fx.GraphModule]
     compiled: Callable[..., Any]
+    writes: bool = False
     graphs_in_place: int = 0
     is_broken: bool = False
+
+
+class HalfWritten(RuntimeError):
+    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 class FusedModel:
@@ -84,7 +90,8 @@ class FusedModel:
         }
         key = signature(args, kwargs)
         compiled = torch_internals.compiled_call(self.model, lambda graph, inputs: self._choose(self.entries[key], graph, inputs))
-        self.entries[key] = Entry(modules_by_code=by_code, compiled=compiled)
+        writes = any(map(writes_to_inputs, regions))
+        self.entries[key] = Entry(modules_by_code=by_code, compiled=compiled, writes=writes)
 
     # ------------------------------------------------------------------ the call
 
@@ -93,13 +100,22 @@ class FusedModel:
         return self.model(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the rewritten graphs if this call was verified, the original ops if not."""
+        """Run the rewritten graphs if this call was verified, the original ops if not.
+
+        Raises:
+            HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified. Later
+                calls run the original ops.
+        """
         found = self._verified(args, kwargs)
         if isinstance(found, Entry):
             try:
                 return self._run_compiled(found, args, kwargs)
             except LayoutChanged as change:
                 found.is_broken = True
+                if found.writes:
+                    raise HalfWritten(
+                        f"{change}; the call had begun to write to its cache: reset the cache and repeat"
+                    ) from change
                 found = f"a value inside the model was laid out differently than when it was verified ({change})"
         self._say(found)
         return self._original(*args, **kwargs)

@@ -43,7 +43,8 @@ def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: C
         oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
     truth = theirs if oracle is None else oracle
     changed = {key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()}
-    return check_model(*(_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth)), name)
+    fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
+    return check_model(fused_rows, eager_rows, true_rows, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

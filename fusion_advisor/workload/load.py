@@ -108,6 +108,7 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         revision=source.revision,
         layers=request.layers if request.layers != total else None,
         total=total,
+        context=inputs.context,
     )
     notes = (*source.notes, *inputs.notes)
     return LoadedWorkload(model=model, args=(), kwargs=inputs.kwargs, record=record, request=request, notes=notes)
@@ -153,6 +154,7 @@ def _record(
     layers: int | None = None,
     total: int | None = None,
     batch: int | None = None,
+    context: int = 0,
 ) -> Workload:
     # `parameters()` yields a tied weight once, so it is counted once.
     parameters = list(model.parameters())
@@ -171,6 +173,7 @@ def _record(
         inputs=metas,
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         parameter_count=sum(parameter.numel() for parameter in parameters),
+        context=context,
     )
 
 
