@@ -31,12 +31,14 @@ class Written:
     Attributes:
         tensors: every tensor written to, by name, live.
         before: their values before the call.
+        made: names of the tensors that the call puts in place of others (a cache that allocates itself at its first use).
         moving: names of the tensors that must be put back before the call is repeated.
         attributes: (object, attribute, value before the call) for every attribute that the call sets to something else.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     before: dict[str, torch.Tensor] = field(default_factory=dict)
+    made: tuple[str, ...] = ()
     moving: tuple[str, ...] = ()
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
 
@@ -79,13 +81,15 @@ def written_by(
     Raises:
         NotRepeatable: after everything was put back a second call is another one than the first (a list that grows, say).
     """
-    found = {**_arguments(args, kwargs), **dict(model.named_buffers())}
+    found = {**arguments(args, kwargs), **dict(model.named_buffers())}
     copies = {name: tensor.detach().clone() for name, tensor in found.items()}
     attributes = [(owner, dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
     layouts = _layouts(args, kwargs)
     call()
     written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
     written.tensors = {name: tensor for name, tensor in found.items() if not torch.equal(tensor, copies[name])}
+    now = arguments(args, kwargs)
+    written.made = tuple(name for name, tensor in now.items() if tensor is not found.get(name))
     written.before = {name: copies[name] for name in written.tensors}
     del copies
     if not written.tensors and not written.attributes:
@@ -104,13 +108,14 @@ def written_by(
     return written
 
 
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return every tensor among the arguments by name, as it is now."""
     named = [("args", args), *kwargs.items()]
     return {name: tensor for key, value in named for name, tensor in tensors_in(key, value)}
 
 
 def _layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in _arguments(args, kwargs).items()}
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in arguments(args, kwargs).items()}
 
 
 def _changes(owner: Any, earlier: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:

@@ -32,6 +32,8 @@ class AppliedRun:
     fused: FusedModel
     report: Report
     capture: Capture
+    parts: tuple[tuple[str, Report, Capture], ...] = ()
+    """Further regimes of the same model, each with a report of its own: (folder, report, capture)."""
 
     def revert(self) -> None:
         """Put the original model back."""
@@ -185,6 +187,16 @@ def _why_nothing_stays(
         rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
         return f"the step would rise {rise}: everything was reverted"
     return None
+
+
+def reverted(report: Report, reason: str) -> Report:
+    """Return a report of which nothing stays in the model after all."""
+    return replace(
+        report,
+        fusions=tuple(_reverted(fusion, reason) for fusion in report.fusions),
+        rewrites=tuple(_reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
+        warnings=(*report.warnings, reason),
+    )
 
 
 def _reverted(fusion: Fusion, reason: str) -> Fusion:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -70,7 +70,7 @@ class FusedModel:
         self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
         self._original = torch_internals.original_call(model)
         self._before: Callable[..., Any] | None = None
-        self._is_applied = False
+        self.is_applied = False
         self.add(regions, modules, args, kwargs)
 
     def add(
@@ -89,9 +89,16 @@ class FusedModel:
             for region, module in zip(regions, modules, strict=True)
         }
         key = signature(args, kwargs)
-        compiled = torch_internals.compiled_call(self.model, lambda graph, inputs: self._choose(self.entries[key], graph, inputs))
         writes = any(map(writes_to_inputs, regions))
-        self.entries[key] = Entry(modules_by_code=by_code, compiled=compiled, writes=writes)
+        self.entries[key] = Entry(modules_by_code=by_code, compiled=self._compile(key), writes=writes)
+
+    def take_over(self, other: FusedModel) -> None:
+        """Let calls that another fused model of the same model was verified for run their rewritten graphs here too."""
+        for key, entry in other.entries.items():
+            self.entries[key] = replace(entry, compiled=self._compile(key), graphs_in_place=0)
+
+    def _compile(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        return torch_internals.compiled_call(self.model, lambda graph, inputs: self._choose(self.entries[key], graph, inputs))
 
     # ------------------------------------------------------------------ the call
 
@@ -163,16 +170,16 @@ class FusedModel:
 
     def apply(self) -> FusedModel:
         """Put the fusions in place; does nothing when they are."""
-        if not self._is_applied:
+        if not self.is_applied:
             self._before = torch_internals.set_compiled_call(self.model, self.dispatch)
-            self._is_applied = True
+            self.is_applied = True
         return self
 
     def revert(self) -> torch.nn.Module:
         """Take the fusions out again and return the model, which then is as it was before."""
-        if self._is_applied:
+        if self.is_applied:
             torch_internals.set_compiled_call(self.model, self._before)
-            self._is_applied = False
+            self.is_applied = False
         return self.model
 
     def __enter__(self) -> FusedModel:

@@ -6,15 +6,15 @@ What a call writes (a KV cache, a count) is an output like any other: of each te
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from fusion_advisor.capture.arguments import copied, tensors_in
-from fusion_advisor.capture.state import Written
+from fusion_advisor.capture.arguments import copied
+from fusion_advisor.capture.state import Written, arguments
 from fusion_advisor.fuse.verify import check_model
 from fusion_advisor.records import ModelCheck
 from fusion_advisor.workload.device import memory_bytes
@@ -33,16 +33,21 @@ def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: C
         fused: the fused call.
         written: what a call changes outside its result; put back before each of the three.
     """
+    names = (*written.tensors, *written.made)
+
+    def outcome(call: Callable[[], Any]) -> _Outcome:
+        written.restore()
+        return _Outcome.of(call(), _live(loaded.model, loaded.args, loaded.kwargs), names)
+
+    ours, theirs = outcome(fused), outcome(eager)
     written.restore()
-    ours = _Outcome.of(fused(), written.tensors)
-    written.restore()
-    theirs = _Outcome.of(eager(), written.tensors)
-    written.restore()
-    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}, written)
+    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}, names)
     if oracle is not None and [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
         oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
     truth = theirs if oracle is None else oracle
-    changed = {key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()}
+    changed = {key: torch.ones_like(ours.written[key], dtype=torch.bool) for key in written.made} | {
+        key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()
+    }
     fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
     return check_model(fused_rows, eager_rows, true_rows, name)
 
@@ -55,10 +60,10 @@ class _Outcome:
     written: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, output: Any, tensors: Mapping[str, torch.Tensor]) -> _Outcome:
+    def of(cls, output: Any, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Outcome:
         # Cloned: an output may be a view of the cache that the next call writes to.
         outputs = [(name, tensor.clone()) for name, tensor in named_tensors(output)]
-        return cls(outputs=outputs, written={name: tensor.clone() for name, tensor in tensors.items()})
+        return cls(outputs=outputs, written={name: tensors[name].clone() for name in names})
 
     def changed(self, masks: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """One flat tensor of what was written to floats, layer after layer, and one of counts, which must be equal."""
@@ -90,7 +95,7 @@ def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     return [(pytree.keystr(path).strip("[]'.\"") or "output", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], written: Written) -> tuple[_Outcome | None, str]:
+def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:
     wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -111,8 +116,8 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], written: Writ
         output = model(*args, **kwargs)
     except RuntimeError:  # a dtype that the model's own code names does not follow the copy
         return None, "eager"
-    named = dict(model.named_buffers())
-    for name, value in (("args", args), *kwargs.items()):
-        named.update(tensors_in(name, value))
-    del model
-    return _Outcome.of(output, {name: named[name] for name in written.tensors}), f"{str(wide).removeprefix('torch.')} copy"
+    return _Outcome.of(output, _live(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+
+
+def _live(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {**arguments(args, kwargs), **dict(model.named_buffers())}

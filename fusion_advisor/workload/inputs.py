@@ -20,6 +20,8 @@ from fusion_advisor.workload.request import WorkloadRequest
 _LONG_TOKENS = 512
 _SHORT_TOKENS = 128
 _IMAGE_SIZE = 224
+NEW_TOKENS = 32
+"""Tokens that ``generate`` makes when it is not told how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         raise NoExampleInputs(model_id=request.model_id, class_name=type(model).__name__, wanted=wanted)
 
     seq_len = _sequence_length(config, request, is_long=is_causal and device.type == "cuda")
+    if request.phase == "generate":
+        seq_len = _prompt_length(config, request, seq_len)
     text = getattr(config, "text_config", None) or config
     if "input_features" not in kwargs:
         kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
@@ -152,6 +156,20 @@ def _sequence_length(config: Any, request: WorkloadRequest, *, is_long: bool) ->
             option="--seq-len", seq_len=request.seq_len, maximum=maximum, most=maximum, model_id=request.model_id
         )
     return request.seq_len
+
+
+def _prompt_length(config: Any, request: WorkloadRequest, seq_len: int) -> int:
+    """Leave room for the new tokens: a default length gives way, one that was asked for does not."""
+    maximum, new_tokens = max_positions(config), request.new_tokens or NEW_TOKENS
+    if maximum is None or seq_len + new_tokens <= maximum:
+        return seq_len
+    most = maximum - new_tokens
+    if request.seq_len is not None or most < 1:
+        option, length = ("--seq-len", seq_len) if most >= 1 else ("--new-tokens", new_tokens)
+        raise SequenceTooLong(
+            option=option, seq_len=length, maximum=maximum, most=most if most >= 1 else maximum - 1, model_id=request.model_id
+        )
+    return most
 
 
 def _tokens(config: Any, batch: int, seq_len: int, generator: torch.Generator) -> torch.Tensor:
