@@ -92,7 +92,7 @@ def written_by(
     written.made = tuple(name for name, tensor in now.items() if tensor is not found.get(name))
     written.before = {name: copies[name] for name in written.tensors}
     del copies
-    if not written.tensors and not written.attributes:
+    if not written.tensors and not written.attributes and _layouts(args, kwargs) == layouts:
         return written
     after = {name: tensor.detach().clone() for name, tensor in written.tensors.items()}
     small = tuple(name for name, tensor in written.tensors.items() if tensor.nbytes <= _SMALL_BYTES)

@@ -171,7 +171,10 @@ class FusedModel:
     def apply(self) -> FusedModel:
         """Put the fusions in place; does nothing when they are."""
         if not self.is_applied:
-            self._before = torch_internals.set_compiled_call(self.model, self.dispatch)
+            # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
+            # call and run the model's own ops: it must stop here instead.
+            stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
+            self._before = torch_internals.set_compiled_call(self.model, stop)
             self.is_applied = True
         return self
 
