@@ -14,6 +14,7 @@ import torch
 
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.capture.state import Written
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
@@ -42,7 +43,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     with _memory_errors(loaded, "profiling"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         live.written.restore()
-    return _report(capture, plan, options, clock, status="profiled"), capture
+    return _report(capture, plan, options, clock, live.written, status="profiled"), capture
 
 
 def apply_workload(
@@ -67,7 +68,7 @@ def apply_workload(
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
-        report = _report(capture, plan, options, clock, status="interrupted")
+        report = _report(capture, plan, options, clock, live.written, status="interrupted")
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -124,7 +125,7 @@ def _profile(
     return capture, live, plan
 
 
-def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseClock, *, status: str) -> Report:
+def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseClock, written: Written, *, status: str) -> Report:
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
@@ -148,8 +149,23 @@ def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseC
         chains=plan.chains,
         answers=plan.answers,
         durations_s=tuple(clock.durations_s),
-        notes=notes,
+        notes=(*notes, *_written_notes(written)),
     )
+
+
+def _written_notes(written: Written) -> tuple[str, ...]:
+    """What repeating a step that writes (to a KV cache, say) means for the figures."""
+    notes = []
+    if written.tensors or written.made:
+        total = len(written.tensors) + len(written.made)
+        notes.append(f"A step writes to {total} tensors among its inputs; what moves on is put back before every run, untimed.")
+    counts = sorted({name for _, name, value in written.attributes if type(value) is int})
+    if counts:
+        notes.append(
+            f"A step counts in Python ({', '.join(counts)}), so that each position is a call of its own: what is fused here "
+            "holds for this position only."
+        )
+    return tuple(notes)
 
 
 @contextmanager

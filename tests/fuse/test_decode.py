@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 
+import fusion_advisor
+from fusion_advisor.capture.arguments import copied
 from fusion_advisor.capture.graph import writes_to_inputs
 from fusion_advisor.fuse.bench import PASSES
 from fusion_advisor.fuse.model import FusedModel, HalfWritten
@@ -214,3 +216,50 @@ def test_a_count_in_python_is_part_of_what_was_verified():
         ours, theirs = decode_step(model, tokens + 1), decode_step(model, tokens + 1)
         with torch.no_grad(), pytest.warns(UserWarning, match="not verified"):
             assert torch.equal(fused.dispatch(**ours).logits, model(**theirs).logits)
+
+
+def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_path):
+    model, _ = qwen2()
+    kwargs = decode_step(model)
+    before = contents(kwargs["past_key_values"])
+    with torch.no_grad():
+        expected = model(**decode_step(model)).logits
+    later, latest = decode_step(model), decode_step(model)
+    options = {"runs": 3, "warmup": 1, "min_share": 0.0, "min_gain": 0.0, "confidence": 0.5}
+    fused = fusion_advisor.apply(model, kwargs, run_dir=tmp_path, **options)
+    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert fused.report.model_check.is_passed and "written values" in fused.report.model_check.outputs
+    assert any("put back" in note for note in fused.report.notes)
+    with torch.no_grad(), fused:
+        torch.testing.assert_close(model(**later).logits, expected, rtol=1e-5, atol=1e-5)
+    again = fusion_advisor.apply(model, kwargs, plan=fusion_advisor.load_plan(tmp_path))
+    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    with torch.no_grad(), again:
+        torch.testing.assert_close(model(**latest).logits, expected, rtol=1e-5, atol=1e-5)
+    assert again.fallbacks == {}
+    profiled = fusion_advisor.profile(model, kwargs, runs=3, warmup=1)
+    assert profiled.chains and all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_on_a_gpu_keeps_logits_and_cache(name):
+    """Recorded into CUDA graphs, replayed hundreds of times: the position must not have moved past the cache's end."""
+    model, _ = MODELS[name]()
+    kwargs, later, latest = (copied(decode_step(model), _on_gpu) for _ in range(3))
+    model = model.cuda()
+    before = contents(kwargs["past_key_values"])
+    with torch.no_grad():
+        expected = model(**later).logits
+    options = {"runs": 5, "warmup": 2, "min_share": 0.0, "min_gain": 0.0, "confidence": 0.5}
+    fused = fusion_advisor.apply(model, kwargs, **options)
+    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert fused.report.model_check is None or fused.report.model_check.is_passed
+    with torch.no_grad(), fused:
+        torch.testing.assert_close(model(**latest).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def _on_gpu(leaf):
+    if isinstance(leaf, torch.Tensor):
+        return leaf.cuda()
+    return torch.device("cuda") if isinstance(leaf, torch.device) else leaf
