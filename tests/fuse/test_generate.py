@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -152,6 +153,7 @@ def test_other_tokens_in_fp32_revert_everything(monkeypatch):
     assert all(fusion.status is not Status.KEPT for fusion in run.report.fusions)
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_the_whole_loop_on_a_real_backend(tmp_path):
     """Nothing stands in: kernels are built, timed and kept or not, and the tokens are eager's."""
     loaded = loaded_generation("llama")
