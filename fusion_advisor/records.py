@@ -374,7 +374,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRewrite:
-    """One rewrite that needs no kernel: constant folding, attention masks."""
+    """One rewrite that needs no kernel: constant folding, attention masks, the CUDA graph around the step."""
 
     id: str
     """``R1`` …"""
@@ -384,6 +384,8 @@ class GraphRewrite:
     sites: int
     step_delta_ns: int | None = None
     step_delta_ci_ns: tuple[int, int] | None = None
+    memory_bytes: int = 0
+    """Device memory that it holds as long as it stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
