@@ -1,4 +1,4 @@
-"""A recorder for machines without CUDA: like a graph, recording computes nothing and a replay works on the recorded memory only."""
+"""A recorder for machines without CUDA: recording computes nothing, and a replay works on the recorded memory only."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class FakeRecorder:
 
         def replay():
             self.replayed += 1
-            for tensor, fresh in zip(outputs, [v for v in _listed(call()) if isinstance(v, torch.Tensor)], strict=True):
-                if tensor is not fresh and tensor.data_ptr() != fresh.data_ptr():
-                    _flat(tensor).copy_(_flat(fresh))
+            results = [value for value in _listed(call()) if isinstance(value, torch.Tensor)]
+            with torch.inference_mode():  # a device writes to any memory
+                for tensor, fresh in zip(outputs, results, strict=True):
+                    if tensor is not fresh and tensor.data_ptr() != fresh.data_ptr():
+                        _flat(tensor).copy_(_flat(fresh))
 
         return replay, result
 

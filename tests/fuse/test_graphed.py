@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import graphed
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, host_work
 from fusion_advisor.fuse.model import FusedModel, signature
-from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
 from tests.tiny import Toy, gpt2, toy
@@ -114,7 +114,7 @@ def test_a_replay_is_thrown_away_when_a_guard_fails(fused, recorder, x, change):
         results = [(value, fused(value)) for value in others(x, 4)]
     for value, result in results:
         assert torch.equal(result, fused._original(value))
-    assert len([w for w in said if "not verified" in str(w.message)]) == 1
+    assert len([one for one in said if "original ops" in str(one.message)]) in (1, 2)
 
 
 def new_data(model):
@@ -214,15 +214,10 @@ def test_a_call_that_was_not_verified_replays_nothing_and_says_so_once(fused, re
     with pytest.warns(UserWarning, match="original ops") as said:
         results = [call(fused, x), call(fused, x)]
     assert len(said) == 1 and recorder.replayed == before
-    expected = call(plain if call is not train else _Plain(plain), x) if call is not train else plain.train()(x)
+    expected = plain.train()(x) if call is train else call(plain, x)
     assert all(torch.equal(result, expected) for result in results)
     fused.model.eval()
     assert torch.equal(fused(x), fused._original(x)) and recorder.replayed == before + 1
-
-
-class _Plain:
-    def __init__(self, model):
-        self.model = model
 
 
 @pytest.mark.parametrize("why", ["the call comes from another stream", "being recorded"])
@@ -304,10 +299,11 @@ class Counter(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("total", torch.zeros(4))
+        self.factor = 2.0
 
     def forward(self, x):
         self.total.add_(x.sum(0))
-        return self.total * 2 + x
+        return self.total * self.factor + x
 
 
 def test_a_step_that_writes_to_a_buffer_writes_once_per_call_and_is_launched_after_the_guards():
@@ -322,18 +318,13 @@ def test_a_step_that_writes_to_a_buffer_writes_once_per_call_and_is_launched_aft
             torch.testing.assert_close(model.total, plain.total)
         (recording,) = fused.graphs.recordings
         assert not recording.is_pure and recording.replays == recorder.replayed == 4
-        changed = Counter.forward
-        try:
-            Counter.forward = lambda self, x: x  # a guard fails: the buffer must not be written to
-            before = model.total.clone()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                fused.model.forward = lambda x: x
-                fused.dispatch(x)
-        finally:
-            Counter.forward = changed
-            del fused.model.forward
-        assert recorder.replayed == 4 and torch.equal(model.total, before) or recorder.replayed == 5
+        before = model.total.clone()
+        model.factor = 3.0  # a guard fails, and the buffer is written to once, not twice
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused(x)
+        torch.testing.assert_close(model.total, before + x.sum(0))
+        assert recorder.replayed == 4
 
 
 class Many(torch.nn.Module):
@@ -415,40 +406,37 @@ def test_inference_mode_and_no_grad_may_take_turns(fused, x):
         assert torch.equal(one, fused(value))
 
 
-class Waiting(torch.nn.Module):
-    def forward(self, x):
-        return x * torch.nonzero(x).shape[0]
-
-
 def test_an_op_that_the_host_waits_for_is_named_with_its_line():
     traced = make_fx(lambda x: torch.nonzero(x).sum() + x, pre_dispatch=True)(torch.randn(3))
     assert "`nonzero`" in host_work(traced)
     assert host_work(make_fx(lambda x: x + 1, pre_dispatch=True)(torch.randn(3))) is None
 
 
+class _On(torch.Tensor):
+    """Says that it lies on a device that this machine need not have."""
+
+    @staticmethod
+    def __new__(cls, kind):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=kind)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def copying(source, result):
+    made = torch.fx.Graph()
+    a = made.placeholder("a")
+    b = made.call_function(torch.ops.aten._to_copy.default, (a,))
+    made.output(b)
+    a.meta["val"], b.meta["val"] = _On(source), _On(result)
+    return torch.fx.GraphModule(torch.nn.Module(), made)
+
+
 def test_copies_between_host_and_device_are_named():
-    def graph(devices):
-        made = torch.fx.Graph()
-        a = made.placeholder("a")
-        b = made.call_function(torch.ops.aten._to_copy.default, (a,))
-        made.output(b)
-        for node, device in zip((a, b), devices, strict=True):
-            node.meta["val"] = torch.empty(2, device="meta") if device == "meta" else _On(device)
-        return torch.fx.GraphModule(torch.nn.Module(), made)
-
-    class _On(torch.Tensor):
-        @staticmethod
-        def __new__(cls, kind):
-            found = torch.Tensor._make_wrapper_subclass(cls, (2,), device=kind)
-            return found
-
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            return NotImplemented
-
-    assert "host waits" in host_work(graph(("cuda", "cpu")))
-    assert "`a` is read in host memory" in host_work(graph(("cpu", "cuda")))
-    assert host_work(graph(("cuda", "cuda"))) is None
+    assert "host waits" in host_work(copying("cuda", "cpu"))
+    assert "`a` is read in host memory" in host_work(copying("cpu", "cuda"))
+    assert host_work(copying("cuda", "cuda")) is None
 
 
 def test_a_region_that_needs_the_host_is_never_recorded(x):
