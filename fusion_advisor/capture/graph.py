@@ -275,6 +275,7 @@ def module_path(node: Node) -> str:
 
 
 def source_of(node: Node) -> tuple[str, int, str]:
+    """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     for position in range(len(lines) - 1, -1, -1):
         line = lines[position].strip()

@@ -9,8 +9,8 @@ A graph repeats kernels on the addresses it was recorded with, so everything it 
   is the call's signature, one address per tensor (25 µs for 339 parameters) and the copies of the inputs. A step that writes to
   memory that outlives it (a KV cache) is launched after the guards.
 - Tensors that the call passes are copied into static ones. All other inputs (parameters, buffers, what a cache object holds) are
-  used where they are: their addresses are compared at each call and the step is recorded again when one has changed. A tensor that
-  the step writes to is used where it is, too.
+  used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
+  tensor of the call that the step writes to.
 - Flags that kernels were chosen by and that dynamo does not guard (SDPA backends, cuDNN, TF32) are part of the record.
 
 Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064);
@@ -479,8 +479,8 @@ def _results(values: list[Any], inputs: Sequence[Any]) -> tuple[tuple[torch.Tens
             found[key] = (len(memories), None)
             memories.append(only)
             continue
-        first = min(tensor.storage_offset() for tensor in tensors)
-        last = max(tensor.storage_offset() + extent(tensor) for tensor in tensors)
+        first = min(int(tensor.storage_offset()) for tensor in tensors)
+        last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
         found[key] = (len(memories), first)
         memories.append(only.as_strided((last - first,), (1,), first))
     results = []
@@ -491,11 +491,13 @@ def _results(values: list[Any], inputs: Sequence[Any]) -> tuple[tuple[torch.Tens
         layout = (value.shape, value.stride())
         if _memory(value) in slot_of:
             slot = slot_of[_memory(value)]
-            start = inputs[slot].storage_offset()
-            results.append(_Output(slot=slot, view=None if value is inputs[slot] else (*layout, value.storage_offset() - start)))
+            start = int(inputs[slot].storage_offset())
+            results.append(
+                _Output(slot=slot, view=None if value is inputs[slot] else (*layout, int(value.storage_offset()) - start))
+            )
         else:
             memory, first_element = found[_memory(value) if value.numel() else id(value)]
-            view = None if first_element is None else (*layout, value.storage_offset() - first_element)
+            view = None if first_element is None else (*layout, int(value.storage_offset()) - first_element)
             results.append(_Output(memory=memory, view=view))
     return tuple(memories), tuple(results)
 

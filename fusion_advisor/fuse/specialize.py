@@ -116,7 +116,7 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs)):
         if group.verdict.is_fusible:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
-    found = []
+    found: list[tuple[PlannedFusion, BuiltFusion]] = []
     for same in folded.values():
         program = _named(same[0][1].program, patterns)
         kernel = by_layout.get(layout_key(program))

@@ -1,0 +1,124 @@
+"""The graph's own row: kept by wall time, refused with its reason, gone without a trace when it does not pay."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_advisor.fuse import install
+from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.records import GraphBreak, Status
+from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.timing.measure import CannotRecord
+from tests.fuse.fake_graph import FakeRecorder
+from tests.fuse.test_graphed import graphed_model
+from tests.fuse.test_pipeline import keep_all, keep_none, loaded, quick, verdicts  # noqa: F401
+from tests.tiny import toy
+
+
+def chosen(plain_s, graph_s, recorder=None):
+    """Let the step take ``plain_s`` and its replay ``graph_s`` seconds."""
+    model, args = toy()
+    with torch.no_grad():
+        fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
+    seconds = SimpleNamespace(now=0.0)
+
+    def call():
+        replays = sum(recording.replays for recording in fused.graphs.recordings)
+        result = fused.dispatch(*args)
+        replayed = sum(recording.replays for recording in fused.graphs.recordings) > replays
+        time.sleep(graph_s if replayed else plain_s)
+        return result
+
+    row = choose_graph(
+        fused, call, call, name="R9", min_gain=0.005, confidence=0.95, rounds=20, budget_s=1.0, wait=lambda: None
+    )  # fmt: skip
+    return fused, row, seconds
+
+
+def test_a_graph_that_saves_wall_time_stays():
+    fused, row, _ = chosen(0.01, 0.002)
+    assert row.status is Status.KEPT and row.step_delta_ns < -5_000_000
+    assert "wall time" in row.reason and row.name == TITLE
+    assert row.memory_bytes > 1 << 20
+    assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
+
+
+@pytest.mark.parametrize("graph_s", [0.004, 0.012])
+def test_a_graph_that_saves_nothing_goes_and_frees_its_memory(graph_s):
+    fused, row, _ = chosen(0.004, graph_s)
+    assert row.status in (Status.WITHIN_NOISE, Status.SLOWER)
+    assert not fused.graphs.is_on and fused.graphs.recordings == ()
+
+
+def test_a_step_that_cannot_be_recorded_says_why():
+    recorder = FakeRecorder()
+    recorder.fails = CannotRecord("stream is capturing")
+    with pytest.warns(UserWarning, match="without its CUDA graph"):
+        fused, row, _ = chosen(0.0, 0.0, recorder)
+    assert row.status is Status.NOT_REPLACED and "stream is capturing" in row.reason
+    assert not fused.graphs.is_on and row.step_delta_ns is None
+
+
+def test_breaks_are_named():
+    assert why_no_graph([], 1) is None
+    assert "model.py:12" in why_no_graph([GraphBreak(reason="item()", source="model.py:12")], 2)
+    assert "2 graphs" in why_no_graph([], 2)
+
+
+def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_all)
+    recorder = FakeRecorder()
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: recorder)
+    monkeypatch.setattr(install, "choose_graph", kept_graph)
+    run = apply_workload(loaded, quick)
+    row = run.report.rewrites[-1]
+    assert row.name == TITLE and row.status is Status.KEPT and row.memory_bytes > 0
+    assert TITLE not in kept_passes(run.report.rewrites)
+    assert load_report(dump_report(run.report)) == run.report
+    assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)
+    replayed = recorder.replayed
+    with torch.no_grad():
+        expected = run.fused._original(*loaded.args)
+        torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
+    assert recorder.replayed == replayed + 1
+    run.revert()
+    assert "_compiled_call_impl" not in loaded.model.__dict__ and run.fused.graphs.recordings == ()
+
+
+def test_a_graph_alone_may_stay(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_none)
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: FakeRecorder())
+    monkeypatch.setattr(install, "choose_graph", kept_graph)
+    run = apply_workload(loaded, quick)
+    assert run.report.after.label == "fused" and run.report.model_check.is_passed
+    assert "_compiled_call_impl" in loaded.model.__dict__
+    run.revert()
+
+
+def test_no_graph_no_row(loaded, quick, monkeypatch):  # noqa: F811
+    from dataclasses import replace
+
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: FakeRecorder())
+    run = apply_workload(loaded, replace(quick, graph=False))
+    assert all(row.name != TITLE for row in run.report.rewrites) and run.fused.graphs is None
+    run.revert()
+
+
+def kept_graph(fused, call, without, **options):
+    """Decide as if it had paid."""
+    from dataclasses import replace
+
+    options |= {"rounds": 6, "budget_s": 0.0}
+    row = choose_graph(fused, call, without, **options)
+    if not fused.graphs.is_on:
+        fused.graphs.is_on = True
+        with torch.no_grad():
+            call(), call()
+    return replace(row, status=Status.KEPT)
