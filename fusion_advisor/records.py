@@ -409,6 +409,29 @@ class StepProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchVerdict:
+    """Whether the eager step waits for its launches, and the wall time that no remedy can beat."""
+
+    wall_ns: int
+    """Median of un-profiled runs."""
+    busy_ns: int
+    """Time of one step in which at least one kernel ran."""
+    idle_ns: int
+    """wall − busy: launch gaps, and the host's work before the first kernel."""
+    launches: int
+    launches_fused: int
+    """Left when every chain that has a kernel is one launch."""
+    limit_share: float
+    """Idle share above which a step is called launch-bound."""
+    is_launch_bound: bool
+    graph_floor_ns: int
+    """A CUDA graph alone: the kernels stay as they are."""
+    fusion_floor_ns: int
+    """Fusion alone: kernels at their byte floors, and in a launch-bound step the host's cost of the launches that are left."""
+    both_floor_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
     """Whole-model numerics: fused and eager outputs against a higher-precision run of the original."""
 
@@ -457,6 +480,8 @@ class Report:
     """… and with all kept ones, interleaved with it."""
     torch_compile: StepProfile | None = None
     """The same step under torch.compile, where it was measured; shown also where it is the faster one."""
+    launch_verdict: LaunchVerdict | None = None
+    """None on a CPU."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

@@ -195,6 +195,8 @@ class FusedModel:
     def include(self, other: FusedModel) -> FusedModel:
         """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
 
+        Revert this one before the other is made, and apply it again afterwards: ``apply`` measures the model as it finds it.
+
         Raises:
             ValueError: the other one fuses another model.
         """

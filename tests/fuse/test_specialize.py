@@ -32,7 +32,7 @@ def applied(quick, monkeypatch):  # noqa: F811
 
 
 @pytest.fixture
-def nothing_is_built(monkeypatch):
+def nothing_is_built(applied, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a kernel was built again")
 
@@ -48,7 +48,7 @@ def test_an_unseen_length_runs_at_once_and_is_fused_after_specialize(applied):
         with pytest.warns(UserWarning, match="not verified"):
             assert torch.equal(applied(x), expected)
         made = applied.specialize(x)
-        assert sum(made.sites.values()) == 4 and made.seconds > 0
+        assert sum(made.sites.values()) == 2 and made.seconds > 0
         chosen = applied._chosen
         torch.testing.assert_close(applied(x), expected, rtol=1e-5, atol=1e-5)
         assert applied._chosen == chosen + 1
@@ -100,8 +100,8 @@ def test_wrong_numbers_are_refused(applied, monkeypatch):
 def test_two_regimes_are_joined_in_one_model(applied, quick, monkeypatch):  # noqa: F811
     x = torch.randn(1, 32)
     with torch.no_grad():
-        other = apply_workload(describe_live(applied.model, (x,)), quick)
-        joined = applied.include(other.fused)
+        other = apply_workload(describe_live(applied.revert(), (x,)), quick)
+        joined = applied.include(other.fused).apply()
         assert joined is applied and applied.model.__dict__["_compiled_call_impl"] == applied.dispatch
         for value in (x, torch.randn(48, 32)):
             torch.testing.assert_close(applied(value), applied._original(value), rtol=1e-5, atol=1e-5)
@@ -116,9 +116,9 @@ def test_a_decoder_keeps_its_kernels_at_another_length(quick, monkeypatch):  # n
     with torch.no_grad():
         run = apply_workload(describe_live(model, (), inputs), quick)
         kept = sum(fusion.receipt.sites_replaced for fusion in run.report.fusions)
-        ids = torch.randint(1, 200, (1, 41))
+        ids = torch.randint(1, 200, (2, 41))
         made = run.fused.specialize(input_ids=ids, use_cache=False)
-        assert sum(made.sites.values()) >= kept - 2
+        assert sum(made.sites.values()) == kept
         expected = run.fused._original(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(run.fused(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     assert run.fused.fallbacks == {}
