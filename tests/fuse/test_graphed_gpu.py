@@ -46,17 +46,17 @@ def test_replays_equal_eager_and_leave_earlier_results_alone(fused):
 
 
 def test_two_hundred_steps_hold_constant_memory(fused):
-    for value in values(5):
-        fused(value)
+    x = torch.randn(64, 256, device="cuda")
+    for _ in range(5):
+        fused(x)
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    x = torch.randn(64, 256, device="cuda")
-    after = []
+    held = []
     for _ in range(200):
         fused(x)
-        after.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert set(after) == {(before[0] + x.nbytes, before[1])} or max(after)[1] <= before[1] + 2**21 and len(set(after[5:])) == 1
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(held)) == 1
+    assert fused.graphs.recordings[0].replays == 204
 
 
 def test_a_generating_model_on_the_device():
