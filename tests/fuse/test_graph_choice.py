@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,53 +11,62 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.records import GraphBreak, Status
 from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.timing import measure
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
 from tests.fuse.test_graphed import graphed_model
 from tests.fuse.test_pipeline import keep_all, keep_none, loaded, quick, verdicts  # noqa: F401
+from tests.timing.test_measure import Clock
 from tests.tiny import toy
 
 
-def chosen(plain_s, graph_s, recorder=None):
-    """Let the step take ``plain_s`` and its replay ``graph_s`` seconds."""
-    model, args = toy()
-    with torch.no_grad():
-        fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
-    seconds = SimpleNamespace(now=0.0)
+@pytest.fixture
+def chosen(monkeypatch):
+    """Decide on a simulated clock: a step takes ``plain_ns``, a replay ``graph_ns``."""
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
 
-    def call():
-        replays = sum(recording.replays for recording in fused.graphs.recordings)
-        result = fused.dispatch(*args)
-        replayed = sum(recording.replays for recording in fused.graphs.recordings) > replays
-        time.sleep(graph_s if replayed else plain_s)
-        return result
+    def choose(plain_ns, graph_ns, recorder=None):
+        model, args = toy()
+        with torch.no_grad():
+            fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
 
-    row = choose_graph(
-        fused, call, call, name="R9", min_gain=0.005, confidence=0.95, rounds=20, budget_s=1.0, wait=lambda: None
-    )  # fmt: skip
-    return fused, row, seconds
+        def replays():
+            return sum(recording.replays for recording in fused.graphs.recordings)
+
+        def call():
+            before = replays()
+            fused.dispatch(*args)
+            clock.now_ns += graph_ns if replays() > before else plain_ns
+
+        row = choose_graph(
+            fused, call, call, name="R9", min_gain=0.005, confidence=0.95, rounds=20, budget_s=1.0, wait=lambda: None
+        )
+        return fused, row
+
+    return choose
 
 
-def test_a_graph_that_saves_wall_time_stays():
-    fused, row, _ = chosen(0.01, 0.002)
-    assert row.status is Status.KEPT and row.step_delta_ns < -5_000_000
+def test_a_graph_that_saves_wall_time_stays(chosen):
+    fused, row = chosen(10_000_000, 2_000_000)
+    assert row.status is Status.KEPT and row.step_delta_ns == -8_000_000
     assert "wall time" in row.reason and row.name == TITLE
     assert row.memory_bytes > 1 << 20
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
 
 
-@pytest.mark.parametrize("graph_s", [0.004, 0.012])
-def test_a_graph_that_saves_nothing_goes_and_frees_its_memory(graph_s):
-    fused, row, _ = chosen(0.004, graph_s)
-    assert row.status in (Status.WITHIN_NOISE, Status.SLOWER)
+@pytest.mark.parametrize(("graph_ns", "status"), [(4_000_000, Status.WITHIN_NOISE), (12_000_000, Status.SLOWER)])
+def test_a_graph_that_saves_nothing_goes_and_frees_its_memory(chosen, graph_ns, status):
+    fused, row = chosen(4_000_000, graph_ns)
+    assert row.status is status
     assert not fused.graphs.is_on and fused.graphs.recordings == ()
 
 
-def test_a_step_that_cannot_be_recorded_says_why():
+def test_a_step_that_cannot_be_recorded_says_why(chosen):
     recorder = FakeRecorder()
     recorder.fails = CannotRecord("stream is capturing")
     with pytest.warns(UserWarning, match="without its CUDA graph"):
-        fused, row, _ = chosen(0.0, 0.0, recorder)
+        fused, row = chosen(100, 100, recorder)
     assert row.status is Status.NOT_REPLACED and "stream is capturing" in row.reason
     assert not fused.graphs.is_on and row.step_delta_ns is None
 
