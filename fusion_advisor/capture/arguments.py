@@ -1,8 +1,7 @@
-"""What a call is given, down to the tensors that an object (a KV cache) carries: their names, and what makes two calls alike.
+"""What a call is given, down to the tensors that an object (a KV cache) carries.
 
 A cache is an object whose attributes are tensors (keys, values, how many tokens it holds) and plain values (its length, whether
-its window is full). Both are part of the call: the tensors by their layout, the plain values as they are, so that a count kept
-in Python tells two calls apart and a count kept in a tensor does not.
+its window is full). Modules and functions are not looked into.
 """
 
 from __future__ import annotations
@@ -14,16 +13,6 @@ from typing import Any
 import torch
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-_PLAIN_TYPES = frozenset(_PLAIN)
-
-
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what must be equal for two calls to be alike: names, classes, plain values, and the tensors' layouts.
-
-    What cannot be looked into (a function, a module, an object without attributes) equals nothing but itself.
-    """
-    return (_key(args, ()), _key(dict(sorted(kwargs.items())), ()))
 
 
 def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,23 +69,3 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
         yield name, value, None
         for attribute, item in vars(value).items():
             yield from _walk(f"{name}.{attribute}", item, inside)
-
-
-def _key(value: Any, above: tuple[int, ...]) -> Any:
-    # In the order of how often each is met: this runs before every call of a fused model, 28 layers of cache included.
-    kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return value
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device, value.stride())
-    if id(value) in above:
-        return object()
-    inside = (*above, id(value))
-    if isinstance(value, list | tuple):
-        return (kind, *[_key(item, inside) for item in value])
-    if isinstance(value, Mapping):
-        return (kind, *[(key, _key(item, inside)) for key, item in value.items()])
-    if _is_open(value):
-        attributes = vars(value)
-        return (kind, *attributes, *[_key(item, inside) for item in attributes.values()])
-    return object()

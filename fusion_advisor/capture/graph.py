@@ -85,8 +85,9 @@ def capture_regions(
     Raises:
         CannotCapture: dynamo captured no graph at all.
     """
+    original = torch_internals.original_call(model)
     with torch.no_grad():
-        written = written_by(lambda: model(*args, **kwargs), model, args, kwargs, model_id=model_id)
+        written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
     live = LiveCapture(written=written)
 
     def collect(graph_module: GraphModule, _example_inputs: list[Any]) -> Callable[..., Any]:
@@ -186,7 +187,7 @@ def _describe_op(
         owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
     is_alias = bool(own_storages) and all(found is not None for found in owners)
     is_view = is_alias and not mutates
-    file, line, text = _source(node)
+    file, line, text = source_of(node)
     return OpNode(
         index=index,
         region=region,
@@ -290,7 +291,8 @@ def module_path(node: Node) -> str:
     return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
-def _source(node: Node) -> tuple[str, int, str]:
+def source_of(node: Node) -> tuple[str, int, str]:
+    """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     for position in range(len(lines) - 1, -1, -1):
         line = lines[position].strip()

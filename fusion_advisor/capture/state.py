@@ -44,18 +44,20 @@ class Written:
 
     def rewind(self) -> None:
         """Put back what moves on, so that the next call does the same work again."""
+        self._put_back(self.moving)
+
+    def restore(self) -> None:
+        """Put everything back as it was before the first call."""
+        self._put_back(tuple(self.tensors))
+
+    def _put_back(self, names: tuple[str, ...]) -> None:
         for owner, name, value in self.attributes:
             if value is _ABSENT:
                 vars(owner).pop(name, None)
             else:
                 setattr(owner, name, value)
-        if self.moving:
-            torch_internals.copy_all([self.tensors[name] for name in self.moving], [self.before[name] for name in self.moving])
-
-    def restore(self) -> None:
-        """Put everything back as it was before the first call."""
-        self.moving = tuple(self.tensors)
-        self.rewind()
+        if names:
+            torch_internals.copy_all([self.tensors[name] for name in names], [self.before[name] for name in names])
 
 
 def written_by(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.fuse import pipeline, steps
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, reverted
 from fusion_advisor.fuse.model import FusedModel
@@ -87,7 +88,7 @@ def apply_generate(
     run.revert()
     fused = run.fused if run_kept or not first_kept else first.fused
     if first_kept and run_kept:
-        fused.take_over(first.fused)
+        fused.include(first.fused)
     progress.phase("generate")
     generation = _compare(call, fused, first.report, run.report, options, kept=(first_kept, run_kept))
     report = replace(run.report, workload=loaded.record, generation=generation)
@@ -136,12 +137,12 @@ def _compare(
     on_cuda = second.environment.device_kind == "cuda"
 
     def eager_call() -> Any:
-        fused.revert()
-        return call()
-
-    def fused_call() -> Any:
-        fused.apply()
-        return call()
+        # Not reverted: that would throw away the graphs that the next fused call replays.
+        in_place = torch_internals.set_compiled_call(call.model, None)
+        try:
+            return call()
+        finally:
+            torch_internals.set_compiled_call(call.model, in_place)
 
     check = GenerationCheck(
         prompt_tokens=int(call.input_ids.shape[1]),
@@ -153,13 +154,14 @@ def _compare(
     if not any(kept):
         times = wall_times(eager_call, runs=options.runs, budget_s=WALL_S, on_cuda=on_cuda, warmup=1)
         return replace(check, before=as_timing(times, "wall"))
+    fused.apply()
     try:
         theirs = eager_call()
         counted = sum(fused.fallbacks.values())
-        ours = fused_call()
+        ours = call()
         original_calls = sum(fused.fallbacks.values()) - counted
         parted = first_divergence(theirs.sequences, ours.sequences, theirs.logits, check.prompt_tokens)
-        before, after = steps.wall_pair(eager_call, fused_call, on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S)
+        before, after = steps.wall_pair(eager_call, call, on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S)
     finally:
         fused.revert()
     return replace(

@@ -91,7 +91,7 @@ def test_only_the_position_is_put_back_when_the_same_place_is_written_again():
     assert set(written.tensors) == {"slot.values", "slot.position"} and written.moving == ("slot.position",)
     assert int(slot.position) == 7 and slot.values.nonzero().tolist() == [[7]]
     written.restore()
-    assert slot.values.sum() == 0 and int(slot.position) == 7
+    assert slot.values.sum() == 0 and int(slot.position) == 7 and written.moving == ("slot.position",)
 
 
 @pytest.mark.parametrize("runs", [1, 5])
