@@ -374,7 +374,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRewrite:
-    """One rewrite that needs no kernel: constant folding, attention masks."""
+    """One rewrite that needs no kernel: constant folding, attention masks, merged GEMMs."""
 
     id: str
     """``R1`` …"""
@@ -384,6 +384,8 @@ class GraphRewrite:
     sites: int
     step_delta_ns: int | None = None
     step_delta_ci_ns: tuple[int, int] | None = None
+    held_bytes: int = 0
+    """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

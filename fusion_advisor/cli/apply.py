@@ -47,6 +47,7 @@ def apply(
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
     compile_too: options.CompileOpt = False,
+    merge_copies: options.MergeCopiesOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
@@ -73,6 +74,7 @@ def apply(
         strict=strict,
         dry_run=dry_run,
         compile=compile_too,
+        merge_copies=merge_copies,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(

@@ -32,6 +32,7 @@ class BuiltFusion:
 
     planned: PlannedFusion
     kernel: RenderedKernel
+    compiled: BuiltKernel
     sites: tuple[SiteRewrite, ...]
     refusals: tuple[str, ...]
     """One sentence per site that cannot be replaced."""
@@ -97,7 +98,7 @@ class Bench:
                     fusion_id=fusion.id, members=site.op_indices, inputs=lowered.inputs, outputs=lowered.outputs, call=call
                 )
             )
-        return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals))
+        return BuiltFusion(planned=fusion, kernel=kernel, compiled=built, sites=tuple(sites), refusals=tuple(refusals))
 
     def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> Variant:
         """Return the model's regions with these rewrites; the captured graphs stay as they are."""

@@ -53,6 +53,7 @@ class ApplyOptions(ProfileOptions):
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
         compile: Measure torch.compile's default mode beside ours.
+        merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
     """
 
     min_gain: float = 0.005
@@ -60,3 +61,4 @@ class ApplyOptions(ProfileOptions):
     strict: bool = False
     dry_run: bool = False
     compile: bool = False
+    merge_copies: bool = False

@@ -18,13 +18,14 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
+from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.progress import PhaseClock, Progress
-from fusion_advisor.fuse.select import choose, try_all
+from fusion_advisor.fuse.select import choose, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Report
-from fusion_advisor.workload.device import is_out_of_memory, out_of_memory
+from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 8.0, "cpu": 45.0}
@@ -74,9 +75,13 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-        report = replace(report, fusions=tuple(fusions), rewrites=rewrites)
+            kept = Kept(bench=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
+            free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
+            with kernel_dir_of(options) as kernel_dir:
+                kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s, free_bytes=free_bytes)
+        report = replace(report, fusions=tuple(kept.fusions), rewrites=kept.rewrites)
         on_report(report)
-        return install(loaded, capture, bench, report, decision, built, options, progress, clock)
+        return install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock)
 
 
 def _profile(

@@ -6,6 +6,7 @@ sites and kernels of that run are those of this one. If it does not, nothing is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.bench import PASSES, Bench
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, mover, on_merged
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, make_plan
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, OpNode, Report, Status
+from fusion_advisor.records import Capture, GraphRewrite, OpNode, Report, Status
 from fusion_advisor.serialize import read_capture, read_report
+from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -35,6 +38,8 @@ class SavedPlan:
     """Kept chain fusions, with their programs and sites."""
     passes: tuple[str, ...]
     """Kept graph passes."""
+    merge: GraphRewrite | None = None
+    """The merging of GEMMs, if it was kept."""
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:
@@ -53,7 +58,9 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     plan = make_plan(capture, patterns, min_share=0.0, top=len(capture.ops), sources=sources)
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
     fusions = tuple(fusion for fusion in plan.fusions if fusion.chain.id in kept)
-    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, passes=tuple(kept_passes(report.rewrites)))
+    merge = next((row for row in report.rewrites if row.name == TITLE and row.status is Status.KEPT), None)
+    passes = tuple(kept_passes(report.rewrites))
+    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, passes=passes, merge=merge)
 
 
 def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
@@ -88,10 +95,34 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
         if trial.built is None:
             raise PlanMismatch(run=saved.run_dir.name, detail=f"{planned.match.kernel}: {trial.fusion.reason}")
         built.append(trial.built)
+    if saved.merge is not None:
+        bench, built = _merged(bench, built, saved, saved.merge, loaded, kernel_dir, backends)
     variant = bench.build(built, [name for name in PASSES if name in saved.passes])
-    fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs)
+    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
     fused.report = saved.report
     return fused.apply()
+
+
+def _merged(
+    bench: Bench,
+    built: list[BuiltFusion],
+    saved: SavedPlan,
+    merge: GraphRewrite,
+    loaded: LoadedWorkload,
+    kernel_dir: Path,
+    backends: Mapping[str, str],
+) -> tuple[Bench, list[BuiltFusion]]:
+    free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
+    regions = merge_all(bench, may_copy=merge.held_bytes > 0, free_bytes=free_bytes)
+    if sum(one.merged for one in regions) != merge.sites:
+        reasons = [reason for one in regions for reason in one.refusals]
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"GEMMs that it merged cannot be merged here: {reasons[0]}")
+    try:
+        backend = next(iter(backends.values()), "")
+        merged = on_merged(bench, regions, built, mover(kernel_dir, backend=backend, fast_math=False))
+    except CannotMove as refusal:
+        raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
+    return merged.bench, merged.built
 
 
 def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:

@@ -36,7 +36,7 @@ def try_all(
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
-    with _kernel_dir(options) as kernel_dir:
+    with kernel_dir_of(options) as kernel_dir:
         for number, planned in enumerate(plan.fusions):
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
             trial = try_fusion(
@@ -59,7 +59,7 @@ def try_all(
 
 
 @contextmanager
-def _kernel_dir(options: ApplyOptions) -> Iterator[Path]:
+def kernel_dir_of(options: ApplyOptions) -> Iterator[Path]:
     """Where sources are built: in the run directory; without one where they are gone afterwards, as compilers read them once."""
     if options.run_dir is None:
         with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
@@ -131,6 +131,7 @@ def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
 
 
 def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:
-    """Return the graph passes that were kept, by name."""
+    """Return the graph passes that were kept, by name; the merging of GEMMs is no pass of :data:`PASSES`."""
     by_title = {title: name for name, (title, _) in PASSES.items()}
-    return [by_title[rewrite.name] for rewrite in rewrites if rewrite.status is Status.KEPT]
+    kept = [rewrite.name for rewrite in rewrites if rewrite.status is Status.KEPT]
+    return [by_title[title] for title in kept if title in by_title]
