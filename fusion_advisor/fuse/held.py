@@ -1,9 +1,9 @@
 """Tensors that a rewritten graph keeps between calls, and how it notices that what they were made from has changed.
 
-A value computed once from buffers or parameters would be stale after somebody exchanged or wrote to one of them. So the graph hands
-the sources to a call at every step, which compares them with those it knows (a few hundred nanoseconds on the host, nothing on
-the device) and computes again where they differ. What torch itself cannot see stays unseen: a write through ``tensor.data`` counts
-no version. A view of the sources' own memory needs no such care, because it is them.
+A value computed once from buffers or parameters would be stale after somebody exchanged or wrote to one of them. So the graph
+hands the sources to a call at every step, which compares them with those it knows (a few hundred nanoseconds on the host, nothing
+on the device) and computes again where they differ. What torch itself cannot see stays unseen: a write through ``tensor.data``
+counts no version. A view of the sources' own memory needs no such care, because it is them.
 """
 
 from __future__ import annotations
@@ -105,4 +105,3 @@ def _view(sources: Sequence[torch.Tensor]) -> torch.Tensor:
     first = sources[0].detach()
     rows = sum(source.shape[0] for source in sources)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-

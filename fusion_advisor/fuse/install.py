@@ -83,7 +83,7 @@ def install(
     def fused_call() -> Any:
         return fused.dispatch(*loaded.args, **loaded.kwargs)
 
-    if not any(row.status is Status.KEPT for row in (*report.fusions, *report.rewrites)):
+    if not built and not any(rewrite.status is Status.KEPT for rewrite in report.rewrites):
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
         unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
         fused.report = unchanged

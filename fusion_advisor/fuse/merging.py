@@ -1,8 +1,8 @@
 """Merged GEMMs, tried last: the step with every kept rewrite against the same step with its q/k/v and gate/up GEMMs merged.
 
-The chains behind a merged GEMM read slices of a wider tensor. Original pointwise ops lose their vector loads on such slices, fused
-kernels do not, so a merge that is timed before the chains would look worse than it is. It is therefore timed on top of everything
-that was kept, with those kernels bound (and checked) on the new layouts; its row is the last of the cumulative ones.
+The chains behind a merged GEMM read slices of a wider tensor. Original pointwise ops lose their vector loads on such slices,
+fused kernels do not, so a merge that is timed before the chains would look worse than it is. It is therefore timed on top of
+everything that was kept, with those kernels bound (and checked) on the new layouts; its row is the last of the cumulative ones.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def mover(kernel_dir: Path, *, backend: str, fast_math: bool) -> Move:
 
     def move(bench: Bench, planned: PlannedFusion, number: int) -> tuple[BuiltFusion, RenderedKernel]:
         named = replace(planned, id=f"{planned.id}_merged{number}")
-        trial = try_fusion(
-            bench, named, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, seed=number, is_timed=False
-        )
+        trial = try_fusion(bench, named, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, seed=number, is_timed=False)
         if trial.built is None:
             raise CannotMove(f"{planned.id} on the merged layout: {trial.fusion.reason}")
         return bench.install(planned, trial.built.kernel, trial.built.compiled), trial.built.kernel
@@ -155,7 +153,8 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
         except CannotLower as refusal:
             raise CannotMove(f"{item.planned.id} on the merged layout: {refusal.reason}") from refusal
     new.observe([planned for _, planned in pairs])
-    result, kernels = [], {}
+    result: list[BuiltFusion] = []
+    kernels: dict[str, tuple[RenderedKernel, ...]] = {}
     for number, (item, planned) in enumerate(pairs):
         if planned.program == item.planned.program:
             fresh = new.install(planned, item.kernel, item.compiled)

@@ -1,8 +1,8 @@
 """Planned fusions on another layout: the same chains in a graph whose GEMMs were merged, lowered and bound anew.
 
 The nodes of a chain have copies in the merged graph, but what they read may now be a slice of a wider tensor, so each site is
-lowered again from the new layouts. Sites that had equal programs may differ then (the slice of k starts elsewhere than that of q):
-one fusion becomes one per program, under the same id.
+lowered again from the new layouts. Sites that had equal programs may differ then (the slice of k starts elsewhere than that of
+q): one fusion becomes one per program, under the same id.
 """
 
 from __future__ import annotations

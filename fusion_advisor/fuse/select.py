@@ -11,6 +11,7 @@ from pathlib import Path
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
 from fusion_advisor.fuse.decide import Candidate, Decision, decide
 from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.passes.fold import held_bytes
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trial import try_fusion
@@ -86,7 +87,9 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    changed = bench.build((), tuple(PASSES)).changed
+    every = bench.build((), tuple(PASSES))
+    changed = every.changed
+    held = {"fold_constants": sum(held_bytes(module.graph) for module in every.modules)}
     passes = [Candidate(id=f"R{number}", graph_pass=name) for number, name in enumerate(PASSES, start=1) if changed[name]]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
@@ -96,15 +99,17 @@ def choose(
     rewrites = []
     for candidate in passes:
         verdict = decision.verdicts[candidate.id]
+        held_for = held.get(candidate.graph_pass, 0)
         rewrites.append(
             GraphRewrite(
                 id=candidate.id,
                 name=PASSES[candidate.graph_pass][0],
                 status=verdict.status,
-                reason=verdict.reason,
+                reason=f"{verdict.reason}; {held_for:,} bytes are held" if held_for else verdict.reason,
                 sites=changed[candidate.graph_pass],
                 step_delta_ns=verdict.delta_ns,
                 step_delta_ci_ns=verdict.interval_ns,
+                held_bytes=held_for if verdict.status is Status.KEPT else 0,
             )
         )
     judged = []

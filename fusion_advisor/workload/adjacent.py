@@ -19,8 +19,8 @@ _ALIGNMENT_BYTES = 16
 def lay_out_siblings(model: nn.Module) -> int:
     """Give the weights (and the biases) of sibling linears one storage each group.
 
-    Siblings are ``nn.Linear`` children of one module with equal ``in_features``, dtype and device, in the order in which the module
-    holds them. Tied weights stay where they are.
+    Siblings are ``nn.Linear`` children of one module with equal ``in_features``, dtype and device, in the order in which the
+    module holds them. Tied weights stay where they are.
 
     Args:
         model: owned by the caller; its linears get new parameter objects over the same values.

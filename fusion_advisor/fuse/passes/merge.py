@@ -1,9 +1,9 @@
 """GEMM merging: linears that read one input (q/k/v, gate/up) become one GEMM whose output is read in slices.
 
-One GEMM of 4608 columns fills the device better than three of 3584, 512 and 512, and at batch 1 one GEMV reads the same bytes in one
-launch. The merged weight is a view where the weights already lie one after the other in memory (``workload.adjacent`` lays them
-so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a copy,
-which is made only when asked for, because it stays in memory and because writes through ``tensor.data`` do not reach it.
+One GEMM of 4608 columns fills the device better than three of 3584, 512 and 512, and at batch 1 one GEMV reads the same bytes in
+one launch. The merged weight is a view where the weights already lie one after the other in memory (``workload.adjacent`` lays
+them so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a
+copy, which is made only when asked for, because it stays in memory and because writes through ``tensor.data`` do not reach it.
 
 The slices have wider strides than the separate outputs had, so this pass makes a new region, on which chains are lowered anew.
 """
@@ -11,7 +11,7 @@ The slices have wider strides than the separate outputs had, so this pass makes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ class _Group:
     name: str
 
     def operands(self, position: int) -> list[Node]:
-        return [node.args[position] for node in self.linears if len(node.args) > position and isinstance(node.args[position], Node)]  # type: ignore[misc]
+        """Return the weights (1) or the biases (2)."""
+        found = [linear.args[position] for linear in self.linears if len(linear.args) > position]
+        return [operand for operand in found if isinstance(operand, Node)]
 
 
 class _CannotView(Exception):
@@ -76,16 +78,18 @@ def merge_linears(region: Region, *, may_copy: bool = False) -> MergedRegion:
         values = dict(zip(_placeholders(result.region), region.example_args, strict=True))
         owners: dict[int, _Group] = {}
         dirty: set[Node] = set()
+        stale: set[int] = set()
         for group in _groups(result.region):
             reason = excluded.get(_names(group)) or _why_not(group, values, may_copy=may_copy)
             if reason is not None:
                 result.refusals.append(f"{group.name}: {reason}")
                 continue
+            stale.update(key for linear in group.linears for key in storages(linear))
             merged, slices = _merge(result, group, values)
             owners[storages(merged)[0]] = group
             dirty.update(slices)
         try:
-            _update_layouts(result.region, dirty, set(owners))
+            _update_layouts(result.region, dirty, set(owners), stale)
         except _CannotView as failure:
             group = owners[failure.key]
             excluded[_names(group)] = f"{failure} cannot read a slice of the merged output"
@@ -140,7 +144,8 @@ def _groups(region: Region) -> list[_Group]:
     written = [(position[node], key) for node in position for key in written_storages(node)]
     groups = []
     for (source, parent, *_), linears in families.items():
-        weights = [node.args[1] for node in linears]
+        group = _Group(linears=tuple(linears), name="")
+        weights = group.operands(1)
         if len(linears) < 2 or len(set(weights)) < len(weights):
             continue
         first, last = position[linears[0]], position[linears[-1]]
@@ -148,7 +153,7 @@ def _groups(region: Region) -> list[_Group]:
         if any(first < at < last and key in read for at, key in written):
             continue
         leaves = [parameters[weight].removeprefix(f"{parent}.").removesuffix(".weight") for weight in weights]
-        groups.append(_Group(linears=tuple(linears), name=f"{parent}.{{{','.join(leaves)}}}".lstrip(".")))
+        groups.append(replace(group, name=f"{parent}.{{{','.join(leaves)}}}".lstrip(".")))
     return groups
 
 
@@ -168,7 +173,7 @@ def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> st
 def _merge(result: MergedRegion, group: _Group, values: Mapping[Node, Any]) -> tuple[Node, list[Node]]:
     graph, first = result.region.graph.graph, group.linears[0]
     like = first.meta["val"]
-    origin = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
+    origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
     number = result.merged = result.merged + 1
     with graph.inserting_before(first):
         operands = []
@@ -201,8 +206,14 @@ def _merge(result: MergedRegion, group: _Group, values: Mapping[Node, Any]) -> t
     return merged, slices
 
 
-def _update_layouts(region: Region, dirty: set[Node], merged: set[int]) -> None:
+def _update_layouts(region: Region, dirty: set[Node], merged: set[int], stale: set[int]) -> None:
     """Run the ops downstream of the slices on fake tensors again, as far as their layouts or memory are other ones now.
+
+    Args:
+        region: its nodes get new ``meta["val"]``.
+        dirty: the slices; gets every node that changed.
+        merged: storages of the merged outputs.
+        stale: storages of what is no longer computed: a value that lay there lies elsewhere now.
 
     Raises:
         _CannotView: an op refuses the new strides.
@@ -214,14 +225,17 @@ def _update_layouts(region: Region, dirty: set[Node], merged: set[int]) -> None:
         before = node.meta.get("val")
         try:
             after = torch_internals.fake_result(region.graph, node)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # a view op on fake tensors raises either
             key = next(key for source in node.all_input_nodes if source in dirty for key in storages(source))
             raise _CannotView(origin[key], str(node.target)) from error
+        left = storages(node)
         node.meta["val"] = after
         owned = storages(node)
-        if not origin.keys() & set(owned) and _layouts(before) == _layouts(after):
+        is_elsewhere = origin.keys() & set(owned) or stale & set(left)
+        if not is_elsewhere and _layouts(before) == _layouts(after):
             node.meta["val"] = before
             continue
+        stale.update(left)
         source = next(key for source in node.all_input_nodes if source in dirty for key in storages(source))
         origin.update({key: origin[source] for key in owned if key not in origin})
         dirty.add(node)
