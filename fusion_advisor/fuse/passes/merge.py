@@ -45,7 +45,15 @@ class _Group:
     """Linears of one parent module that read one input."""
 
     linears: tuple[Node, ...]
-    name: str
+    """In the order in which their columns are merged: that of the calls, or of the weights in memory."""
+    first: Node
+    """The one that is called first."""
+    name: str = ""
+
+    def in_memory_order(self, values: Mapping[Node, Any]) -> _Group:
+        """Return the group ordered by its weights' addresses: models call siblings in another order than they hold them."""
+        ordered = sorted(zip(self.operands(1), self.linears, strict=True), key=lambda pair: values[pair[0]].data_ptr())
+        return replace(self, linears=tuple(linear for _, linear in ordered))
 
     def operands(self, position: int) -> list[Node]:
         """Return the weights (1) or the biases (2)."""
@@ -79,7 +87,7 @@ def merge_linears(region: Region, *, may_copy: bool = False) -> MergedRegion:
         owners: dict[int, _Group] = {}
         dirty: set[Node] = set()
         stale: set[int] = set()
-        for group in _groups(result.region):
+        for group in (found.in_memory_order(values) for found in _groups(result.region)):
             reason = excluded.get(_names(group)) or _why_not(group, values, may_copy=may_copy)
             if reason is not None:
                 result.refusals.append(f"{group.name}: {reason}")
@@ -144,7 +152,7 @@ def _groups(region: Region) -> list[_Group]:
     written = [(position[node], key) for node in position for key in written_storages(node)]
     groups = []
     for (source, parent, *_), linears in families.items():
-        group = _Group(linears=tuple(linears), name="")
+        group = _Group(linears=tuple(linears), first=linears[0])
         weights = group.operands(1)
         if len(linears) < 2 or len(set(weights)) < len(weights):
             continue
@@ -171,7 +179,7 @@ def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> st
 
 
 def _merge(result: MergedRegion, group: _Group, values: Mapping[Node, Any]) -> tuple[Node, list[Node]]:
-    graph, first = result.region.graph.graph, group.linears[0]
+    graph, first = result.region.graph.graph, group.first
     like = first.meta["val"]
     origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
     number = result.merged = result.merged + 1
