@@ -389,6 +389,25 @@ class GraphRewrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that costs time and needs no kernel of ours to mend: a setting, a built-in, a mask."""
+
+    id: str
+    """``N1`` …, by gain."""
+    title: str
+    reason: str
+    """What was seen, with its figures."""
+    change: str
+    """One line of code, or one sentence where no line does it."""
+    gain_ns: int
+    """Device time of one step that it would save."""
+    is_measured: bool
+    """False: ``gain_ns`` is an upper bound."""
+    share: float
+    """gain_ns over the captured step's device time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One side of the comparison."""
 
@@ -406,6 +425,8 @@ class StepProfile:
     device: Timing | None = None
     """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
     peak_memory_bytes: int = 0
+    attention: tuple[tuple[str, int, int], ...] = ()
+    """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +469,8 @@ class Report:
     answers: tuple[Match | NoMatch, ...]
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[GraphRewrite, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What would be faster without any kernel of ours."""
     model_check: ModelCheck | None = None
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""

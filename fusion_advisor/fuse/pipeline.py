@@ -17,6 +17,7 @@ from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
 from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
@@ -24,7 +25,7 @@ from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import choose, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, Report
+from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -41,8 +42,9 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "profiling"):
-        capture, _, plan = _profile(loaded, options, progress, clock)
-    return _report(capture, plan, options, clock, status="profiled"), capture
+        capture, live, plan = _profile(loaded, options, progress, clock)
+        findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
+    return _report(capture, plan, findings, options, clock, status="profiled"), capture
 
 
 def apply_workload(
@@ -67,7 +69,8 @@ def apply_workload(
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
-        report = _report(capture, plan, options, clock, status="interrupted")
+        findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
+        report = _report(capture, plan, findings, options, clock, status="interrupted")
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -126,7 +129,9 @@ def _profile(
     return capture, live, plan
 
 
-def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseClock, *, status: str) -> Report:
+def _report(
+    capture: Capture, plan: Plan, findings: tuple[Finding, ...], options: ProfileOptions, clock: PhaseClock, *, status: str
+) -> Report:
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
@@ -149,6 +154,7 @@ def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseC
         after=None,
         chains=plan.chains,
         answers=plan.answers,
+        findings=findings,
         durations_s=tuple(clock.durations_s),
         notes=notes,
     )
