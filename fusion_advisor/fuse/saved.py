@@ -6,8 +6,8 @@ sites and kernels of that run are those of this one. If it does not, nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from fusion_advisor.fuse.plan import PlannedFusion, make_plan
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, GraphRewrite, OpNode, Report, Status
+from fusion_advisor.records import Capture, GraphRewrite, OpNode, Report, Status, TensorMeta
 from fusion_advisor.serialize import read_capture, read_report
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
@@ -126,11 +126,20 @@ def _merged(
 
 
 def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:
-    """Say where two captured graphs differ, or None when they are the same ops on the same layouts."""
+    """Say where two captured graphs differ, or None when they are the same ops on the same layouts.
+
+    Where in its storage a model's own tensor begins is no part of its layout: a weight may lie beside others or alone.
+    """
     for old, new in zip(before, now, strict=False):
         same = (old.target, old.args, old.kwargs, old.alias_of) == (new.target, new.args, new.kwargs, new.alias_of)
-        if not same or old.outputs != new.outputs:
+        if not same or _layouts(before, old) != _layouts(now, new):
             return f"op {new.index} is {new.target} with {new.outputs}, the plan has {old.target} with {old.outputs}"
     if len(before) != len(now):
         return f"this graph has {len(now)} ops, the plan's has {len(before)}"
     return None
+
+
+def _layouts(ops: Sequence[OpNode], op: OpNode) -> list[TensorMeta]:
+    owner = op if op.alias_of is None else ops[op.alias_of]
+    begins = owner.outputs[0].offset if owner.outputs else 0
+    return [replace(meta, offset=meta.offset - begins) for meta in op.outputs]
