@@ -170,3 +170,18 @@ def test_a_cpu_trace_names_the_backend_of_attention(has_gradient_mask, backend):
     step = median_step(record(call, steps=1, on_cuda=False), on_cuda=False)
     names = [attention_backend(launch.kernel_name) for launch in step.launches if launch.category == "attention"]
     assert set(names) == {backend}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+def test_a_gpu_trace_names_the_backend_that_torch_was_told_to_use(backend):
+    q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16)
+
+    def call():
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    call()
+    step = median_step(record(call, steps=1, on_cuda=True), on_cuda=True)
+    names = {attention_backend(launch.kernel_name) for launch in step.launches if launch.category == "attention"}
+    assert names == {backend.split("_")[0].lower()}

@@ -153,3 +153,19 @@ def test_a_copied_model_merges_its_own_weights(quick, planted):  # noqa: F811
         expected = loaded.model._call_impl(*loaded.args)
         torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
     run.revert()
+
+
+@pytest.mark.gpu
+def test_a_merged_step_on_a_gpu_gives_the_models_numbers(tmp_path, monkeypatch):
+    from fusion_advisor.fuse.options import ApplyOptions
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Gated() for _ in range(4))).eval().to("cuda", torch.bfloat16)
+    assert lay_out_siblings(model) == 4
+    made = Verdict(id="R4", status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
+    monkeypatch.setattr(stage, "judge", lambda *_, **__: made)
+    loaded = describe_live(model, (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16),))
+    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path))
+    assert (row_of(run).sites, row_of(run).held_bytes) == (4, 0)
+    assert run.report.model_check.is_passed
+    assert run.report.step_after.method == "cuda_graph"
