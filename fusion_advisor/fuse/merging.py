@@ -226,7 +226,7 @@ def _row(verdict: Verdict, merged: MergedStep, refusals: Sequence[str]) -> Graph
         id=verdict.id,
         name=TITLE,
         status=verdict.status,
-        reason=f"{verdict.reason}; {memory}{left}",
+        reason=f"{verdict.reason} (timed last, on top of all that was kept); {memory}{left}",
         sites=merged.merged,
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,

@@ -81,7 +81,7 @@ def apply_workload(
             kept = Kept(bench=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
-                kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s, free_bytes=free_bytes)
+                kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
         report = replace(report, fusions=tuple(kept.fusions), rewrites=kept.rewrites)
         on_report(report)
         return install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock)
