@@ -46,6 +46,7 @@ def apply(
     confidence: options.ConfidenceOpt = 0.95,
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
+    graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
     output: options.OutputOpt = None,
@@ -73,6 +74,7 @@ def apply(
         confidence=confidence,
         strict=strict,
         dry_run=dry_run,
+        graph=graph,
         compile=compile_too,
         merge_copies=merge_copies,
     )

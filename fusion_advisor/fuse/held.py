@@ -30,8 +30,8 @@ class _Known:
         return tensor is self.tensor and tensor.data_ptr() == self.address and tensor._version == self.version
 
 
-def held(name: str, compute: Compute, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of the source tensors that computes only when one of them is another tensor or was written to.
+class Held:
+    """A function of source tensors that computes only when one of them is another tensor or was written to.
 
     Args:
         name: stands in the graph's code.
@@ -41,19 +41,26 @@ def held(name: str, compute: Compute, sources: Sequence[torch.Tensor]) -> Callab
     Raises:
         RuntimeError: a source is an inference tensor, which counts no writes.
     """
-    value = compute(*sources)
-    known = tuple(_Known(tensor=source, address=source.data_ptr(), version=source._version) for source in sources)
 
-    def call(*now: torch.Tensor) -> torch.Tensor:
-        nonlocal value, known
-        if all(one.is_still(source) for one, source in zip(known, now, strict=True)):
-            return value
-        value = compute(*now)
-        known = tuple(_Known(tensor=source, address=source.data_ptr(), version=source._version) for source in now)
-        return value
+    def __init__(self, name: str, compute: Compute, sources: Sequence[torch.Tensor]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._compute = compute
+        self._update(sources)
 
-    call.__name__ = call.__qualname__ = name
-    return call
+    def __call__(self, *now: torch.Tensor) -> torch.Tensor:
+        """Return the value for the sources of this call."""
+        if not all(one.is_still(source) for one, source in zip(self._known, now, strict=True)):
+            self._update(now)
+        return self._value
+
+    @property
+    def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Each source with the count of writes that the value was computed after."""
+        return tuple((one.tensor, one.version) for one in self._known)
+
+    def _update(self, sources: Sequence[torch.Tensor]) -> None:
+        self._value = self._compute(*sources)
+        self._known = tuple(_Known(tensor=source, address=source.data_ptr(), version=source._version) for source in sources)
 
 
 def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
-from fusion_advisor.fuse.decide import Decision, StepRunner, Verdict, judge
+from fusion_advisor.fuse.decide import Decision, StepRunner, Verdict, verdict_of
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.merge import MergedRegion, merge_linears
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -128,7 +128,7 @@ def mover(kernel_dir: Path, *, backend: str, fast_math: bool) -> Move:
         trial = try_fusion(bench, named, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, seed=number, is_timed=False)
         if trial.built is None:
             raise CannotMove(f"{planned.id} on the merged layout: {trial.fusion.reason}")
-        return bench.install(planned, trial.built.kernel, trial.built.compiled), trial.built.kernel
+        return bench.install(planned, trial.built.kernel, trial.built.built), trial.built.kernel
 
     return move
 
@@ -157,7 +157,7 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
     kernels: dict[str, tuple[RenderedKernel, ...]] = {}
     for number, (item, planned) in enumerate(pairs):
         if planned.program == item.planned.program:
-            fresh = new.install(planned, item.kernel, item.compiled)
+            fresh = new.install(planned, item.kernel, item.built)
         else:
             fresh, rendered = move(new, planned, number)
             kernels[planned.id] = (*kernels.get(planned.id, ()), rendered)
@@ -188,7 +188,7 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
     calls = runner.recorded([before, before, after])
     control, separate, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=on_cuda)
     same = measure.difference(control, separate, options.confidence)
-    verdict = judge(
+    verdict = verdict_of(
         _ID,
         measure.difference(separate, together, options.confidence),
         step_ns=median_interval(separate)[0],

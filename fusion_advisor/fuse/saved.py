@@ -15,10 +15,13 @@ import torch
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
+from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
 from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, mover, on_merged
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, make_plan
 from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, GraphRewrite, OpNode, Report, Status, TensorMeta
@@ -40,6 +43,8 @@ class SavedPlan:
     """Kept graph passes."""
     merge: GraphRewrite | None = None
     """The merging of GEMMs, if it was kept."""
+    has_graph: bool = False
+    """Whether a CUDA graph around the step was kept."""
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:
@@ -59,8 +64,15 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
     fusions = tuple(fusion for fusion in plan.fusions if fusion.chain.id in kept)
     merge = next((row for row in report.rewrites if row.name == TITLE and row.status is Status.KEPT), None)
-    passes = tuple(kept_passes(report.rewrites))
-    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, passes=passes, merge=merge)
+    return SavedPlan(
+        run_dir=folder,
+        capture=capture,
+        report=report,
+        fusions=fusions,
+        passes=tuple(kept_passes(report.rewrites)),
+        merge=merge,
+        has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
+    )
 
 
 def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
@@ -98,7 +110,9 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
     if saved.merge is not None:
         bench, built = _merged(bench, built, saved, saved.merge, loaded, kernel_dir, backends)
     variant = bench.build(built, [name for name in PASSES if name in saved.passes])
-    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
+    kept = Kept(fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda)
+    graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
+    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept)
     fused.report = saved.report
     return fused.apply()
 

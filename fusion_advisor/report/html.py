@@ -44,6 +44,7 @@ def render_html(report: Report) -> str:
         quality=view.quality(report),
         findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
+        launch_line=view.launch_line(report),
         steps=view.steps(report),
         categories=view.category_rows(report),
         time_chart=charts.where_time_went(report),

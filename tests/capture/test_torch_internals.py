@@ -175,3 +175,17 @@ def test_fake_result_runs_a_node_on_the_layouts_of_its_inputs():
     added.meta["val"] = added.meta["val"].new_empty(3, 8)[:, :4]
     with pytest.raises((RuntimeError, ValueError)):
         torch_internals.fake_result(module, viewed)
+
+
+def test_hook_tables_hold_every_forward_hook() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    tables = torch_internals.hook_tables(module)
+    assert not any(tables)
+    for add in (module.register_forward_hook, module[0].register_forward_pre_hook):
+        handle = add(lambda *_: None)
+        assert sum(map(len, tables)) == 1
+        handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert any(tables)
+    handle.remove()
+    assert not any(tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.held import held, joined, lie_together
+from fusion_advisor.fuse.held import Held, joined, lie_together
 from fusion_advisor.fuse.rewrite import LayoutChanged
 
 
@@ -16,7 +16,7 @@ def counted(sources):
         calls.append(len(tensors))
         return sum(tensors) * 2
 
-    return held("double", compute, sources), calls
+    return Held("double", compute, sources), calls
 
 
 def test_a_held_value_is_computed_once():

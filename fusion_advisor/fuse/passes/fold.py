@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph import Region, storages, written_storages
-from fusion_advisor.fuse.held import held
+from fusion_advisor.fuse.held import Held
 
 HELD_LIMIT_BYTES = 256 << 20
 """Folded values of one region together: what would go past it is computed at every call, as before."""
@@ -40,7 +40,7 @@ def fold_constants(graph: Graph, region: Region, constants: dict[str, torch.Tens
         sources = [source for source in buffers if source in _sources(node)]
         with graph.inserting_before(node):
             if sources:
-                call = held(f"folded_{node.name}", _computation(node, sources), [buffers[source] for source in sources])
+                call = Held(f"folded_{node.name}", _computation(node, sources), [buffers[source] for source in sources])
                 stored = graph.call_function(call, tuple(sources))
             else:
                 name = f"folded_{len(constants)}"

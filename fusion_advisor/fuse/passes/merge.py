@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region, storages, written_storages
-from fusion_advisor.fuse.held import held, joined, lie_together
+from fusion_advisor.fuse.held import Held, joined, lie_together
 
 _LINEAR = torch.ops.aten.linear.default
 _SLICE = torch.ops.aten.slice.Tensor
@@ -193,7 +193,7 @@ def _merge(result: MergedRegion, group: _Group, values: Mapping[Node, Any]) -> t
             if lie_together(tensors):
                 call = joined(name, tensors)
             else:
-                call = held(name, lambda *parts: torch.cat([part.detach() for part in parts]), tensors)
+                call = Held(name, lambda *parts: torch.cat([part.detach() for part in parts]), tensors)
                 result.held_bytes += sum(map(_bytes, tensors))
             rows = sum(tensor.shape[0] for tensor in tensors)
             operand = graph.call_function(call, tuple(nodes))
