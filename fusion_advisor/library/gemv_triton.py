@@ -74,7 +74,13 @@ class GemvTritonKernel:
         self.tuning = config.text
         constants, programs = _constants(problem, config), -(-problem.n // config.rows)
         if not hasattr(self._kernel, "warmup") or not has_cuda():
-            return lambda *tensors: self._kernel[(programs,)](*tensors, **constants, num_warps=config.warps)
+            return lambda *tensors: self._kernel[(programs,)](
+                # The interpreter's dot takes the bits of bfloat16 for integers.
+                *(t.float() if problem.dtype == "bfloat16" else t for t in tensors[:-1]),
+                tensors[-1],
+                **constants,
+                num_warps=config.warps,
+            )
         started = time.perf_counter_ns()
         dtypes = [problem.dtype] * len(problem.operands)
         launcher = TritonLauncher(
