@@ -61,7 +61,8 @@ class GemvCuda:
         # An activation that the kernel before still writes must not be read through the path for constants, which restrict opens.
         written = {"x", "residual"} if config.overlap else set()
         signature = [
-            f"{'' if name == 'out' else 'const '}{type_name}* {'' if name in written else '__restrict__ '}{name}" for name in names
+            f"{'' if name == 'out' else 'const '}{type_name}* {'' if name in written else '__restrict__ '}{name}"
+            for name in names
         ]
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
@@ -107,7 +108,9 @@ class GemvCudaKernel:
         grid = -(-problem.n // config.rows)
         first = CudaLaunch(
             kernel=self._kernel,
-            config=LaunchConfig(grid=grid, block=32 * config.warps, **({"programmatic_stream_serialization": True} if config.overlap else {})),
+            config=LaunchConfig(
+                grid=grid, block=32 * config.warps, **({"programmatic_stream_serialization": True} if config.overlap else {})
+            ),
             scalars=[],
             text=config.text,
         )

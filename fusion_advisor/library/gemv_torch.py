@@ -25,10 +25,11 @@ def torch_launcher(problem: GemvProblem) -> Launcher:
 
     def launch(*tensors: torch.Tensor) -> None:
         given = dict(zip(names, tensors, strict=True))
-        x, weight, out = given["x"], given["weight"].t(), given["out"]
+        x, weight, out = given["x"], given["weight"].view(problem.weight_rows, problem.k).t(), given["out"]
         if problem.has_norm:
             x = normed(x, given["norm_weight"])
         bias, residual = given.get("bias"), given.get("residual")
+        bias = None if bias is None else bias.view(problem.weight_rows)
         if problem.is_gated:
             both = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
             torch.mul(functional.silu(both[:, : problem.n]), both[:, problem.n :], out=out)
