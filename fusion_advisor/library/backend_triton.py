@@ -159,6 +159,7 @@ class TritonLauncher:
         self._run = compiled[self._grid] if hasattr(compiled, "__getitem__") else None
 
     def __call__(self, *tensors: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
         device, low_bits = tensors[0].get_device(), 0
         if device != self._current_device():
             with self._on_device(device):
@@ -334,6 +335,7 @@ def _interpreted(kernel: Any, plan: Schedule, shape: Shape) -> Launcher:
 
 
 def has_cuda() -> bool:
+    """Whether there is a device; without one kernels are interpreted."""
     import torch
 
     return torch.cuda.is_available()

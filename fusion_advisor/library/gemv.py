@@ -34,8 +34,8 @@ _SHARED_BYTES = 48 * 1024
 class GemvProblem:
     """What is computed. All tensors are contiguous and of one dtype; sums are float32.
 
-    Operands, in order: ``x (m, k)``, ``norm_weight (k)``, ``weight (n, k)``, ``bias (n)``, ``residual (m, n)``, ``out (m, n)``, less
-    those that the problem lacks. Gated, weight and bias have ``2 n`` rows, the gate's first: ``out = silu(gate) * up``.
+    Operands, in order: ``x (m, k)``, ``norm_weight (k)``, ``weight (n, k)``, ``bias (n)``, ``residual (m, n)``, ``out (m, n)``,
+    less those that the problem lacks. Gated, weight and bias have ``2 n`` rows, the gate's first: ``out = silu(gate) * up``.
     """
 
     m: int

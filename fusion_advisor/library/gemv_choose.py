@@ -160,7 +160,7 @@ def operands(problem: GemvProblem, device: torch.device, *, seed: int = 0) -> li
 
 
 def choice_key(problem: GemvProblem, title: str, contenders: tuple[str, ...], device_name: str) -> str:
-    """Name what a choice holds for: rows up to the next power of two, columns of the result too; a template that changed asks again."""
+    """Name what a choice holds for: m and n up to the next power of two, k itself; a template that changed asks again."""
     digest = hashlib.sha256()
     for backend in BACKENDS:
         for path in sorted((content_dir("templates") / backend).glob("gemv*.jinja")):

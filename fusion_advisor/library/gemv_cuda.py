@@ -100,7 +100,10 @@ class GemvCudaKernel:
         self.tuning = ""
 
     def bind(self, problem: GemvProblem, config: GemvConfig | None = None) -> Launcher:
-        """Fix the grid; the arguments are those of the render. A tensor that is not 16-byte aligned sends the call to torch's ops."""
+        """Fix the grid; the arguments are those of the render.
+
+        A call with a tensor that is not 16-byte aligned goes to torch's ops.
+        """
         from cuda.core import LaunchConfig
 
         config = config or default_config(problem, ("cuda",))

@@ -144,6 +144,7 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
 
 
 def version() -> str:
+    """This package's version; empty in a bare checkout."""
     try:
         return importlib.metadata.version("fusion-advisor")
     except importlib.metadata.PackageNotFoundError:
