@@ -104,7 +104,10 @@ def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bo
         return Contender(name=name, note=f"no kernel of ours for these rows and dtype in {name}")
     started = time.perf_counter_ns()
     launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder)
-    return _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
+    found = _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
+    if with_cublas:
+        found.note = "takes cuBLAS" if choice.config == CUBLAS else f"takes {choice.config.form}"
+    return found
 
 
 def _linear(work: Work, name: str, launch: Launcher, tuning: str, build_ns: int = 0) -> Contender:

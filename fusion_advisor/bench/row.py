@@ -158,7 +158,7 @@ def makers(spec: KernelSpec, options: BenchOptions) -> list[tuple[str, Callable[
     found: list[tuple[str, Callable[[peers.Work], peers.Contender]]] = [("eager", peers.eager)]
     if options.with_compile:
         found.append(("compile", peers.compiled))
-    if spec.gemv is not None:
+    if spec.gemv is not None and on_cuda:
         found.append(("cublas", peers.cublas))
     elif options.with_liger and on_cuda:
         found.append(("liger", peers.liger))
