@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fusion_advisor.library.program import COMMUTATIVE, REDUCTIONS, Operand, Program, Store, Value
+from fusion_advisor.library.program import ADDRESSED, COMMUTATIVE, REDUCTIONS, Operand, Program, Store, Value
 from fusion_advisor.library.rules import DTYPES, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype, piece_rule
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
@@ -275,7 +275,7 @@ class Lowering:
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
-        name = op.target.removeprefix("aten.").split(".")[0]
+        name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
         if op.op_class is OpClass.VIEW or (name in VIEWS and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)
@@ -396,7 +396,7 @@ class Lowering:
                 if variable is not None and size != 1:
                     strides[variable] = stride
             stores.append((index, tuple(strides), number))
-        addresses = [value.strides for value in self.values if value.op == "load"] + [strides for _, strides, _ in stores]
+        addresses = [value.strides for value in self.values if value.op in ADDRESSED] + [strides for _, strides, _ in stores]
         kept = {value.dim for value in self.values if value.op == "index"}
         groups = self._collapse(order, addresses, kept, frozenset(reduced))
         if len(groups) > 5:
@@ -446,7 +446,7 @@ class Lowering:
                     dtype=value.dtype,
                     constant=value.constant,
                     operand=inputs[value.operand] if value.op == "load" else -1,
-                    strides=collapse(value.strides) if value.op == "load" else (),
+                    strides=collapse(value.strides) if value.op in ADDRESSED else (),
                     offset=value.offset,
                     guard=None if value.guard is None else renumber[value.guard],
                     dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
@@ -513,8 +513,8 @@ def _with_columns(program: Program) -> Program:
     for value in program.values:
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         is_index = value.op == "index" and value.dim == len(program.dims) - 1
-        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
-        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+        has_col.append(value.op in ADDRESSED or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op in ADDRESSED else value)
     stores = tuple(
         replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
         for store in program.stores

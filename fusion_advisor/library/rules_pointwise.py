@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
+from fusion_advisor.library.rules_random import RANDOM
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -212,5 +213,5 @@ POINTWISE: dict[str, Rule] = {
     "masked_fill": _masked_fill, "square": _square, "clamp_min": _clamp_side("maximum"), "clamp_max": _clamp_side("minimum"),
     "clip": _clamp, "addcdiv": _addcdiv, "lerp": _lerp, **{name: _fraction(name) for name in ("isnan", "isinf", "isfinite")},
     "logical_xor": _logical("xor"), "bitwise_xor": _logical("xor"), **ACTIVATIONS,
-    "addcmul": _addcmul,
+    "addcmul": _addcmul, **RANDOM,
 }  # fmt: skip
