@@ -77,7 +77,7 @@ extern "C" void run_all(void** args, const long long* ints) {{
     )
     path = folder / "kernel.cpp"
     path.write_text(source)
-    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0"]
+    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *["-DWIDE_INDEX"] * plan.needs_int64]
     command = [
         "g++",
         "-O1",
