@@ -235,6 +235,11 @@ class Lowering:
         with self._guarding(None):
             return self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype))
 
+    def the_number(self, index: int, dtype: str) -> int:
+        """The one element of a tensor that every reader may read, such as a seed: no guard applies."""
+        with self._guarding(None):
+            return self.cast(self.at(index, ((None, 0),) * len(self.meta(index).shape)), dtype)
+
     @contextmanager
     def _guarding(self, guard: int | None) -> Iterator[None]:
         outer, self._guard = self._guard, guard
@@ -510,7 +515,12 @@ def _with_columns(program: Program) -> Program:
     """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
     values: list[Value] = []
     has_col: list[bool] = []
-    for value in program.values:
+    seeds = {arg for value in program.values if value.op == "dropout" for arg in value.args}  # one number, however many columns
+    for number, value in enumerate(program.values):
+        if number in seeds:
+            values.append(value)
+            has_col.append(False)
+            continue
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         is_index = value.op == "index" and value.dim == len(program.dims) - 1
         has_col.append(value.op in ADDRESSED or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))

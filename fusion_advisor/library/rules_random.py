@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.program import Value, dropout_constants
 from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of
-from fusion_advisor.records import OpNode
+from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
@@ -21,7 +21,9 @@ def _seeded_dropout(lowering: Lowering, op: OpNode, where: Index) -> int:
     threshold, scale = dropout_constants(p)
     if threshold in (0, 2**32):
         return lowering.make("mul", value, lowering.const(scale if threshold == 0 else 0.0, dtype))
-    seed = lowering.element(argument_of(op, 1, "seed"), ((None, 0),), op, "int64")
+    given = argument_of(op, 1, "seed")
+    assert isinstance(given, Ref)
+    seed = lowering.the_number(given.index, "int64")
     strides, offset = _number(lowering, op, where)
     factor = lowering.emit(Value(op="dropout", args=(seed,), constant=float(p), strides=strides, offset=offset, dtype=dtype))
     return lowering.make("mul", value, factor)

@@ -15,7 +15,13 @@ def reference_builtin(
 
 
 def baseline_builtin(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor, *, p: float = 0.1, eps: float = 1e-6  # noqa: ARG001
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    seed: torch.Tensor,
+    *,
+    p: float = 0.1,
+    eps: float = 1e-6,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + torch.nn.functional.dropout(x, p, training=True)
     return total, torch.nn.functional.rms_norm(total, (total.shape[-1],), weight, eps)
