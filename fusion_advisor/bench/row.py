@@ -228,7 +228,8 @@ def _distribution(results: Iterable[torch.Tensor], bed: Bed) -> str:
             difference = (one.mean() - other.mean()).abs()
             rounding = torch.finfo(result.dtype).eps * other.abs().mean()
             if not float(difference) <= _STANDARD_ERRORS * float(spread) + float(rounding):
-                return f"wrong numbers: the {what} differs by {float(difference):.1e} from that of fp64, {float(spread):.1e} is usual"
+                usual = f"its standard error is {float(spread):.1e}"
+                return f"wrong numbers: the {what} differs by {float(difference):.1e} from that of fp64, {usual}"
     return ""
 
 

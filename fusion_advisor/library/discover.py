@@ -39,7 +39,10 @@ class BadReference(AdvisorError):
 
     code = "FA412"
     message = "{file}: {detail}"
-    hint = "each variant is a function `reference_<variant>(tensor, …, *, constant=default)` with the manifest's names"
+    hint = (
+        "each variant is a function `reference_<variant>(tensor, …, *, constant=default)` with the manifest's names; "
+        "`baseline_<variant>` takes the same"
+    )
     exit_code = 9
 
 
@@ -103,7 +106,8 @@ def load_references(spec: KernelSpec) -> Kernel:
     """
     file = spec.folder / "reference.py"
     module = _import(file, spec.name)
-    found, baselines = [], []
+    found: list[tuple[str, Callable[..., Any]]] = []
+    baselines: list[tuple[str, Callable[..., Any]]] = []
     for attribute, function in vars(module).items():
         if attribute.startswith((_PREFIX, _BASELINE)) and inspect.isfunction(function):
             _check_signature(file, attribute, function, spec)

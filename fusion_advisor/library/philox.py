@@ -1,4 +1,4 @@
-"""Dropout that is a function of its seed: the random numbers, and the torch op that every backend's kernels agree with bit for bit.
+"""Dropout that is a function of its seed: the random numbers, and the torch op whose decisions every backend's kernels repeat.
 
 Numbers come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11), the
 generator of cuRAND and of Triton's ``tl.rand``. It keeps no state: a 64-bit key (the seed) and a 128-bit counter give four 32-bit

@@ -17,8 +17,8 @@ Op names (``Value.op``):
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
   pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
-- ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and offset
-  give the element's number, on which alone (with the seed) its fate hangs: see ``library.philox``
+- ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
+  offset give the element's number; that and the seed decide, see ``library.philox``
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
 
 Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``, ``bool``.

@@ -18,10 +18,10 @@ def baseline_builtin(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
-    seed: torch.Tensor,
+    seed: torch.Tensor,  # noqa: ARG001
     *,
     p: float = 0.1,
-    eps: float = 1e-6,  # noqa: ARG001
+    eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + torch.nn.functional.dropout(x, p, training=True)
     return total, torch.nn.functional.rms_norm(total, (total.shape[-1],), weight, eps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from lowered import check, lower_function
 
 from fusion_advisor.capture.classify import base_name, class_of
 from fusion_advisor.library import backend_triton
-from fusion_advisor.library.backend_cpp import CppBackend, find_compiler
+from fusion_advisor.library.backend_cpp import CppBackend
 from fusion_advisor.library.backend_cuda import CudaBackend
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.match import find_match
