@@ -14,8 +14,8 @@ Op names (``Value.op``):
 - ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
   extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width)
-- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
-  pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
+  cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
 - ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
   offset give the element's number; that and the seed decide, see ``library.philox``
@@ -119,8 +119,8 @@ class Program:
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
-    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load with the strides of an
-    earlier load of the same operand is marked ``=``: the two share their stride arguments.
+    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load or store with the strides
+    of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
     """
     first: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -137,7 +137,11 @@ def layout_key(program: Program) -> str:
         elif v.op == "dropout":
             where = f"[{strides(v.strides)}]{'+' if v.offset else ''}"
         parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
-    parts += [f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}" for s in program.stores]
+    written: dict[tuple[int, tuple[int, ...]], int] = {}
+    for number, s in enumerate(program.stores):
+        same = written.setdefault((s.operand, s.strides), number)
+        shared = f"={same}" if same != number else ""
+        parts.append(f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}{shared}")
     return ";".join(parts)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
+from fusion_advisor.library.index import Index
+from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
 from fusion_advisor.library.rules_random import RANDOM
 from fusion_advisor.records import OpNode, Ref
@@ -199,8 +200,8 @@ def _fraction(name: str) -> Rule:
 
 POINTWISE: dict[str, Rule] = {
     **{name: _unary(name) for name in (
-        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "sin",
-        "cos", "floor", "ceil", "trunc", "round", "sign",
+        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf",
+        "erfc", "sin", "cos", "floor", "ceil", "trunc", "round", "sign",
     )},
     "add": _binary("add"), "sub": _binary("sub"), "mul": _binary("mul"), "div": _binary("div"), "true_divide": _binary("div"),
     "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _remainder, "rsub": _rsub, "pow": _pow,

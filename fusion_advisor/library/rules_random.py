@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.program import Value, dropout_constants
-from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of
+from fusion_advisor.library.rule import CannotLower, Rule, argument_of
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -24,21 +25,25 @@ def _seeded_dropout(lowering: Lowering, op: OpNode, where: Index) -> int:
     given = argument_of(op, 1, "seed")
     assert isinstance(given, Ref)
     seed = lowering.the_number(given.index, "int64")
-    strides, offset = _number(lowering, op, where)
-    factor = lowering.emit(Value(op="dropout", args=(seed,), constant=float(p), strides=strides, offset=offset, dtype=dtype))
+    number = _number(op, where)
+    steps = dict(number.terms)
+    strides = tuple(steps.get(variable, 0) for variable in range(len(lowering.nest.extents)))
+    factor = lowering.emit(
+        Value(op="dropout", args=(seed,), constant=float(p), strides=strides, offset=number.shift, dtype=dtype)
+    )
     return lowering.make("mul", value, factor)
 
 
-def _number(lowering: Lowering, op: OpNode, where: Index) -> tuple[tuple[int, ...], int]:
-    """The row-major number of element ``where``: one stride per loop variable, and an offset."""
-    strides, offset, step = [0] * len(lowering.domain), 0, 1
-    for size, (variable, shift) in reversed(list(zip(op.outputs[0].shape, where, strict=True))):
+def _number(op: OpNode, where: Index) -> Place:
+    """The row-major number of element ``where``."""
+    number, step = Place(), 1
+    for size, place in reversed(list(zip(op.outputs[0].shape, where, strict=True))):
         if size != 1:
-            offset += shift * step
-            if variable is not None:
-                strides[variable] += step
+            number = number.plus(place.scaled(step))
         step *= size
-    return tuple(strides), offset
+    if number.gathered:
+        raise CannotLower("FA603", f"{op.target} is read at places that a tensor holds")
+    return number
 
 
 RANDOM: dict[str, Rule] = {"seeded_dropout": _seeded_dropout}
