@@ -50,8 +50,8 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "half_erfc", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start", "top",
-         "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
+         "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
+         "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept"}
     )  # fmt: skip
 

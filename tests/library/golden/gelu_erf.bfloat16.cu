@@ -68,24 +68,25 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// One unit in the last place off; unlike __fdividef's, a quotient below 2^-126 keeps its value.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
     float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // exp(-x * x) times a polynomial in 1 / (1 + 0.44 |x|), fitted to 6e-6 of erfc(|x|) at any x: the tail keeps its digits, and
 // results are rounded to 11 bits at most.
 __device__ __forceinline__ float half_erfc(float x) {
-    const float t = approximate_reciprocal(fmaf(fabsf(x), 0.44f, 1.0f));
+    float t;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fmaf(fabsf(x), 0.44f, 1.0f)));
     float poly = -0.14544582f;
     poly = fmaf(poly, t, 0.3488371f);
     poly = fmaf(poly, t, 0.04261189f);
     poly = fmaf(poly, t, 0.26267788f);
     poly = fmaf(poly, t, 0.24277207f);
     poly = fmaf(poly, t, 0.2485445f);
-    const float tail = poly * t * exp2f(x * x * -1.4426950408889634f);
+    const float tail = poly * t * half_exp2(x * x * -1.4426950408889634f);
     return x < 0.0f ? 2.0f - tail : tail;
 }
 

@@ -13,7 +13,8 @@ import triton.language as tl
 def erfc(x):
     # exp(-x * x) times a polynomial in 1 / (1 + 0.44 |x|), fitted to 6e-6 of erfc(|x|) at any x: the tail keeps its digits, and
     # results are rounded to 11 bits at most.
-    t = 1.0 / (1.0 + 0.44 * tl.abs(x))
+    t = tl.rsqrt(1.0 + 0.44 * tl.abs(x))
+    t = t * t  # a third of the instructions of a division
     poly = -0.14544582
     poly = poly * t + 0.3488371
     poly = poly * t + 0.04261189

@@ -75,8 +75,17 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
     return y;
 }
 
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Good to 20 bits and more, for results that are rounded to 11 at most.
-__device__ __forceinline__ float half_sigmoid(float x) { return approximate_reciprocal(1.0f + __expf(-x)); }
+__device__ __forceinline__ float half_sigmoid(float x) {
+    return approximate_reciprocal(1.0f + half_exp2(x * -1.4426950408889634f));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fa_swiglu_59f754(
