@@ -92,6 +92,10 @@ class Writer:
         """Every op that :meth:`_expression` does not know."""
         raise NotImplementedError
 
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """A product that the compiler must not fold, unrounded, into the sum or difference that uses it."""
+        raise NotImplementedError
+
     # What skeletons use.
 
     def text(self, number: int) -> Text:
@@ -238,6 +242,8 @@ class Writer:
             return Text(f"{args[0].at(ATOM)} {LOGIC[value.op]} {args[1].at(ATOM)}", LOOSE)
         if value.op == "neg":
             return Text(f"-{args[0].at(ATOM)}", UNARY)
+        if self._is_shared_product(number, value):
+            return self.rounded_product(value, args)
         own = self.call(value, args)
         if own.code:
             return own
@@ -245,6 +251,16 @@ class Writer:
             raise Unsupported(f"op {value.op} of {value.dtype}")
         sign, rank = INFIX[value.op]
         return Text(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
+
+    def _is_shared_product(self, number: int, value: Value) -> bool:
+        """Whether several users have to see one and the same rounding of a product.
+
+        Compilers contract ``x * c - y`` to one operation that does not round the product. Where y is the maximum of the rounded
+        products, as in softmax, the largest difference is then not 0 but their rounding error: e to the power of 1e19 at 1e27.
+        """
+        users = set(self._users[number])
+        is_added = any(self.plan.program.values[user].op in ("add", "sub", "neg") for user in users)
+        return value.op == "mul" and value.dtype.startswith("float") and len(users) > 1 and is_added
 
     def index(self, number: int, value: Value) -> Text:
         """The loop variable of a dim, as a 64-bit integer unless it is only compared."""

@@ -21,6 +21,8 @@ _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
              "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
 _HALF = ("float16", "bfloat16")
+LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e308"}
+"""The lowest finite number, where a running maximum starts."""
 
 
 def identity(value: Value) -> str:
@@ -37,7 +39,7 @@ class TritonWriter(Writer):
         is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
     """
 
-    helper_names = frozenset(_HELPERS | {"exp", "maximum", "minimum"})
+    helper_names = frozenset(_HELPERS | {"exp", "maximum", "minimum", "add_exp", "merge_exp_sums"})
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
@@ -122,6 +124,11 @@ class TritonWriter(Writer):
     def widen(self, name: str) -> str:
         """An index as int64."""
         return f"{name}.to(tl.int64)"
+
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say."""
+        left, right = args if self.plan.program.values[value.args[0]].op != "const" else args[::-1]
+        return Text(f"tl.fma({left.code}, {right.code}, 0.0)")
 
     def _write(self, number: int) -> None:
         super()._write(number)

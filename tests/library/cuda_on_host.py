@@ -33,6 +33,8 @@ static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y;
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
+__attribute__((noinline)) static float __fmul_rn(float a, float b) { return a * b; }
+__attribute__((noinline)) static double __dmul_rn(double a, double b) { return a * b; }
 """
 _WIDE_HALF = "    _Float16 h; memcpy(&h, &x.bits, 2); return (float)h;\n}"
 _NARROW_HALF = "    const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;\n}"
