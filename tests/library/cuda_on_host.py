@@ -36,6 +36,7 @@ static double rsqrt(double x) { return 1.0 / sqrt(x); }
 __attribute__((noinline)) static float __fmul_rn(float a, float b) { return a * b; }
 __attribute__((noinline)) static double __dmul_rn(double a, double b) { return a * b; }
 """
+OPTIMISE = ("-O1",)
 _WIDE_HALF = "    _Float16 h; memcpy(&h, &x.bits, 2); return (float)h;\n}"
 _NARROW_HALF = "    const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;\n}"
 _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
@@ -82,7 +83,7 @@ extern "C" void run_all(void** args, const long long* ints) {{
     macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0"]
     command = [
         "g++",
-        "-O1",
+        *OPTIMISE,
         "-fno-strict-aliasing",
         "-std=c++17",
         "-fPIC",
