@@ -181,7 +181,8 @@ def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
 
 def _declare(plan: Schedule, writer: CudaWriter, number: int) -> str:
     name, code = writer.statement(number)
-    return f"const {COMPUTE[plan.program.values[number].dtype]} {name} = {code};"
+    kind = "index_t" if writer.is_only_compared(number) else COMPUTE[plan.program.values[number].dtype]
+    return f"const {kind} {name} = {code};"
 
 
 def _type(plan: Schedule, number: int) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import Value
+from fusion_advisor.library.order import order_of
+from fusion_advisor.library.program import ITEM_BYTES, Value
 from fusion_advisor.library.schedule import Access, Schedule
 
 _PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
@@ -88,7 +89,7 @@ class TritonWriter(Writer):
         varies = self.plan.varies[number]
         masks = [self.mask(varies)] if self.mask(varies) else []
         if value.guard is not None:
-            masks.append(self.text(value.guard).at(ATOM))
+            masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
         if self.plan.col_dim in varies:
             self.zero_past_end.add(number)
         dtype = access.operand.dtype
@@ -99,6 +100,14 @@ class TritonWriter(Writer):
         if value.dtype == dtype:
             return code
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
+
+    def _guard(self, number: int, access: Access) -> str:
+        """A causal guard asked of the first column of each 16 bytes: a mask that changes inside them would be read by element."""
+        order, plan = order_of(self.plan.program, number), self.plan
+        if order is None or order.column != plan.col_dim or access.strides[-1] != "1":
+            return ""
+        col, pack = plan.indices[-1], 16 // ITEM_BYTES[access.operand.dtype]
+        return f"({col} // {pack} * {pack} <= {self.text(plan.program.values[number].args[1]).at(SUM)})"
 
     def masked(self, value: Value) -> str:
         """The argument of a reduction, with lanes past the end set to the reduction's identity."""
