@@ -84,7 +84,7 @@ class Kernel:
     # Analysis.
 
     def _online_sums(self) -> dict[int, OnlineSum]:
-        """Sums of exponentials that nothing else reads, by number and by that of their maximum; rows are not shared by threads."""
+        """Sums of exponentials that nothing else reads, by their number and their maximum's; threads share no row."""
         if self.last == 0:
             return {}
         users = [n for value in self.program.values for n in value.args] + [store.value for store in self.program.stores]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fusion_advisor.library.expressions import Text
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
+from fusion_advisor.library.expressions import Text
 from fusion_advisor.library.online import OnlineSum, online_sums
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
 

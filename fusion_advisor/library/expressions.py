@@ -286,10 +286,14 @@ class Writer:
     def is_only_compared(self, number: int) -> bool:
         """Whether nothing but comparisons with other places comes of a place: it then needs no more bits than an index."""
         users, value = self._users[number], self.plan.program.values[number]
-        return value.dtype == "int64" and bool(users) and all(
-            self._is_place(self.plan.program.values[user])
-            and (self.plan.program.values[user].op in COMPARE or self.is_only_compared(user))
-            for user in users
+        return (
+            value.dtype == "int64"
+            and bool(users)
+            and all(
+                self._is_place(self.plan.program.values[user])
+                and (self.plan.program.values[user].op in COMPARE or self.is_only_compared(user))
+                for user in users
+            )
         )
 
     def _is_place(self, value: Value) -> bool:

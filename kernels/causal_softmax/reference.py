@@ -17,11 +17,11 @@ def reference_masked_then_scaled(x: torch.Tensor, *, scale: float = 0.0883883476
     return torch.softmax(torch.where(seen, x, float("-inf")) * scale, -1)
 
 
-def reference_unscaled(x: torch.Tensor) -> torch.Tensor:
+def reference_compared_places(x: torch.Tensor, *, scale: float = 0.08838834764831845) -> torch.Tensor:
     queries, keys = x.shape[-2:]
     place = torch.arange(keys, device=x.device)
     seen = place <= torch.arange(keys - queries, keys, device=x.device)[:, None]
-    return torch.softmax(x.masked_fill(~seen, float("-inf")), -1)
+    return torch.softmax((x * scale).masked_fill(~seen, float("-inf")), -1)
 
 
 def reference_lowest(x: torch.Tensor, *, scale: float = 0.08838834764831845) -> torch.Tensor:

@@ -77,7 +77,8 @@ def test_on_the_device(tmp_path, name, backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "loop"), [("triton", "for start in range("), ("cuda", "for (index_t start = 0;"), ("cpp", "for (int64_t start = 0;")]
+    ("backend", "loop"),
+    [("triton", "for start in range("), ("cuda", "for (index_t start = 0;"), ("cpp", "for (int64_t start = 0;")],
 )
 def test_a_log_sum_of_exponentials_reads_a_wide_row_once(backend, loop):
     assert render(backend, p.logsumexp(4, 20000)).source.count(loop) == 1
