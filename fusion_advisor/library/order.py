@@ -1,6 +1,6 @@
 """Comparisons of two loop variables: the triangle of a causal mask, known without reading one.
 
-All spellings (``tril``, ``triu``, comparisons of ``arange``, their negations) become one form, ``le(column, row + offset)`` or the
+All spellings (``tril``, ``triu``, comparisons of ``arange``, negations) become one form, ``le(column, row + offset)`` or the
 negation of it, so that kernels match however the mask was written. Where the triangle ends in the last row's last column, as
 with a cache of keys, the offset is written as a difference of sizes: one compiled kernel then serves every length.
 """
