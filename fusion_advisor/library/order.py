@@ -93,10 +93,10 @@ def order_of(program: Program, number: int | None) -> Order | None:
     """Return what a finished Program's value compares, where it is of the one form."""
     if number is None or program.values[number].op != "le":
         return None
-    places = [_place_in(program, arg) for arg in program.values[number].args]
-    if places[0] is None or places[1] is None:
+    left, right = (_place_in(program, arg) for arg in program.values[number].args)
+    if left is None or right is None:
         return None
-    (columns, shift), (rows, offset) = places
+    (columns, shift), (rows, offset) = left, right
     if len(columns) != 1 or len(rows) != 1 or shift or columns == rows:
         return None
     return Order(column=columns[0], row=rows[0], offset=offset)
@@ -182,10 +182,10 @@ def _places_first(program: Program) -> Program:
         is_place.append(is_leaf or is_sum)
     order = sorted(range(len(values)), key=lambda n: (not is_place[n], n))
     new = {old: number for number, old in enumerate(order)}
-    moved = tuple(
-        replace(
-            values[n], args=tuple(new[a] for a in values[n].args), guard=None if values[n].guard is None else new[values[n].guard]
-        )
-        for n in order
-    )
+
+    def renumbered(value: Value) -> Value:
+        guard = None if value.guard is None else new[value.guard]
+        return replace(value, args=tuple(new[arg] for arg in value.args), guard=guard)
+
+    moved = tuple(renumbered(values[n]) for n in order)
     return replace(program, values=moved, stores=tuple(replace(store, value=new[store.value]) for store in program.stores))

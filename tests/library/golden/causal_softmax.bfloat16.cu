@@ -171,7 +171,7 @@ fa_causal_softmax_fd0a73(
             const bool is_kept = col <= i1;
             const float x = wide(x_packs[p][lane]);
             const float chosen = is_kept ? __fmul_rn(x, scale) : -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float exp_chosen_shifted = __expf(chosen - chosen_max);
             exp_chosen_shifted_sum_part += exp_chosen_shifted;
         }
     }
@@ -189,7 +189,7 @@ fa_causal_softmax_fd0a73(
             const bool is_kept = col <= i1;
             const float x = wide(x_packs[p][lane]);
             const float chosen = is_kept ? __fmul_rn(x, scale) : -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float exp_chosen_shifted = __expf(chosen - chosen_max);
             const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
