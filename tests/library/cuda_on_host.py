@@ -33,6 +33,7 @@ static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y;
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
+#define __expf(x) exp2f((x) * 1.4426950408889634f)
 __attribute__((noinline)) static float __fmul_rn(float a, float b) { return a * b; }
 __attribute__((noinline)) static double __dmul_rn(double a, double b) { return a * b; }
 """
@@ -106,5 +107,7 @@ def _translate(source):
     source = re.sub(r"    float y;\n    asm\(\"cvt\.f32\.f16.*?\n}", _WIDE_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    half_bits y;\n    asm\(.*?\n}", _NARROW_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
+    source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
+    source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
     source = re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
     return _PRELUDE + source
