@@ -111,7 +111,7 @@ class _Checker:
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             for number, (case, dtype) in enumerate(cases):
-                label = _label(case)
+                label = str(case)
                 self.progress.step(number, len(cases), f"{label} {dtype}")
                 try:
                     jobs = list(self._jobs(case, dtype))
@@ -156,10 +156,10 @@ class _Checker:
         return ""
 
     def _jobs(self, case: Case, dtype: str) -> Iterator[_Job]:
-        kind = getattr(torch, dtype)
+        kind, spec = getattr(torch, dtype), self.spec.laid_out(case)
         for variant, function in self.kernel.references:
-            graph = trace_reference(self.spec, function, dict(case.sizes), dtype=kind)
-            for lowered in lower_reference(self.spec, function, dict(case.sizes), dtype=kind):
+            graph = trace_reference(spec, function, dict(case.sizes), dtype=kind)
+            for lowered in lower_reference(spec, function, dict(case.sizes), dtype=kind):
                 yield _Job(variant=variant, graph=graph, lowered=lowered, program=named_program(lowered.program, self.own))
 
     # ------------------------------------------------------------------ one case of one backend
@@ -187,7 +187,7 @@ class _Checker:
         worst, failures = (-1.0, ""), []
         launchers = [self._launcher(backend, job) for job in jobs]
         for kind in KINDS:
-            inputs = make_inputs(self.spec, case, dtype, kind, device)
+            inputs = make_inputs(self.spec.laid_out(case), case, dtype, kind, device)
             for job, launch in zip(jobs, launchers, strict=True):
                 for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=backend == "triton" and device == "cpu"):
                     told = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
@@ -233,7 +233,7 @@ class _Checker:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             cause = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
-            failed = [_row(_label(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")
+            failed = [_row(str(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")
                       for case in self.spec.check for dtype in case.dtypes]  # fmt: skip
             return {(row.case, row.dtype): row for row in failed}
         rows = [CheckRow(**row) for row in json.loads(done.stdout.splitlines()[-1])]
@@ -284,10 +284,6 @@ def _mode(backend: str) -> str:
     from fusion_advisor.library.nvrtc import find_nvcc
 
     return "compile" if has_nvrtc or find_nvcc() else "neither cuda-core nor nvcc was found, so nothing was compiled"
-
-
-def _label(case: Case) -> str:
-    return " ".join(f"{letter}={size}" for letter, size in case.sizes)
 
 
 def _row(case: str, backend: str, dtype: str, result: str, detail: str) -> CheckRow:

@@ -1,0 +1,17 @@
+"""Attention probabilities with a boolean mask, true where a score counts; what blocks the others is a constant."""
+
+from __future__ import annotations
+
+import torch
+
+
+def reference_where(
+    scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125, blocked: float = float("-inf")
+) -> torch.Tensor:
+    return torch.softmax(torch.where(mask, scores * scale, blocked), dim=-1)
+
+
+def reference_masked_fill(
+    scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125, blocked: float = float("-inf")
+) -> torch.Tensor:
+    return torch.softmax((scores * scale).masked_fill(~mask, blocked), dim=-1)
