@@ -32,7 +32,7 @@ from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracl
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
 from fusion_advisor.library.lower import Lowered
 from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinel, trace_reference
+from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
@@ -132,7 +132,7 @@ class _Checker:
         case = max(self.spec.check, key=lambda case: min(size for _, size in case.sizes))
         result, detail = "passed", ""
         try:
-            for lowered in lower_reference(self.spec, function, dict(case.sizes), sentinels=True):
+            for lowered in lower_reference(self.spec, function, dict(case.sizes), constants=sentinels(self.spec)):
                 problem = self._match_problem(lowered.program)
                 result, detail = ("failed", problem) if problem else (result, detail)
         except CannotLower as error:
@@ -148,9 +148,9 @@ class _Checker:
             if find_match(program, theirs) is not None:
                 return f"the kernel `{other}` computes the same: which one is found would be chance"
         bound = dict(found.constants)
-        for number, (name, _) in enumerate(self.spec.constants):
-            if name in bound and not math.isclose(bound[name], sentinel(number), rel_tol=1e-6):
-                return f"the constant {name} was bound to {bound[name]:g}, not to the {sentinel(number):g} that it was given"
+        for name, given in sentinels(self.spec).items():
+            if name in bound and not math.isclose(bound[name], given, rel_tol=1e-6):
+                return f"the constant {name} was bound to {bound[name]:g}, not to the {given:g} that it was given"
             if name not in bound:
                 return f"the constant {name} of the manifest occurs nowhere in what the reference computes"
         return ""

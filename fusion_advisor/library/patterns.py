@@ -2,13 +2,16 @@
 
 A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and
 once more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats
-get values that occur nowhere else, so that they can be told from the constants that belong to the formula.
+get values that occur nowhere else, so that they can be told from the constants that belong to the formula. A power of two that
+the lowering moved into such a float (0.5 · (x · scale) becomes x · (0.5 · scale)) is told by the quotient.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,16 +47,17 @@ def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
     """
+    marks = sentinels(spec)
     for variant, function in load_references(spec).references:
         seen: set[str] = set()
         for sizes in _example_sizes(spec):
             try:
-                found = list(lower_reference(spec, function, sizes, sentinels=True))
+                found = list(lower_reference(spec, function, sizes, constants=marks))
             except CannotLower as error:
                 detail = f"reference_{variant} cannot be one kernel: {error.reason}"
                 raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
             for lowered in found:
-                pattern = _pattern(spec, variant, lowered)
+                pattern = _pattern(spec, variant, lowered, marks)
                 if pattern.structure.text not in seen:
                     seen.add(pattern.structure.text)
                     yield pattern
@@ -64,7 +68,7 @@ def lower_reference(
     function: Callable[..., Any],
     sizes: Mapping[str, int],
     *,
-    sentinels: bool = False,
+    constants: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Lowered]:
     """Lower a reference: first with all its outputs, then, where there are several, with the last alone.
@@ -73,10 +77,10 @@ def lower_reference(
         spec: the kernel's manifest.
         function: one of its references.
         sizes: size of each letter of the manifest's shapes.
-        sentinels: give the keyword floats values that mark them; else their defaults.
+        constants: values of the keyword floats; the manifest's by default.
         dtype: of the tensors whose dtype the manifest leaves open.
     """
-    graph = trace_reference(spec, function, sizes, sentinels=sentinels, dtype=dtype)
+    graph = trace_reference(spec, function, sizes, constants=constants, dtype=dtype)
     yield from lower_graph(graph, tuple(tensor.name for tensor in spec.inputs))
 
 
@@ -98,7 +102,7 @@ def trace_reference(
     function: Callable[..., Any],
     sizes: Mapping[str, int],
     *,
-    sentinels: bool = False,
+    constants: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.fx.GraphModule:
     """Trace a reference into ATen ops; the arguments are those of :func:`lower_reference`.
@@ -107,10 +111,8 @@ def trace_reference(
         BadReference: it stops with an error of its own.
     """
     taken = inspect.signature(function).parameters
-    constants = {
-        name: sentinel(number) if sentinels else default for number, (name, default) in enumerate(spec.constants) if name in taken
-    }
-    bound = functools.partial(function, **constants)
+    given = dict(spec.constants) if constants is None else constants
+    bound = functools.partial(function, **{name: value for name, value in given.items() if name in taken})
     try:
         return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
     except Exception as error:
@@ -118,9 +120,18 @@ def trace_reference(
         raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
-def sentinel(number: int) -> float:
-    """The value that marks the manifest's constant ``number``."""
-    return _SENTINEL * (number + 1)
+def sentinels(spec: KernelSpec) -> dict[str, float]:
+    """The values that mark the manifest's constants: odd multiples, so that none is a power of two times another."""
+    return {name: _SENTINEL * (2 * number + 1) for number, (name, _) in enumerate(spec.constants)}
+
+
+def _named(constant: float, marks: Mapping[str, float]) -> tuple[str, float]:
+    """The keyword float that a constant of a marked trace is a multiple of, and the factor; no name where it is the formula's."""
+    for name, mark in marks.items():
+        factor = constant / mark
+        if abs(math.frexp(factor)[0]) == 0.5:  # a power of two
+            return name, factor
+    return "", 1.0
 
 
 def _computed(ops: Sequence[Any], index: int) -> int:
@@ -150,16 +161,13 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     last = next(dim for dim in reversed(spec.inputs[0].shape) if isinstance(dim, str))
     rows = [letter for letter in letters if letter != last]
     many = {letter: _ROWS[number % len(_ROWS)] for number, letter in enumerate(rows)}
-    yield {**many, last: _COLS}
-    yield {**dict.fromkeys(rows, 1), last: _COLS}
-    for letter in rows:  # a batch, or a sequence, of one
-        if len(rows) > 1:
-            yield {**many, letter: 1, last: _COLS}
+    for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
+        yield {**{letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}, last: _COLS}
 
 
-def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
+def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[str, float]) -> Pattern:
     form = structure(lowered.program)
-    marks = {sentinel(number): name for number, (name, _) in enumerate(spec.constants)}
+    named = [_named(constant, marks) for constant in form.constants]
     input_names = {number: spec.inputs[index].name for number, index in enumerate(lowered.inputs)}
     count = len(lowered.outputs)
     output_names = {len(lowered.inputs) + number: name for number, name in enumerate(spec.outputs[-count:])}
@@ -169,6 +177,7 @@ def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
         variant=variant,
         structure=form,
         operand_names=tuple(names[number] for number in form.operands),
-        constant_names=tuple(marks.get(constant, "") for constant in form.constants),
+        constant_names=tuple(name for name, _ in named),
+        constant_factors=tuple(factor for _, factor in named),
         dtypes=spec.dtypes,
     )

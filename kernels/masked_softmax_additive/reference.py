@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def reference_factor(scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125) -> torch.Tensor:
-    return torch.softmax(scores * scale + mask, dim=-1)
-
-
 def reference_upcast(scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125) -> torch.Tensor:
     weights = scores * scale + mask
     return torch.nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -1,4 +1,4 @@
-"""Attention probabilities with a boolean mask, true where a score counts; what blocks the others is a constant."""
+"""Attention probabilities with a boolean mask: true where a score counts, or (mask_blocks) where it does not."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def reference_masked_fill(
     scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125, blocked: float = float("-inf")
 ) -> torch.Tensor:
     return torch.softmax((scores * scale).masked_fill(~mask, blocked), dim=-1)
+
+
+def reference_mask_blocks(
+    scores: torch.Tensor, mask: torch.Tensor, *, scale: float = 0.125, blocked: float = float("-inf")
+) -> torch.Tensor:
+    return torch.softmax((scores * scale).masked_fill(mask, blocked), dim=-1)

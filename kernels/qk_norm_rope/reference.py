@@ -25,12 +25,3 @@ def reference_gemma(
     low = y[..., : y.shape[-1] // 2]
     high = y[..., y.shape[-1] // 2 :]
     return y * cos + torch.cat((-high, low), dim=-1) * sin
-
-
-def reference_builtin(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, eps: float = 1e-6
-) -> torch.Tensor:
-    y = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps).transpose(1, 2)
-    low = y[..., : y.shape[-1] // 2]
-    high = y[..., y.shape[-1] // 2 :]
-    return y * cos + torch.cat((-high, low), dim=-1) * sin
