@@ -1,5 +1,8 @@
-"""Every library kernel's Triton source in the interpreter, against fp64 and beside eager's own error: all references, dtypes and
-layouts of the manifest's small cases, and rows wider than the registers hold. ``kernels check`` does this for all cases."""
+"""Every library kernel's Triton source in the interpreter, against fp64 and beside eager's own error.
+
+All references and layouts of the manifest's small cases; the first reference also in every dtype and on rows wider than the
+registers hold. ``kernels check`` runs the rest.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +31,5 @@ def test_kernels_keep_to_eagers_own_error(part):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == names
-    assert all(count >= 2 * 3 * 4 for count, _ in found.values())
-    assert not [complaint for _, complaints in found.values() for complaint in complaints]
+    assert all(count >= 20 for count, _ in found.values())
+    assert not {name: complaints for name, (_, complaints) in found.items() if complaints}
