@@ -13,15 +13,25 @@ A chain that cannot be one kernel raises :class:`CannotLower` with the sentence 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
-from fusion_advisor.library.program import COMMUTATIVE, REDUCTIONS, Operand, Program, Store, Value
-from fusion_advisor.library.rules import DTYPES, POINTWISE, SPECIAL, VIEWS, CannotLower, Index, compute_dtype, piece_rule
+from fusion_advisor.library.assemble import Lowered, Result, assemble
+from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
+from fusion_advisor.library.nest import Nest
+from fusion_advisor.library.program import COMMUTATIVE, Value
+from fusion_advisor.library.rules import DTYPES, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
+
+__all__ = ["Lowered", "Lowering", "lower"]
+
+_MOST_CUTS = 8
+_FOLDED: dict[str, Callable[..., bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+"""Comparisons that are folded where both sides are known whole numbers."""
 
 _BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 _STAYS_IN_RANGE = frozenset(
@@ -35,18 +45,6 @@ _MAKES_BOOL = frozenset(
      "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum"]
 )  # fmt: skip
 """Ops that mean something on booleans."""
-_PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
-    """A chain as a Program, and which captured values its operands are."""
-
-    program: Program
-    inputs: tuple[int, ...]
-    """Op index of each input operand: always the owner of its storage, so that views before the chain cost nothing."""
-    outputs: tuple[int, ...]
-    """Op index of each output operand."""
 
 
 def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
@@ -60,39 +58,59 @@ def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], 
     Raises:
         CannotLower: no single kernel of ours computes this.
     """
-    return Lowering(ops, members, outputs).run()
+    nest = Nest.of(_widest_shape(ops, members, outputs))
+    for _ in range(_MOST_CUTS):
+        try:
+            return Lowering(ops, members, outputs, nest).run()
+        except CutLoop as cut:
+            nest = nest.cut(cut.variable, cut.inner)
+    raise CannotLower("FA603", f"the loops over {nest.shape} would have to be cut more than {_MOST_CUTS} times")
+
+
+def _widest_shape(
+    ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]
+) -> tuple[int, ...]:
+    """The iteration shape: the widest of the outputs and of what is reduced."""
+    shapes = [ops[index].outputs[0].shape for index in outputs]
+    for index in members:
+        op = ops[index]
+        if op.op_class is OpClass.REDUCTION and op.args and isinstance(op.args[0], Ref):
+            found = ops[op.args[0].index].outputs
+            if len(found) != 1:
+                raise CannotLower("FA601", f"{ops[op.args[0].index].target} has {len(found)} outputs")
+            shapes.append(found[0].shape)
+    if not shapes or not any(shapes):
+        raise CannotLower("FA603", "the chain computes a single number")
+    if any(ops[index].outputs and ops[index].outputs[0].dtype.startswith("complex") for index in members):
+        raise CannotLower("FA606", "complex numbers are not supported")
+    return max(shapes, key=lambda shape: (math.prod(shape), len(shape)))
 
 
 class Lowering:
     """One chain on its way to a Program; the rules ask it for elements and append values to it."""
 
-    def __init__(self, ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> None:
+    def __init__(
+        self, ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int], nest: Nest
+    ) -> None:
         self.ops = ops
         self.members = frozenset(members)
         self.outputs = tuple(outputs)
+        self.nest = nest
         self.values: list[Value] = []
         self._number_of: dict[Value, int] = {}
         self._memo: dict[tuple[int, Index, int | None], int] = {}
         self._guard: int | None = None
         self._input_of: dict[int, int] = {}
         self.reduced: frozenset[int] = frozenset()
-        self.domain = self._find_domain()
+        self.unrolled: dict[int, None] = {}
+        """Loops that are written out: their body is known to differ from turn to turn."""
 
     # ------------------------------------------------------------------ the loop nest
 
-    def _find_domain(self) -> tuple[int, ...]:
-        """The iteration shape: the widest of the outputs and of what is reduced."""
-        shapes = [self.ops[index].outputs[0].shape for index in self.outputs]
-        for index in self.members:
-            op = self.ops[index]
-            if op.op_class is OpClass.REDUCTION and op.args and isinstance(op.args[0], Ref):
-                shapes.append(self.meta(op.args[0].index).shape)
-        if not shapes or not any(shapes):
-            raise CannotLower("FA603", "the chain computes a single number")
-        widest = max(shapes, key=lambda shape: (math.prod(shape), len(shape)))
-        if any(op.outputs and op.outputs[0].dtype.startswith("complex") for op in map(self.op, self.members)):
-            raise CannotLower("FA606", "complex numbers are not supported")
-        return widest
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Op indices of what is read from outside, in the order of the first read."""
+        return tuple(self._input_of)
 
     def op(self, index: int) -> OpNode:
         """Return a captured op."""
@@ -114,25 +132,66 @@ class Lowering:
         results = []
         for index in self.outputs:
             where = self._output_index(self.meta(index))
-            results.append((index, where, self.at(index, where)))
-        return self._assemble(results)
+            results.append(Result(index=index, where=where, value=self.at(index, where)))
+        return assemble(self, results)
 
     def _output_index(self, meta: TensorMeta) -> Index:
         """The index of an output as a function of the loop variables; a reduced output is indexed by its rows."""
-        shape = meta.shape
-        if len(shape) > len(self.domain):
-            raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {self.domain}")
-        if shape == self.domain:
-            return tuple((dim, 0) for dim in range(len(shape)))
-        if math.prod(shape) == math.prod(self.domain):
-            return _same_elements(shape, self.domain)
-        rows = len(self.domain) - len(shape)
-        if shape == self.domain[: len(shape)] and rows:  # keepdim=False over the trailing dims
-            return tuple((dim, 0) for dim in range(len(shape)))
+        shape, nest = meta.shape, self.nest
+        whole = nest.index()
+        if math.prod(shape) == math.prod(nest.shape):
+            return reshaped(whole, nest.shape, shape, nest.extents)
+        if len(shape) > len(nest.shape):
+            raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {nest.shape}")
+        rows = len(nest.shape) - len(shape)
+        if shape == nest.shape[: len(shape)] and rows:  # keepdim=False over the trailing dims
+            return whole[: len(shape)]
         padded = (1,) * rows + shape
-        if all(size in (1, full) for size, full in zip(padded, self.domain, strict=True)):
-            return tuple((dim if self.domain[dim] == padded[dim] else None, 0) for dim in range(rows, len(self.domain)))
-        raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {self.domain}")
+        if all(size in (1, full) for size, full in zip(padded, nest.shape, strict=True)):
+            places = zip(whole, padded, nest.shape, strict=True)
+            return tuple(place if size == full else ORIGIN for place, size, full in places)[rows:]
+        raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {nest.shape}")
+
+    def range_of(self, place: Place) -> tuple[float, float]:
+        """The least and the greatest position that a place takes."""
+        if place.gathered:
+            return -math.inf, math.inf
+        reach = [step * (self.nest.extents[variable] - 1) for variable, step in place.terms]
+        return place.shift + sum(min(0, step) for step in reach), place.shift + sum(max(0, step) for step in reach)
+
+    def place_value(self, place: Place) -> int:
+        """A place as an int64 value."""
+        result = None
+        for variable, step in place.terms:
+            turn = self.make("mul", self.emit(Value(op="index", dim=variable, dtype="int64")), self.const(step, "int64"))
+            result = turn if result is None else self.make("add", result, turn)
+        for number, step in place.gathered:
+            read = self.make("mul", number, self.const(step, "int64"))
+            result = read if result is None else self.make("add", result, read)
+        shift = self.const(place.shift, "int64")
+        return shift if result is None else self.make("add", result, shift)
+
+    def piece_loop(self, place: Place, size: int, count: int) -> int | None:
+        """Return the loop whose turn says which of ``count`` pieces of ``size`` a place lies in; it will be written out.
+
+        Returns:
+            None where no single loop says so.
+
+        Raises:
+            CutLoop: one loop runs over several pieces and can be cut between them.
+        """
+        if place.shift or self.range_of(place) != (0, size * count - 1):
+            return None
+        over = [(variable, step) for variable, step in place.terms if step * (self.nest.extents[variable] - 1) >= size]
+        if len(over) != 1:
+            return None
+        variable, step = over[0]
+        if step == size:
+            self.unrolled[variable] = None
+            return variable
+        if size % step == 0:
+            raise CutLoop(variable, size // step)
+        return None
 
     # ------------------------------------------------------------------ values
 
@@ -171,6 +230,13 @@ class Lowering:
             assert left is not None and right is not None
             folded = {"add": left + right, "mul": left * right, "sub": left - right}[op]
             return self.const(folded, self.values[args[0]].dtype)
+        if op in _FOLDED and all(isinstance(constant, int) for constant in constants):
+            return self.const(_FOLDED[op](*constants), "bool")
+        if op in ("and", "or") and any(constant is not None for constant in constants):
+            known, other = (args[0], args[1]) if constants[0] is not None else (args[1], args[0])
+            return other if self.constant_of(known) is (op == "and") else known
+        if op == "where" and constants[0] is not None:
+            return args[1] if constants[0] else args[2]
         if op == "add":
             for one, other in ((args[0], args[1]), (args[1], args[0])):
                 # 1 + tanh(u) = 2·sigmoid(2u): one op fewer, and exact where 1 + tanh cancels.
@@ -258,25 +324,25 @@ class Lowering:
             raise CannotLower("FA603", f"{self.op(index).target} of a value inside the chain cannot be folded into an address")
         if len(self.op(root).outputs) != 1 or self.meta(root).dtype != meta.dtype:
             root = index
-        strides = [0] * len(self.domain)
-        offset = meta.offset - self.meta(root).offset
-        for stride, size, (variable, shift) in zip(meta.stride, meta.shape, where, strict=True):
-            if size == 1:  # its one element, wherever a cat or a slice says that it begins
-                continue
-            if variable is not None:
-                strides[variable] += stride
-            offset += stride * shift
+        address = Place().moved(meta.offset - self.meta(root).offset)
+        for stride, size, place in zip(meta.stride, meta.shape, where, strict=True):
+            if size != 1:  # else its one element, wherever a cat or a slice says that it begins
+                address = address.plus(place.scaled(stride))
+        if address.gathered:
+            raise CannotLower("FA603", f"{self.op(index).target} is read at places that a tensor holds")
+        strides = dict(address.terms)
         self._input_of.setdefault(root, len(self._input_of))
         return self.emit(
             Value(
-                op="load", operand=root, strides=tuple(strides), offset=offset, guard=self._guard, dtype=compute_dtype(meta.dtype)
+                op="load", operand=root, strides=tuple(strides.get(variable, 0) for variable in range(len(self.nest.extents))),
+                offset=address.shift, guard=self._guard, dtype=compute_dtype(meta.dtype),
             )
-        )
+        )  # fmt: skip
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
         name = op.target.removeprefix("aten.").split(".")[0]
-        if op.op_class is OpClass.VIEW or (name in VIEWS and name not in POINTWISE):
+        if op.op_class is OpClass.VIEW or ((name in VIEWS or name in RESHAPES) and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)
         if rule is None:
@@ -306,10 +372,12 @@ class Lowering:
             return self.at(taken.index, piece_rule(splitter, self.meta(taken.index), number, where))
         before = self.meta(source.index)
         rule = VIEWS.get(name)
-        if rule is None:
+        if rule is None and name not in RESHAPES:
             raise CannotLower("FA603", f"{op.target} inside a chain cannot be folded into an address")
         if before.dtype != op.outputs[0].dtype:
             raise CannotLower("FA603", f"{op.target} reads the bits of {before.dtype} as {op.outputs[0].dtype}")
+        if rule is None:
+            return self.at(source.index, reshaped(where, op.outputs[0].shape, before.shape, self.nest.extents))
         return self.at(source.index, rule(op, before, where))
 
     def argument(self, op: OpNode, position: int, where: Index, *, name: str = "", dtype: str | None = None) -> int:
@@ -325,7 +393,7 @@ class Lowering:
             aligned = where[len(where) - len(shape) :] if len(shape) <= len(where) else None
             if aligned is None:
                 raise CannotLower("FA603", f"{op.target} reads a value with more dims than its result")
-            inner = tuple((None, 0) if size == 1 else position for size, position in zip(shape, aligned, strict=True))
+            inner = tuple(ORIGIN if size == 1 else place for size, place in zip(shape, aligned, strict=True))
             number = self.at(value.index, inner)
         elif isinstance(value, bool | int | float):
             return self.const(value, wanted)
@@ -362,164 +430,20 @@ class Lowering:
             raise CannotLower(
                 "FA604", f"{op.target} reduces dims {tuple(reduced)} of {rank}: only trailing dims are reduced in one kernel"
             )
-        variables = range(len(self.domain) - len(reduced), len(self.domain))
-        if any(self.domain[variable] != source.shape[dim] for variable, dim in zip(variables, reduced, strict=True)):
+        nest = self.nest
+        if source.shape[rank - len(reduced) :] == nest.shape[len(nest.shape) - len(reduced) :]:
+            trailing = nest.index()[len(nest.shape) - len(reduced) :]
+        elif math.prod(source.shape) == math.prod(nest.shape) and math.prod(source.shape[rank - len(reduced) :]) > 1:
+            trailing = reshaped(nest.index(), nest.shape, source.shape, nest.extents)[rank - len(reduced) :]
+        else:
             raise CannotLower(
-                "FA604", f"{op.target} reduces a shape {source.shape} that is not the chain's loop nest {self.domain}"
+                "FA604", f"{op.target} reduces a shape {source.shape} that is not the chain's loop nest {nest.shape}"
             )
+        variables = {variable for place in trailing for variable, _ in place.terms}
         rows = where[: rank - len(reduced)] if keepdim or len(where) >= rank else where
-        used = {variable for variable, _ in rows if variable is not None}
-        if used & set(variables):
+        if variables & {variable for place in rows for variable, _ in place.terms if nest.extents[variable] != 1}:
             raise CannotLower("FA604", f"{op.target}: a row index depends on the reduced dim")
-        return (*rows, *((variable, 0) for variable in variables)), frozenset(variables)
-
-    # ------------------------------------------------------------------ the finished program
-
-    def _assemble(self, results: Sequence[tuple[int, Index, int]]) -> Lowered:
-        reduced = sorted(self.reduced)
-        order = [dim for dim in self._by_stride(results) if dim not in self.reduced] + reduced
-        order = [dim for dim in order if self.domain[dim] != 1 or dim in reduced[-1:]] or [len(self.domain) - 1] * bool(
-            self.domain
-        )
-        roots = list(self._input_of)
-        stores = []
-        for index, where, number in results:
-            meta = self.meta(index)
-            varies = {variable for variable, _ in where}
-            repeated = [
-                dim for dim, size in enumerate(self.domain) if size != 1 and dim not in varies and dim not in self.reduced
-            ]
-            if repeated:
-                raise CannotLower("FA603", f"a value of shape {meta.shape} would be computed once for each of {self.domain}")
-            strides = [0] * len(self.domain)
-            for stride, size, (variable, _) in zip(meta.stride, meta.shape, where, strict=True):
-                if variable is not None and size != 1:
-                    strides[variable] = stride
-            stores.append((index, tuple(strides), number))
-        addresses = [value.strides for value in self.values if value.op == "load"] + [strides for _, strides, _ in stores]
-        kept = {value.dim for value in self.values if value.op == "index"}
-        groups = self._collapse(order, addresses, kept, frozenset(reduced))
-        if len(groups) > 5:
-            raise CannotLower("FA603", f"the loop nest {tuple(self.domain)} has {len(groups)} dims that do not collapse")
-        if reduced and len(groups[-1]) != len([dim for dim in reduced if dim in itertools.chain(*groups)]):
-            raise CannotLower("FA603", "the reduced dims do not form one run of memory")
-        return self._finish(roots, groups, stores)
-
-    def _by_stride(self, results: Sequence[tuple[int, Index, int]]) -> list[int]:
-        """Loop variables outermost first, in the memory order of the widest output."""
-        widest, where, _ = max(results, key=lambda result: math.prod(self.meta(result[0]).shape))
-        meta = self.meta(widest)
-        strides = {variable: stride for stride, (variable, _) in zip(meta.stride, where, strict=True) if variable is not None}
-        return sorted(range(len(self.domain)), key=lambda dim: (-strides.get(dim, 0), dim))
-
-    def _collapse(
-        self, order: Sequence[int], addresses: Sequence[tuple[int, ...]], kept: set[int], reduced: frozenset[int]
-    ) -> list[list[int]]:
-        groups: list[list[int]] = []
-        for dim in order:
-            if groups:
-                last = groups[-1][-1]
-                joins = all(address[last] == address[dim] * self.domain[dim] for address in addresses)
-                if joins and (last in reduced) == (dim in reduced) and not {last, dim} & kept:
-                    groups[-1].append(dim)
-                    continue
-            groups.append([dim])
-        return groups
-
-    def _finish(self, roots: list[int], groups: list[list[int]], stores: Sequence[tuple[int, tuple[int, ...], int]]) -> Lowered:
-        position = {dim: number for number, group in enumerate(groups) for dim in group}
-        inputs = {root: number for number, root in enumerate(roots)}
-
-        def collapse(strides: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(strides[group[-1]] if self.domain[group[-1]] != 1 else 0 for group in groups)
-
-        live = self._live([number for _, _, number in stores])
-        renumber: dict[int, int] = {}
-        values: list[Value] = []
-        for number in live:
-            value = self.values[number]
-            renumber[number] = len(values)
-            values.append(
-                Value(
-                    op=value.op,
-                    args=tuple(renumber[arg] for arg in value.args),
-                    dtype=value.dtype,
-                    constant=value.constant,
-                    operand=inputs[value.operand] if value.op == "load" else -1,
-                    strides=collapse(value.strides) if value.op == "load" else (),
-                    offset=value.offset,
-                    guard=None if value.guard is None else renumber[value.guard],
-                    dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
-                )
-            )
-        dims = tuple(math.prod(self.domain[dim] for dim in group) for group in groups)
-        names = self._operand_names(roots, len(stores))
-        operands = [
-            Operand(name=names[number], dtype=self.meta(root).dtype, element_count=self._touched(number, values, dims))
-            for number, root in enumerate(roots)
-        ]
-        written = []
-        for number, (index, strides, value_number) in enumerate(stores):
-            meta = self.meta(index)
-            operands.append(
-                Operand(name=names[len(roots) + number], dtype=meta.dtype, is_output=True, element_count=math.prod(meta.shape))
-            )
-            written.append(Store(operand=len(roots) + number, value=renumber[value_number], strides=collapse(strides)))
-        program = Program(
-            dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(self.reduced)
-        )
-        if dims[-1] == 1:
-            program = _with_columns(program)
-        return Lowered(program=program, inputs=tuple(roots), outputs=tuple(index for index, _, _ in stores))
-
-    def _operand_names(self, roots: Sequence[int], stores: int) -> list[str]:
-        """Parameters keep their own last name (``weight``), all else is x, x2, …: no other text of a model enters a kernel."""
-        names: list[str] = []
-        for root in roots:
-            op = self.op(root)
-            last = op.target.rpartition(".")[2]
-            name = last if op.role in ("parameter", "buffer") and last in _PARAMETER_NAMES else "x"
-            taken = sum(1 for other in names if other.rstrip("0123456789") == name)
-            names.append(f"{name}{taken + 1}" if taken else name)
-        return names + (["out"] if stores == 1 else [f"out{number + 1}" for number in range(stores)])
-
-    def _live(self, results: Sequence[int]) -> list[int]:
-        wanted: set[int] = set()
-        stack = list(results)
-        while stack:
-            number = stack.pop()
-            if number in wanted:
-                continue
-            wanted.add(number)
-            value = self.values[number]
-            stack += [*value.args, *(() if value.guard is None else (value.guard,))]
-        return sorted(wanted)
-
-    @staticmethod
-    def _touched(operand: int, values: Sequence[Value], dims: tuple[int, ...]) -> int:
-        """Distinct elements read of an operand: the widest of its loads (guarded loads of one operand together cover no more)."""
-        counts = [
-            math.prod(size for size, stride in zip(dims, value.strides, strict=True) if stride != 0)
-            for value in values
-            if value.op == "load" and value.operand == operand
-        ]
-        return max(counts, default=0)
-
-
-def _with_columns(program: Program) -> Program:
-    """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
-    values: list[Value] = []
-    has_col: list[bool] = []
-    for value in program.values:
-        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
-        is_index = value.op == "index" and value.dim == len(program.dims) - 1
-        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
-        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
-    stores = tuple(
-        replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
-        for store in program.stores
-    )
-    return replace(program, values=tuple(values), stores=stores)
+        return (*rows, *trailing), frozenset(variables)
 
 
 def _is_number(constant: float | int | bool | None, wanted: float) -> bool:
@@ -528,12 +452,3 @@ def _is_number(constant: float | int | bool | None, wanted: float) -> bool:
 
 def _is_power_of_two(number: float) -> bool:
     return number != 0 and math.isfinite(number) and abs(math.frexp(number)[0]) == 0.5
-
-
-def _same_elements(shape: tuple[int, ...], domain: tuple[int, ...]) -> Index:
-    """Index of a shape that differs from the loop nest only by dims of size 1."""
-    variables = [dim for dim, size in enumerate(domain) if size != 1]
-    if [size for size in shape if size != 1] != [domain[dim] for dim in variables]:
-        raise CannotLower("FA603", f"a reshape from {domain} to {shape} cannot be folded into an address")
-    remaining = iter(variables)
-    return tuple((None, 0) if size == 1 else (next(remaining), 0) for size in shape)

@@ -107,6 +107,7 @@ def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
 class _Canonical:
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.ranks = _ranks(program)
         self.hashes: list[str] = []
         for value in program.values:
             self.hashes.append(self._hash(value))
@@ -117,9 +118,10 @@ class _Canonical:
         self.parts: list[str] = []
 
     def run(self) -> Structure:
-        stores = sorted(self.program.stores, key=lambda store: (self.hashes[store.value], store.value))
+        stores = sorted(self.program.stores, key=lambda store: (self.hashes[store.value], store.offset, store.value))
         for store in stores:
-            self.parts.append(f"store[{self._varies(store.strides)}]{self._show(store.value)}")
+            rank = self.ranks[store.operand, store.strides, store.offset]
+            self.parts.append(f"store[{self._varies(store.strides)}{rank}]{self._show(store.value)}")
             self.operands.setdefault(store.operand, len(self.operands))
         return Structure(
             text=f"{'reduced' if self.program.is_reduced else 'pointwise'};" + ";".join(self.parts),
@@ -186,9 +188,31 @@ class _Canonical:
         return "r" if not sized[-1] and all(sized[:-1]) else "m"
 
     def _shift(self, value: Value) -> str:
-        if value.guard is None or not value.strides or not value.strides[-1]:
+        if value.guard is None:
+            return self.ranks[value.operand, value.strides, value.offset]
+        if not value.strides or not value.strides[-1]:
             return ""
         return f"{Fraction(value.offset, value.strides[-1] * max(self.program.dims[-1], 1))}"
+
+
+def _ranks(program: Program) -> dict[tuple[int, tuple[int, ...], int], str]:
+    """Which of several like accesses of an operand each is: first half, second half; ``~`` where they alternate column by column.
+
+    A single access has no rank: where a slice begins is the model's business.
+    """
+    places: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    for value in program.values:
+        if value.op == "load" and value.guard is None:
+            places.setdefault((value.operand, value.strides), set()).add(value.offset)
+    for store in program.stores:
+        places.setdefault((store.operand, store.strides), set()).add(store.offset)
+    ranks = {}
+    for (operand, strides), offsets in places.items():
+        first = min(offsets)
+        for rank, offset in enumerate(sorted(offsets)):
+            is_between = bool(strides) and offset - first < abs(strides[-1])
+            ranks[operand, strides, offset] = "" if len(offsets) == 1 else f"{'~' if is_between and rank else '#'}{rank}"
+    return ranks
 
 
 def hash_text(text: str) -> str:

@@ -115,8 +115,8 @@ class Program:
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
-    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load with the strides of an
-    earlier load of the same operand is marked ``=``: the two share their stride arguments.
+    Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load or store with the strides
+    of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
     """
     first: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -131,5 +131,9 @@ def layout_key(program: Program) -> str:
             same = first.setdefault((v.operand, v.strides), number)
             where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}{f'={same}' if same != number else ''}?{v.guard}"
         parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
-    parts += [f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}" for s in program.stores]
+    written: dict[tuple[int, tuple[int, ...]], int] = {}
+    for number, s in enumerate(program.stores):
+        same = written.setdefault((s.operand, s.strides), number)
+        shared = f"={same}" if same != number else ""
+        parts.append(f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}{shared}")
     return ";".join(parts)

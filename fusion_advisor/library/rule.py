@@ -1,4 +1,4 @@
-"""What all rules share: how an element is addressed, the dtypes that kernels know, and how a rule says no."""
+"""What all rules share: the dtypes that kernels know, and how a rule says no."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 from fusion_advisor.records import Arg, OpNode
 
 if TYPE_CHECKING:
+    from fusion_advisor.library.index import Index
     from fusion_advisor.library.lower import Lowering
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 
-Index = tuple[tuple[int | None, int], ...]
-"""Per dim of a value: (loop variable or None, constant offset)."""
-
-Rule = Callable[["Lowering", OpNode, Index], int]
+Rule = Callable[["Lowering", OpNode, "Index"], int]
 """Returns the number of the SSA value that is the wanted element of an op."""
 
 

@@ -6,15 +6,16 @@ the elements of its arguments and returns the number of the result; a view's rul
 
 from __future__ import annotations
 
-from fusion_advisor.library.rule import DTYPES, FLOATS, INTEGERS, CannotLower, Index, compute_dtype
+from fusion_advisor.library.index import Index
+from fusion_advisor.library.rule import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
 from fusion_advisor.library.rules_pointwise import POINTWISE
 from fusion_advisor.library.rules_row import SPECIAL
-from fusion_advisor.library.rules_view import VIEWS, piece_rule
+from fusion_advisor.library.rules_view import RESHAPES, VIEWS, piece_rule
 
 __all__ = [
-    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "SPECIAL", "VIEWS", "CannotLower", "Index", "compute_dtype",
-    "piece_rule",
+    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
+    "compute_dtype", "piece_rule",
 ]  # fmt: skip
 
-LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS)
+LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES
 """Base names of the ATen ops that some kernel can compute."""

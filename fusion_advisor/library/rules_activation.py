@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of
+from fusion_advisor.library.index import ORIGIN, Index
+from fusion_advisor.library.rule import CannotLower, Rule, argument_of
 from fusion_advisor.library.rules_view import shifted
 from fusion_advisor.records import Arg, OpNode, Ref
 
@@ -135,7 +136,7 @@ def _prelu(lowering: Lowering, op: OpNode, where: Index) -> int:
     maths, weight = _Maths(lowering, op, where), op.args[1]
     assert isinstance(weight, Ref)
     shape = lowering.meta(weight.index).shape
-    place: Index = () if shape == () else ((None, 0),) if shape == (1,) else (where[1],)
+    place: Index = () if shape == () else (ORIGIN,) if shape == (1,) else (where[1],)
     slope = lowering.cast(lowering.at(weight.index, place), maths.dtype)
     return maths("where", maths("gt", maths.value, 0.0), maths.value, maths("mul", maths.value, slope))
 

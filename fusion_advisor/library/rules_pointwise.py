@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
+from fusion_advisor.library.index import Index
+from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
 from fusion_advisor.records import OpNode, Ref
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fusion_advisor.library.index import Index, loop
 from fusion_advisor.library.program import Value
-from fusion_advisor.library.rule import CannotLower, Index, Rule, argument_of, compute_dtype
+from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.records import Arg, OpNode, Ref
 
 if TYPE_CHECKING:
@@ -112,38 +113,63 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
-    """A cat is a choice by index: piece k where the index lies in its range, each load guarded by that range."""
+    """A cat is a choice by index: piece k where the index lies in its range, each load guarded by that range.
+
+    Where the pieces are alike and a loop runs over all of them, the loop is cut and written out: every piece is then known.
+    """
     assert isinstance(op.args[0], tuple)
     rank = len(op.outputs[0].shape)
     # An empty key/value cache is a 1-d tensor without elements, which torch lets through and leaves out.
     pieces = [piece for piece in op.args[0] if isinstance(piece, Ref) and lowering.meta(piece.index).shape != (0,)]
     dim = int(op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % rank  # type: ignore[arg-type]
-    variable, shift = where[dim]
-    if variable is None or len(pieces) > 4:
+    sizes = [lowering.meta(piece.index).shape[dim] for piece in pieces]
+    return _piece_at(lowering, op, [piece.index for piece in pieces], sizes, dim, where)
+
+
+def _stack(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """A stack is a cat of pieces of size 1, without that dim."""
+    assert isinstance(op.args[0], tuple)
+    rank = len(op.outputs[0].shape)
+    pieces = [piece.index for piece in op.args[0] if isinstance(piece, Ref)]
+    dim = int(op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % rank  # type: ignore[arg-type]
+    return _piece_at(lowering, op, pieces, [1] * len(pieces), dim, where, is_stack=True)
+
+
+_MOST_PIECES = 4
+
+
+def _piece_at(
+    lowering: Lowering, op: OpNode, pieces: list[int], sizes: list[int], dim: int, where: Index, *, is_stack: bool = False
+) -> int:
+    place, dtype = where[dim], compute_dtype(op.outputs[0].dtype)
+
+    def element(number: int, guard: int | None) -> int:
+        start = sum(sizes[:number])
+        moved = () if is_stack else (place.moved(-start),)
+        inner = (*where[:dim], *moved, *where[dim + 1 :])
+        if guard is None:
+            return lowering.cast(lowering.at(pieces[number], inner), dtype)
+        return lowering.guarded(pieces[number], inner, guard, dtype)
+
+    lowest, highest = lowering.range_of(place)
+    inside = [n for n in range(len(pieces)) if sum(sizes[:n]) <= highest and sum(sizes[: n + 1]) > lowest]
+    if len(inside) == 1:
+        return element(inside[0], None)
+    if place.gathered or len(inside) > _MOST_PIECES:
         raise CannotLower("FA603", f"a cat of {len(pieces)} pieces along a dim that is not iterated has no lowering")
-    place = lowering.emit(Value(op="index", dim=variable, dtype="int64"))
-    if shift:
-        place = lowering.make("add", place, lowering.const(shift, "int64"))
-    dtype = compute_dtype(op.outputs[0].dtype)
-    result, start = None, op.outputs[0].shape[dim]
-    for piece in reversed(pieces):
-        start -= lowering.meta(piece.index).shape[dim]
-        moved = (*where[:dim], (variable, shift - start), *where[dim + 1 :])
+    turn = lowering.piece_loop(place, sizes[0], len(pieces)) if len(set(sizes)) == 1 else None
+    here = lowering.place_value(place if turn is None else loop(turn))
+    unit = 1 if turn is None else sizes[0]
+    result = None
+    for number in reversed(inside):
+        start, end = sum(sizes[:number]) // unit, sum(sizes[: number + 1]) // unit
+        after = None if number == inside[0] else lowering.make("ge", here, lowering.const(start, "int64"), dtype="bool")
         if result is None:
-            after = lowering.make("ge", place, lowering.const(start, "int64"), dtype="bool")
-            result = lowering.guarded(piece.index, moved, after, dtype)
-        else:
-            here = lowering.make(
-                "lt", place, lowering.const(start + lowering.meta(piece.index).shape[dim], "int64"), dtype="bool"
-            )
-            guard = (
-                here
-                if start == 0
-                else lowering.make(
-                    "and", here, lowering.make("ge", place, lowering.const(start, "int64"), dtype="bool"), dtype="bool"
-                )
-            )
-            result = lowering.make("where", here, lowering.guarded(piece.index, moved, guard, dtype), result, dtype=dtype)
+            result = element(number, after)
+            continue
+        before = lowering.make("lt", here, lowering.const(end, "int64"), dtype="bool")
+        guard = before if after is None else lowering.make("and", before, after, dtype="bool")
+        result = lowering.make("where", before, element(number, guard), result, dtype=dtype)
     assert result is not None
     return result
 
@@ -246,7 +272,8 @@ def _refused(sentence: str) -> Rule:
 SPECIAL: dict[str, Rule] = {
     "mean": _reduction("sum", is_mean=True), "sum": _reduction("sum"), "amax": _reduction("max"), "amin": _reduction("min"),
     "layer_norm": _layer_norm, "rms_norm": _rms_norm, "softmax": _softmax, "_softmax": _softmax, "log_softmax": _softmax,
-    "_log_softmax": _softmax, "cat": _cat, "var": _variance, "std": _variance, "norm": _vector_norm, "logsumexp": _logsumexp,
+    "_log_softmax": _softmax, "cat": _cat, "stack": _stack, "var": _variance, "std": _variance, "norm": _vector_norm,
+    "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
     "cumsum": _refused("needs the elements before its own"),
     **dict.fromkeys(("group_norm", "native_group_norm"), _refused("reduces over groups of channels, not rows")),

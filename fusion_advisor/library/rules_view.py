@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion_advisor.library.rule import CannotLower, Index, argument_of
+from fusion_advisor.library.index import ORIGIN, Index, fixed
+from fusion_advisor.library.rule import CannotLower, argument_of
 from fusion_advisor.records import OpNode, TensorMeta
-
-
-def _checked_reshape(op: OpNode, before: TensorMeta, where: Index) -> Index:
-    after = op.outputs[0].shape
-    if [size for size in before.shape if size != 1] != [size for size in after if size != 1]:
-        raise CannotLower("FA603", f"a reshape from {before.shape} to {after} inside the chain cannot be folded into an address")
-    kept = iter(position for position, size in zip(where, after, strict=True) if size != 1)
-    return tuple((None, 0) if size == 1 else next(kept) for size in before.shape)
 
 
 def _transpose_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
@@ -31,7 +24,7 @@ def _matrix_transpose_rule(_op: OpNode, before: TensorMeta, where: Index) -> Ind
 def _permute_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
     dims = op.args[1]
     assert isinstance(dims, tuple)
-    moved: list[tuple[int | None, int]] = [(None, 0)] * len(where)
+    moved = [ORIGIN] * len(where)
     for position, dim in enumerate(dims):
         assert isinstance(dim, int)
         moved[dim % len(before.shape)] = where[position]
@@ -45,17 +38,15 @@ def _unsqueeze_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
 
 def _expand_rule(_op: OpNode, before: TensorMeta, where: Index) -> Index:
     aligned = where[len(where) - len(before.shape) :]
-    return tuple((None, 0) if size == 1 else position for size, position in zip(before.shape, aligned, strict=True))
+    return tuple(ORIGIN if size == 1 else place for size, place in zip(before.shape, aligned, strict=True))
 
 
 def _slice_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
     arguments = [*op.args[1:], *(None,) * 4]
     dim = int(arguments[0] or 0) % len(before.shape)  # type: ignore[arg-type]
-    start = int(arguments[1] or 0)  # type: ignore[arg-type]
-    if int(arguments[3] or 1) != 1:  # type: ignore[arg-type]
-        raise CannotLower("FA603", "a strided slice inside the chain cannot be folded into an address")
+    start, step = int(arguments[1] or 0), int(arguments[3] or 1)  # type: ignore[arg-type]
     start = max(0, start + before.shape[dim]) if start < 0 else min(start, before.shape[dim])
-    return shifted(where, dim, start)
+    return (*where[:dim], where[dim].scaled(step).moved(start), *where[dim + 1 :])
 
 
 def _narrow_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
@@ -67,7 +58,7 @@ def _narrow_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
 
 def _select_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
     dim = int(op.args[1]) % len(before.shape)  # type: ignore[arg-type]
-    return (*where[:dim], (None, int(op.args[2]) % before.shape[dim]), *where[dim:])  # type: ignore[arg-type]
+    return (*where[:dim], fixed(int(op.args[2]) % before.shape[dim]), *where[dim:])  # type: ignore[arg-type]
 
 
 def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) -> Index:
@@ -79,7 +70,7 @@ def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) 
     name = splitter.target.removeprefix("aten.").split(".")[0]
     if name == "unbind":
         dim = int(argument_of(splitter, 1, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
-        return (*where[:dim], (None, number), *where[dim:])
+        return (*where[:dim], fixed(number), *where[dim:])
     if name not in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split"):
         raise CannotLower("FA601", f"{splitter.target} has {len(splitter.outputs)} outputs")
     dim = int(argument_of(splitter, 2, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
@@ -88,8 +79,7 @@ def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) 
 
 def shifted(where: Index, dim: int, start: int) -> Index:
     """Return the index moved by ``start`` along ``dim``."""
-    variable, shift = where[dim]
-    return (*where[:dim], (variable, shift + start), *where[dim + 1 :])
+    return (*where[:dim], where[dim].moved(start), *where[dim + 1 :])
 
 
 def _same_rule(op: OpNode, _before: TensorMeta, where: Index) -> Index:
@@ -99,10 +89,11 @@ def _same_rule(op: OpNode, _before: TensorMeta, where: Index) -> Index:
 
 
 VIEWS: dict[str, Callable[[OpNode, TensorMeta, Index], Index]] = {
-    "view": _checked_reshape, "reshape": _checked_reshape, "_unsafe_view": _checked_reshape, "flatten": _checked_reshape,
-    "squeeze": _checked_reshape, "unflatten": _checked_reshape, "transpose": _transpose_rule, "permute": _permute_rule,
-    "unsqueeze": _unsqueeze_rule, "expand": _expand_rule, "expand_as": _expand_rule, "slice": _slice_rule,
-    "view_as": _checked_reshape, "_reshape_alias": _checked_reshape, "swapaxes": _transpose_rule, "mT": _matrix_transpose_rule,
+    "transpose": _transpose_rule, "permute": _permute_rule, "unsqueeze": _unsqueeze_rule, "expand": _expand_rule,
+    "expand_as": _expand_rule, "slice": _slice_rule, "swapaxes": _transpose_rule, "mT": _matrix_transpose_rule,
     "t": _matrix_transpose_rule, "narrow": _narrow_rule, "select": _select_rule,
     **dict.fromkeys(("alias", "detach", "contiguous", "clone", "dropout", "to", "_to_copy", "type_as", "lift_fresh"), _same_rule),
 }  # fmt: skip
+
+RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "squeeze", "unflatten", "view_as", "_reshape_alias"])
+"""Views that keep the order of elements and change the shape; ``index.reshaped`` serves them all."""

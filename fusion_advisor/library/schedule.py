@@ -170,7 +170,10 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         loads[number] = Access(operand=operand, pointer=pointers[value.operand], strides=shared[key], offset=offset)
     for store in program.stores:
         base = operand_names[store.operand]
-        strides = _stride_names(names, base, store.strides, arguments)
+        key = (store.operand, store.strides)
+        if key not in shared:
+            shared[key] = _stride_names(names, base, store.strides, arguments)
+        strides = shared[key]
         offset = _offset_name(names, base, store.offset, arguments)
         operand = program.operands[store.operand]
         stores.append(Access(operand=operand, pointer=pointers[store.operand], strides=strides, offset=offset))

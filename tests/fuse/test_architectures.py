@@ -185,13 +185,13 @@ PRESETS = {
     "meta-llama/Llama-3.2-1B": LLAMA,
     "mistralai/Mistral-7B-v0.1": LLAMA,
     # Gate and up are halves of one tensor, and only a part of each head is rotated in some variants.
-    "microsoft/Phi-3-mini-4k-instruct": {"add_rmsnorm": 4, "rmsnorm": 1, "silu_mul_*": 2, "mul_neg_cat_mul_add_cat_*": 4},
+    "microsoft/Phi-3-mini-4k-instruct": {"add_rmsnorm": 4, "rmsnorm": 1, "silu_mul_*": 2, "rope": 4},
     # Norm, residual and next norm in one; scores capped, masked and normalised in one; logits capped.
     "google/gemma-2-2b": {
         "pow_mean_add_rsqrt_mul_add_*": 4, "mul_div_tanh_mul_add_softmax_*": 2, "rope": 4, "gelu_mul_*": 2, "div_tanh_mul_*": 1,
     },
     "EleutherAI/pythia-160m": {"mul_neg_cat_mul_add_cat_*": 4, "add_add_layer_norm_layer_norm_*": 1},
-    "facebook/opt-125m": {"add_layernorm": 1, "layernorm": 4},
+    "facebook/opt-125m": {"add_layernorm": 5},
     "google-bert/bert-base-uncased": {"add_layernorm": 4, "add_add_layer_norm_*": 1},
     "FacebookAI/roberta-base": {"add_layernorm": 4, "add_add_layer_norm_*": 1, "ne_to_*": 1, "type_as_add_mul_to_add_*": 1},
     "distilbert/distilbert-base-uncased": {"add_layernorm": 4},

@@ -23,14 +23,13 @@ def evaluate(program, *inputs):
         guard = None if value.guard is None else values[value.guard]
         values.append(_one(program, value, args, guard, inputs))
     outputs = allocate(program)
-    for store, output in zip(program.stores, outputs, strict=True):
-        wide = torch.float64 if output.is_floating_point() else output.dtype
-        target = output.to(wide)
+    outputs = [output.to(torch.float64 if output.is_floating_point() else output.dtype) for output in outputs]
+    for store in program.stores:
+        target = outputs[store.operand - len(inputs)]
         shape = tuple(s if k else 1 for s, k in zip(dims, store.strides, strict=True))
         source = values[store.value]
         source = source[tuple(slice(0, 1) if not k else slice(None) for k in store.strides)] if source.dim() else source
         torch.as_strided(target, shape, store.strides, store.offset).copy_(source)
-        outputs[store.operand - len(inputs)] = target
     return outputs
 
 

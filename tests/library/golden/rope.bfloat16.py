@@ -10,9 +10,10 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rope_ac558e(
+def fa_rope_b0f7e1(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
-    rows, cols, x_stride0, x_stride1, cos_stride0, x_offset, x_offset_2, sin_stride0, out_stride0, out_stride1,
+    rows, cols, x_stride0, x_stride1, x_offset, cos_stride0, cos_offset, sin_stride0, sin_offset, out_stride0,
+    out_stride1, out_offset,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -28,13 +29,13 @@ def fa_rope_ac558e(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
+    x_shifted = tl.load(x_row + col + x_offset, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
-    is_ge = col >= 64
-    x_shifted = tl.load(x_row + col + x_offset, mask=mask & is_ge, other=0.0).to(tl.float32)
-    is_lt = col < 64
-    x_shifted_2 = tl.load(x_row + col + x_offset_2, mask=mask & is_lt, other=0.0).to(tl.float32)
+    cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
-    product = tl.where(is_lt, -x_shifted_2, x_shifted) * sin
-    out = x * cos + product
+    sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0).to(tl.float32)
+    out = x * cos + -x_shifted * sin
+    out_2 = x_shifted * cos_shifted + x * sin_shifted
 
     tl.store(out_row + col, out, mask=mask)
+    tl.store(out_row + col + out_offset, out_2, mask=mask)

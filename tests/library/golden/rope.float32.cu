@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_f20576(
+fa_rope_9ec0b3(
     const float* __restrict__ x_ptr,
     const float* __restrict__ cos_ptr,
     const float* __restrict__ sin_ptr,
@@ -68,12 +68,14 @@ fa_rope_f20576(
     index_t cols,
     index_t x_stride0,
     index_t x_stride1,
-    index_t cos_stride0,
     index_t x_offset,
-    index_t x_offset_2,
+    index_t cos_stride0,
+    index_t cos_offset,
     index_t sin_stride0,
+    index_t sin_offset,
     index_t out_stride0,
-    index_t out_stride1) {
+    index_t out_stride1,
+    index_t out_offset) {
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
@@ -81,18 +83,18 @@ fa_rope_f20576(
     for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
         Pack<float> x_packs[PACKS];
         Pack<float> x_shifted_packs[PACKS];
-        Pack<float> x_shifted_packs_2[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
             const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
             x_packs[p] = load_pack(x_row + first, is_inside);
-            x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside && first >= 64);
-            x_shifted_packs_2[p] = load_pack(x_row + first + x_offset_2, is_inside && first < 64);
+            x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside);
         }
         const Pack<float> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
+        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
         const Pack<float> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
+        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
@@ -100,19 +102,22 @@ fa_rope_f20576(
             float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float> out_pack;
+            Pack<float> out_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const index_t col = first + lane;
                 const float x = x_packs[p][lane];
-                const float cos_2 = cos_pack[lane];
                 const float x_shifted = x_shifted_packs[p][lane];
-                const bool is_lt = col < 64;
-                const float x_shifted_2 = x_shifted_packs_2[p][lane];
+                const float cos_2 = cos_pack[lane];
+                const float cos_shifted = cos_shifted_pack[lane];
                 const float sin_2 = sin_pack[lane];
-                const float out = x * cos_2 + (is_lt ? -x_shifted_2 : x_shifted) * sin_2;
+                const float sin_shifted = sin_shifted_pack[lane];
+                const float out = x * cos_2 + -x_shifted * sin_2;
+                const float out_2 = x_shifted * cos_shifted + x * sin_shifted;
                 out_pack[lane] = out;
+                out_pack_2[lane] = out_2;
             }
             store_pack(out_row + first, out_pack);
+            store_pack(out_row + first + out_offset, out_pack_2);
         }
     }
 }

@@ -1,0 +1,291 @@
+"""The last step of lowering: from values over many loops to a Program with few dims.
+
+Loops whose turns were found to differ are written out, neighbouring loops that every address walks as one become one dim, the
+reduced ones come last, and what no store needs is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fusion_advisor.library.index import Index, Place
+from fusion_advisor.library.program import REDUCTIONS, Operand, Program, Store, Value
+from fusion_advisor.library.rule import CannotLower
+
+if TYPE_CHECKING:
+    from fusion_advisor.library.lower import Lowering
+
+_MOST_DIMS = 5
+_PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
+_COMBINED = {"reduce_sum": "add", "reduce_max": "maximum", "reduce_min": "minimum"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A chain as a Program, and which captured values its operands are."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    """Op index of each input operand: always the owner of its storage, so that views before the chain cost nothing."""
+    outputs: tuple[int, ...]
+    """Op index of each output operand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One element of an output: op index, where it lies, and the number of its value."""
+
+    index: int
+    where: Index
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loops:
+    """The loops that are left: sizes (1 for the ones written out), and which are reduced."""
+
+    extents: tuple[int, ...]
+    reduced: tuple[int, ...]
+
+
+def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
+    """Turn the values of a lowering and the elements of its outputs into a Program.
+
+    Raises:
+        CannotLower: the loops do not become few dims with the reduced ones last, or a value would be computed many times over.
+    """
+    results, loops = _written_out(lowering, list(results))
+    stores = [(result.index, _store(lowering, loops, result), result.value) for result in results]
+    addresses = [value.strides for value in lowering.values if value.op == "load"] + [address[0] for _, address, _ in stores]
+    kept = {value.dim for value in lowering.values if value.op == "index"}
+    order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
+    order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
+    groups = _collapse(loops, order, addresses, kept)
+    if len(groups) > _MOST_DIMS:
+        raise CannotLower("FA603", f"the loop nest {lowering.nest.shape} has {len(groups)} dims that do not collapse")
+    if loops.reduced and len(groups[-1]) != len([dim for dim in loops.reduced if dim in itertools.chain(*groups)]):
+        raise CannotLower("FA603", "the reduced dims do not form one run of memory")
+    return _finish(lowering, loops, groups, stores)
+
+
+# -- loops that are written out ----------------------------------------------------------------------------------------------
+
+
+def _written_out(lowering: Lowering, results: list[Result]) -> tuple[list[Result], _Loops]:
+    extents, reduced = list(lowering.nest.extents), set(lowering.reduced)
+    for variable in lowering.unrolled:
+        if reduced and not reduced - {variable}:
+            continue  # a row must keep a loop
+        results = _write_out(lowering, results, variable, extents[variable], is_reduced=variable in reduced)
+        reduced.discard(variable)
+        extents[variable] = 1
+    return results, _Loops(extents=tuple(extents), reduced=tuple(sorted(reduced)))
+
+
+def _write_out(lowering: Lowering, results: list[Result], variable: int, count: int, *, is_reduced: bool) -> list[Result]:
+    """Repeat every value that differs between the turns of a loop; what is reduced over the loop is combined."""
+    turns: list[tuple[int, ...]] = []
+    for number, value in enumerate(tuple(lowering.values)):
+        used = (*value.args, *(() if value.guard is None else (value.guard,)))
+        if is_reduced and value.op in REDUCTIONS:
+            parts = turns[value.args[0]]
+            whole = parts if len(parts) == count else parts * count
+            combined = functools.reduce(functools.partial(lowering.make, _COMBINED[value.op]), whole)
+            turns.append((lowering.emit(replace(value, args=(combined,))),))
+        elif is_reduced and value.op == "size":
+            turns.append((lowering.make("mul", number, lowering.const(count, value.dtype)),))
+        elif all(len(turns[arg]) == 1 for arg in used) and not _moves(value, variable):
+            turns.append((_repeat(lowering, value, number, variable, 0, turns),))
+        else:
+            turns.append(tuple(_repeat(lowering, value, number, variable, turn, turns) for turn in range(count)))
+    found = []
+    for result in results:
+        values = turns[result.value]
+        if any(variable == other for place in result.where for other, _ in place.terms):
+            for turn in range(count):
+                where = tuple(_fixed(place, variable, turn) for place in result.where)
+                found.append(Result(index=result.index, where=where, value=values[turn % len(values)]))
+        elif len(values) == 1:
+            found.append(replace(result, value=values[0]))
+        else:
+            raise CannotLower("FA603", "a value would be computed once for each turn of a loop that does not move it")
+    return found
+
+
+def _moves(value: Value, variable: int) -> bool:
+    if value.op == "load":
+        return value.strides[variable] != 0
+    return value.op == "index" and value.dim == variable
+
+
+def _repeat(lowering: Lowering, value: Value, number: int, variable: int, turn: int, turns: Sequence[tuple[int, ...]]) -> int:
+    args = tuple(turns[arg][turn % len(turns[arg])] for arg in value.args)
+    guard = None if value.guard is None else turns[value.guard][turn % len(turns[value.guard])]
+    if value.op == "index":
+        return lowering.const(turn, "int64") if value.dim == variable else number
+    if value.op == "load":
+        holds = None if guard is None else lowering.constant_of(guard)
+        if holds is False:
+            return lowering.const(0, value.dtype)
+        strides = tuple(0 if dim == variable else stride for dim, stride in enumerate(value.strides))
+        offset = value.offset + turn * value.strides[variable]
+        return lowering.emit(replace(value, args=args, strides=strides, offset=offset, guard=None if holds else guard))
+    if args == value.args:
+        return number
+    if value.op in REDUCTIONS:
+        return lowering.emit(replace(value, args=args))
+    return lowering.make(value.op, *args, dtype=value.dtype)
+
+
+def _fixed(place: Place, variable: int, turn: int) -> Place:
+    step = dict(place.terms).get(variable, 0)
+    return Place(tuple(term for term in place.terms if term[0] != variable), place.shift + step * turn, place.gathered)
+
+
+# -- loops to dims -----------------------------------------------------------------------------------------------------------
+
+
+def _store(lowering: Lowering, loops: _Loops, result: Result) -> tuple[tuple[int, ...], int]:
+    """Stride per loop and offset of an output's element."""
+    meta, varies = lowering.meta(result.index), {variable for place in result.where for variable, _ in place.terms}
+    if any(size != 1 and loop not in varies and loop not in loops.reduced for loop, size in enumerate(loops.extents)):
+        shape = lowering.nest.shape
+        raise CannotLower("FA603", f"a value of shape {meta.shape} would be computed once for each of {shape}")
+    address = Place()
+    for stride, size, place in zip(meta.stride, meta.shape, result.where, strict=True):
+        if size != 1:
+            address = address.plus(place.scaled(stride))
+    strides = dict(address.terms)
+    return tuple(strides.get(variable, 0) for variable in range(len(loops.extents))), address.shift
+
+
+def _by_stride(lowering: Lowering, loops: _Loops, results: Sequence[Result]) -> list[int]:
+    """Loops outermost first, in the memory order of the widest output."""
+    widest = max(results, key=lambda result: math.prod(lowering.meta(result.index).shape))
+    meta = lowering.meta(widest.index)
+    strides: dict[int, int] = {}
+    for stride, place in zip(meta.stride, widest.where, strict=True):
+        strides |= {variable: stride * step for variable, step in place.terms}
+    return sorted(range(len(loops.extents)), key=lambda dim: (-strides.get(dim, 0), dim))
+
+
+def _collapse(loops: _Loops, order: Sequence[int], addresses: Sequence[tuple[int, ...]], kept: set[int]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for dim in order:
+        if groups:
+            last = groups[-1][-1]
+            joins = all(address[last] == address[dim] * loops.extents[dim] for address in addresses)
+            if joins and (last in loops.reduced) == (dim in loops.reduced) and not {last, dim} & kept:
+                groups[-1].append(dim)
+                continue
+        groups.append([dim])
+    return groups
+
+
+def _finish(
+    lowering: Lowering,
+    loops: _Loops,
+    groups: list[list[int]],
+    stores: Sequence[tuple[int, tuple[tuple[int, ...], int], int]],
+) -> Lowered:
+    live = _live(lowering.values, [number for _, _, number in stores])
+    position = {dim: number for number, group in enumerate(groups) for dim in group}
+    roots = [root for root in lowering.roots if any(lowering.values[n].operand == root for n in live)]
+    inputs = {root: number for number, root in enumerate(roots)}
+
+    def collapse(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(strides[group[-1]] if loops.extents[group[-1]] != 1 else 0 for group in groups)
+
+    renumber: dict[int, int] = {}
+    values: list[Value] = []
+    for number in live:
+        value = lowering.values[number]
+        renumber[number] = len(values)
+        values.append(
+            replace(
+                value,
+                args=tuple(renumber[arg] for arg in value.args),
+                operand=inputs[value.operand] if value.op == "load" else -1,
+                strides=collapse(value.strides) if value.op == "load" else (),
+                guard=None if value.guard is None else renumber[value.guard],
+                dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
+            )
+        )
+    dims = tuple(math.prod(loops.extents[dim] for dim in group) for group in groups)
+    outputs = list(dict.fromkeys(index for index, _, _ in stores))
+    names = _operand_names(lowering, roots, len(outputs))
+    operands = [
+        Operand(name=name, dtype=lowering.meta(root).dtype, element_count=_touched(lowering, root, inputs[root], values, dims))
+        for name, root in zip(names, roots, strict=False)
+    ]
+    for name, index in zip(names[len(roots) :], outputs, strict=True):
+        meta = lowering.meta(index)
+        operands.append(Operand(name=name, dtype=meta.dtype, is_output=True, element_count=math.prod(meta.shape)))
+    written = [
+        Store(operand=len(roots) + outputs.index(index), value=renumber[number], strides=collapse(strides), offset=offset)
+        for index, (strides, offset), number in stores
+    ]
+    program = Program(
+        dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(loops.reduced)
+    )
+    if dims[-1] == 1:
+        program = _with_columns(program)
+    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs))
+
+
+def _operand_names(lowering: Lowering, roots: Sequence[int], outputs: int) -> list[str]:
+    """Parameters keep their own last name (``weight``), all else is x, x2, …: no other text of a model enters a kernel."""
+    names: list[str] = []
+    for root in roots:
+        op = lowering.op(root)
+        last = op.target.rpartition(".")[2]
+        name = last if op.role in ("parameter", "buffer") and last in _PARAMETER_NAMES else "x"
+        taken = sum(1 for other in names if other.rstrip("0123456789") == name)
+        names.append(f"{name}{taken + 1}" if taken else name)
+    return names + (["out"] if outputs == 1 else [f"out{number + 1}" for number in range(outputs)])
+
+
+def _live(values: Sequence[Value], results: Sequence[int]) -> list[int]:
+    """The values that results need, each after those that it needs itself."""
+    wanted: set[int] = set()
+    stack = list(results)
+    while stack:
+        number = stack.pop()
+        if number in wanted:
+            continue
+        wanted.add(number)
+        value = values[number]
+        stack += [*value.args, *(() if value.guard is None else (value.guard,))]
+    return sorted(wanted)
+
+
+def _touched(lowering: Lowering, root: int, operand: int, values: Sequence[Value], dims: tuple[int, ...]) -> int:
+    """Distinct elements read of an operand: unguarded loads at different offsets add up, guarded ones cover no more than one."""
+    counts = {True: {(): 0}, False: {(): 0}}
+    for value in values:
+        if value.op == "load" and value.operand == operand:
+            count = math.prod(size for size, stride in zip(dims, value.strides, strict=True) if stride != 0)
+            counts[value.guard is None][value.strides, value.offset] = count  # type: ignore[index]
+    owned = math.prod(lowering.meta(root).shape)
+    return max(min(sum(counts[True].values()), owned), *counts[False].values())
+
+
+def _with_columns(program: Program) -> Program:
+    """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
+    values: list[Value] = []
+    has_col: list[bool] = []
+    for value in program.values:
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        is_index = value.op == "index" and value.dim == len(program.dims) - 1
+        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+    stores = tuple(
+        replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
+        for store in program.stores
+    )
+    return replace(program, values=tuple(values), stores=stores)
