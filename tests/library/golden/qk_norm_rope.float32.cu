@@ -84,7 +84,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_qk_norm_rope_1b77ea(
+fa_qk_norm_rope_947755(
     const float* __restrict__ weight_ptr,
     const float* __restrict__ x_ptr,
     const float* __restrict__ cos_ptr,
@@ -93,16 +93,17 @@ fa_qk_norm_rope_1b77ea(
     index_t rows,
     index_t size1,
     index_t cols,
+    index_t weight_offset,
     index_t x_stride0,
     index_t x_stride1,
-    index_t cos_stride0,
-    index_t weight_offset,
     index_t x_offset,
-    index_t weight_offset_2,
-    index_t x_offset_2,
+    index_t cos_stride0,
+    index_t cos_offset,
     index_t sin_stride0,
+    index_t sin_offset,
     index_t out_stride0,
-    index_t out_stride1) {
+    index_t out_stride1,
+    index_t out_offset) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
     if (row >= rows) return;
     const index_t i1 = row % size1;
@@ -110,29 +111,30 @@ fa_qk_norm_rope_1b77ea(
     const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
     const float eps = 1e-06f;
+    const float product = 2.0f * (float)cols;
     Pack<float> x_packs[PACKS];
-    Pack<float> cos_packs[PACKS];
     Pack<float> x_shifted_packs[PACKS];
-    Pack<float> x_shifted_packs_2[PACKS];
+    Pack<float> cos_packs[PACKS];
+    Pack<float> cos_shifted_packs[PACKS];
     Pack<float> sin_packs[PACKS];
+    Pack<float> sin_shifted_packs[PACKS];
     Pack<float> weight_packs[PACKS];
     Pack<float> weight_shifted_packs[PACKS];
-    Pack<float> weight_shifted_packs_2[PACKS];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         x_packs[p] = load_pack(x_row + first, is_inside);
+        x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside);
         cos_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first, is_inside);
-        x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside && first >= 64);
-        x_shifted_packs_2[p] = load_pack(x_row + first + x_offset_2, is_inside && first < 64);
+        cos_shifted_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset, is_inside);
         sin_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first, is_inside);
+        sin_shifted_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset, is_inside);
         weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside && first >= 64);
-        weight_shifted_packs_2[p] = load_pack(weight_ptr + first + weight_offset_2, is_inside && first < 64);
+        weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
     }
 
-    float x_squared_sum_part = 0;
+    float total_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -141,11 +143,12 @@ fa_qk_norm_rope_1b77ea(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            x_squared_sum_part += x * x;
+            const float x_shifted = x_shifted_packs[p][lane];
+            total_sum_part += x * x + x_shifted * x_shifted;
         }
     }
-    const float x_squared_sum = row_reduce<Sum, 0>(x_squared_sum_part);
-    const float inverse_rms = rsqrtf(x_squared_sum / (float)cols + eps);
+    const float total_sum = row_reduce<Sum, 0>(total_sum_part);
+    const float rsqrt_total = rsqrtf(eps + total_sum / product);
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -153,23 +156,25 @@ fa_qk_norm_rope_1b77ea(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<float> out_pack;
+        Pack<float> out_pack_2;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
             const float weight = weight_packs[p][lane];
-            const float x = x_packs[p][lane];
-            const float cos_2 = cos_packs[p][lane];
             const float weight_shifted = weight_shifted_packs[p][lane];
+            const float x = x_packs[p][lane];
             const float x_shifted = x_shifted_packs[p][lane];
-            const bool is_lt = col < 64;
-            const float weight_shifted_2 = weight_shifted_packs_2[p][lane];
-            const float x_shifted_2 = x_shifted_packs_2[p][lane];
-            const float product = weight_shifted_2 * (inverse_rms * x_shifted_2);
-            const float chosen = is_lt ? -product : weight_shifted * (inverse_rms * x_shifted);
+            const float product_2 = weight * (x * rsqrt_total);
+            const float product_3 = weight_shifted * (x_shifted * rsqrt_total);
+            const float cos_2 = cos_packs[p][lane];
+            const float cos_shifted = cos_shifted_packs[p][lane];
             const float sin_2 = sin_packs[p][lane];
-            const float out = weight * (x * inverse_rms) * cos_2 + chosen * sin_2;
+            const float sin_shifted = sin_shifted_packs[p][lane];
+            const float out = product_2 * cos_2 + -product_3 * sin_2;
+            const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
             out_pack[lane] = out;
+            out_pack_2[lane] = out_2;
         }
         store_pack(out_row + first, out_pack);
+        store_pack(out_row + first + out_offset, out_pack_2);
     }
 }
