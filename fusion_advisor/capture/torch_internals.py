@@ -104,6 +104,19 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
     return before
 
 
+def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """Return the tables that forward hooks are registered in: of every module inside, and torch's global ones.
+
+    Dynamo does not guard them (``skip_nnmodule_hook_guards``), so a hook that is added after a capture would not run.
+    """
+    from torch.nn.modules import module as implementation
+
+    tables = [implementation._global_forward_hooks, implementation._global_forward_pre_hooks]
+    for part in module.modules():
+        tables += [part._forward_hooks, part._forward_pre_hooks]
+    return tables
+
+
 def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the call that runs the module's own forward with its hooks, whatever ``set_compiled_call`` has set."""
     return module._call_impl

@@ -46,6 +46,7 @@ def apply(
     confidence: options.ConfidenceOpt = 0.95,
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
+    graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
@@ -72,6 +73,7 @@ def apply(
         confidence=confidence,
         strict=strict,
         dry_run=dry_run,
+        graph=graph,
         compile=compile_too,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)

@@ -143,6 +143,10 @@ StrictOpt = Annotated[
 ]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Render and build; leave the model as it is.", rich_help_panel=_KEEP)]
 
+GraphOpt = Annotated[
+    bool,
+    typer.Option("--graph/--no-graph", help="Try a CUDA graph around the step; keep it if it pays.", rich_help_panel=_KEEP),
+]
 CompileOpt = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Also measure torch.compile's default mode.", rich_help_panel=_KEEP)
 ]

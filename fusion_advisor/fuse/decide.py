@@ -81,7 +81,7 @@ def decide(
     verdicts = {}
     for number, candidate in enumerate(candidates):
         change = measure.difference(stacked[number], stacked[number + 1], confidence)
-        verdicts[candidate.id] = _verdict(candidate.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain)
+        verdicts[candidate.id] = verdict_of(candidate.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain)
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     del calls
     runner.forget()
@@ -95,7 +95,16 @@ def decide(
     )
 
 
-def _verdict(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+    """Apply the keep rule to one measured difference.
+
+    Args:
+        name: of the rewrite.
+        change: the step with it minus the step without it.
+        step_ns: the step.
+        noise_ns: how far a step differs from itself.
+        min_gain: share of the step that it must save.
+    """
     threshold = max(min_gain * step_ns, noise_ns)
     span = f"{change.median_ns / 1e3:+.1f} µs [{change.low_ns / 1e3:+.1f}, {change.high_ns / 1e3:+.1f}] per step"
     if change.high_ns < -threshold:

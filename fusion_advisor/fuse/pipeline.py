@@ -14,6 +14,7 @@ import torch
 
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
@@ -144,6 +145,7 @@ def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseC
         after=None,
         chains=plan.chains,
         answers=plan.answers,
+        launch_verdict=judge_launches(capture, plan.chains, plan.answers),
         durations_s=tuple(clock.durations_s),
         notes=notes,
     )

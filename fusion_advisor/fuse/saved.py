@@ -14,9 +14,12 @@ import torch
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench
+from fusion_advisor.fuse.graph_choice import TITLE
+from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, make_plan
 from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, OpNode, Report, Status
@@ -35,6 +38,8 @@ class SavedPlan:
     """Kept chain fusions, with their programs and sites."""
     passes: tuple[str, ...]
     """Kept graph passes."""
+    has_graph: bool = False
+    """Whether a CUDA graph around the step was kept."""
 
 
 def load_plan(run_dir: str | Path) -> SavedPlan:
@@ -53,7 +58,14 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     plan = make_plan(capture, patterns, min_share=0.0, top=len(capture.ops), sources=sources)
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
     fusions = tuple(fusion for fusion in plan.fusions if fusion.chain.id in kept)
-    return SavedPlan(run_dir=folder, capture=capture, report=report, fusions=fusions, passes=tuple(kept_passes(report.rewrites)))
+    return SavedPlan(
+        run_dir=folder,
+        capture=capture,
+        report=report,
+        fusions=fusions,
+        passes=tuple(kept_passes(report.rewrites)),
+        has_graph=any(rewrite.name == TITLE and rewrite.status is Status.KEPT for rewrite in report.rewrites),
+    )
 
 
 def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
@@ -89,7 +101,9 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
             raise PlanMismatch(run=saved.run_dir.name, detail=f"{planned.match.kernel}: {trial.fusion.reason}")
         built.append(trial.built)
     variant = bench.build(built, [name for name in PASSES if name in saved.passes])
-    fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs)
+    kept = Kept(fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda)
+    graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
+    fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept)
     fused.report = saved.report
     return fused.apply()
 

@@ -133,4 +133,4 @@ def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
 def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:
     """Return the graph passes that were kept, by name."""
     by_title = {title: name for name, (title, _) in PASSES.items()}
-    return [by_title[rewrite.name] for rewrite in rewrites if rewrite.status is Status.KEPT]
+    return [by_title[rewrite.name] for rewrite in rewrites if rewrite.status is Status.KEPT and rewrite.name in by_title]

@@ -14,8 +14,8 @@ Op names (``Value.op``):
 - ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
   extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width)
-- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
-  pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
+  cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
 

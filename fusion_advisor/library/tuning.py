@@ -176,7 +176,7 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     if is_looped:
         return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 8), (4096, 16), (8192, 16), (1024, 4))]
     if plan.kind == "flat":
-        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 4), (2048, 8), (4096, 8), (512, 4), (512, 2))]
+        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))]
     if plan.kind == "tiled":
         taller = [
             Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)) if r <= 1024
@@ -199,9 +199,9 @@ def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
         return " ".join(f"{name}={value}" for name, value in macros.items())
 
     if plan.kind == "flat":
-        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 8), (4, 4), (8, 4), (1, 8), (4, 16))]
+        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (4, 4), (2, 2), (1, 8), (8, 4))]
     if plan.kind == "tiled":
-        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 8), (8, 8), (4, 4), (1, 8), (4, 16))]
+        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (8, 8))]
     if is_looped:
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 32), (4, 8), (2, 16), (1, 32))]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.

@@ -43,6 +43,7 @@ def render_html(report: Report) -> str:
         device=view.device_word(report),
         quality=view.quality(report),
         comparisons=view.comparisons(report),
+        launch_line=view.launch_line(report),
         steps=view.steps(report),
         categories=view.category_rows(report),
         time_chart=charts.where_time_went(report),

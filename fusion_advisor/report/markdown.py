@@ -87,6 +87,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             device=view.device_word(report),
             quality=view.quality(report),
             comparisons=view.comparisons(report),
+            launch_line=view.launch_line(report),
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],

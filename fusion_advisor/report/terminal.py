@@ -46,6 +46,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     lines.append(_line(view.headline(report).text, console))
     if report.chains:
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
+    lines += _launches(report, console)
     return Group(*lines)
 
 
@@ -69,6 +70,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
+    lines += _launches(report, console)
     return Group(*lines)
 
 
@@ -93,6 +95,11 @@ def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
     lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
+
+
+def _launches(report: Report, console: Console) -> list[RenderableType]:
+    text = view.launch_line(report)
+    return [_line(text, console)] if text else []
 
 
 def _line(text: str, console: Console, style: str = "") -> Text:

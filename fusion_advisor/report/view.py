@@ -111,6 +111,25 @@ def caveats(report: Report) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def launch_line(report: Report) -> str:
+    """Whether the eager step waits for its launches, and how far each remedy could go; empty where it was not judged."""
+    found = report.launch_verdict
+    if found is None:
+        return ""
+    figures = (
+        f"wall {units.duration(found.wall_ns)}, device busy {units.duration(found.busy_ns)}, "
+        f"{plural(found.launches, 'launch', 'launches')}"
+    )
+    idle = units.share(found.idle_ns / max(found.wall_ns, 1))
+    if not found.is_launch_bound:
+        return f"Not launch-bound: the device is idle for {idle} of the eager step ({figures})."
+    return (
+        f"Launch-bound: the device is idle for {idle} of the eager step ({figures}), so fusion alone will not help here. "
+        f"At best a CUDA graph reaches {units.duration(found.graph_floor_ns)}, fusion alone "
+        f"{units.duration(found.fusion_floor_ns)}, both {units.duration(found.both_floor_ns)}."
+    )
+
+
 def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     """The step that the headline speaks of, before and after: wall time, else device time."""
     if report.after is None:

@@ -163,3 +163,17 @@ def test_raise_recompile_limit_is_undone():
     with torch_internals.raise_recompile_limit(64):
         assert torch._dynamo.config.recompile_limit == 64
     assert torch._dynamo.config.recompile_limit == before
+
+
+def test_hook_tables_hold_every_forward_hook() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    tables = torch_internals.hook_tables(module)
+    assert not any(tables)
+    for add in (module.register_forward_hook, module[0].register_forward_pre_hook):
+        handle = add(lambda *_: None)
+        assert sum(map(len, tables)) == 1
+        handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert any(tables)
+    handle.remove()
+    assert not any(tables)
