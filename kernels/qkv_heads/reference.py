@@ -1,5 +1,4 @@
-"""Bias add, split into queries, keys and values, and heads moved before the sequence: what lies between a packed projection and
-attention."""
+"""What lies between a packed projection and attention: bias, split into queries, keys and values, heads before the sequence."""
 
 from __future__ import annotations
 

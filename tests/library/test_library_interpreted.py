@@ -31,5 +31,5 @@ def test_kernels_keep_to_eagers_own_error(part):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == names
-    assert all(count >= 20 for count, _ in found.values())
+    assert all(count >= 8 for count, _ in found.values())
     assert not {name: complaints for name, (_, complaints) in found.items() if complaints}

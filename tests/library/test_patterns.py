@@ -11,6 +11,7 @@ import torch
 from fusion_advisor.library.discover import list_kernels, load_references, scaffold
 from fusion_advisor.library.match import find_match
 from fusion_advisor.library.patterns import example, kernel_patterns, library_patterns, lower_reference
+from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.spec import Input
 
 SPECS = {spec.name: spec for spec in list_kernels()}
@@ -51,6 +52,16 @@ def test_a_model_that_reads_only_the_last_output_matches_too(patterns):
     both, last = lower_reference(spec, function, sizes(spec))
     assert len(both.outputs) == 2 and len(last.outputs) == 1
     assert find_match(last.program, patterns).kernel == "add_rmsnorm"
+
+
+def test_results_that_are_views_of_one_value_are_no_kernel():
+    """The projection of one token is queries, keys and values already: a kernel would write one tensor past another's end."""
+    spec = SPECS["qkv_heads"]
+    one_token = {"B": 1, "S": 1, "H": 3, "D": 8}
+    for _, function in load_references(spec).references:
+        with pytest.raises(CannotLower, match="views of one value"):
+            list(lower_reference(spec, function, one_token))
+        assert list(lower_reference(spec, function, {**one_token, "S": 2}))
 
 
 def test_no_two_patterns_of_a_reference_are_equal(patterns):

@@ -75,7 +75,7 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_bias_gelu_erf_4cb73d(const uint16_t *__restrict x, const uint16_t *__restrict bias,
+extern "C" void fa_bias_gelu_erf_e8b9da(const uint16_t *__restrict x, const uint16_t *__restrict bias,
         uint16_t *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride, int64_t out_row_stride,
         int threads) {
   constexpr int64_t kBlock = 4096;
@@ -88,7 +88,7 @@ extern "C" void fa_bias_gelu_erf_4cb73d(const uint16_t *__restrict x, const uint
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float sum = fa_from_bf16(x_row[col]) + fa_from_bf16(bias[col]);
-        out_row[col] = fa_to_bf16(sum * 0.5f * (fa_erf(sum * 0.7071067811865476f) + 1.0f));
+        out_row[col] = fa_to_bf16(sum * 0.5f * (1.0f - fa_erf(sum * -0.7071067811865476f)));
       }
     }
   }

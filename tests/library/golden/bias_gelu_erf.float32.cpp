@@ -66,7 +66,7 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_bias_gelu_erf_6d6922(const float *__restrict x, const float *__restrict bias,
+extern "C" void fa_bias_gelu_erf_583920(const float *__restrict x, const float *__restrict bias,
         float *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride, int64_t out_row_stride,
         int threads) {
   constexpr int64_t kBlock = 4096;
@@ -79,7 +79,7 @@ extern "C" void fa_bias_gelu_erf_6d6922(const float *__restrict x, const float *
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float sum = x_row[col] + bias[col];
-        out_row[col] = sum * 0.5f * (fa_erf(sum * 0.7071067811865476f) + 1.0f);
+        out_row[col] = sum * 0.5f * (1.0f - fa_erf(sum * -0.7071067811865476f));
       }
     }
   }

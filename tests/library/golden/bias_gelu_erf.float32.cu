@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_bias_gelu_erf_4b1631(
+fa_bias_gelu_erf_9ea5ed(
     const float* __restrict__ x_ptr,
     const float* __restrict__ bias_ptr,
     float* __restrict__ out_ptr,
@@ -89,7 +89,7 @@ fa_bias_gelu_erf_4b1631(
                 const float x = x_packs[p][lane];
                 const float bias = bias_pack[lane];
                 const float total = x + bias;
-                const float out = total * 0.5f * (erff(total * 0.7071067811865476f) + 1.0f);
+                const float out = total * 0.5f * (1.0f - erff(total * -0.7071067811865476f));
                 out_pack[lane] = out;
             }
             store_pack(out_ptr + row * out_stride0 + first, out_pack);

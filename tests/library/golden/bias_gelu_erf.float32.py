@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_bias_gelu_erf_d67763(
+def fa_bias_gelu_erf_59a255(
     x_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -26,6 +26,6 @@ def fa_bias_gelu_erf_d67763(
     x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
     bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
     total = x + bias
-    out = total * 0.5 * (tl.erf(total * 0.7071067811865476) + 1.0)
+    out = total * 0.5 * (1.0 - tl.erf(total * -0.7071067811865476))
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

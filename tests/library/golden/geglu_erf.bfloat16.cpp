@@ -75,12 +75,12 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_geglu_erf_d20f9a(const uint16_t *__restrict gate, const uint16_t *__restrict up,
+extern "C" void fa_geglu_erf_e8bfe3(const uint16_t *__restrict gate, const uint16_t *__restrict up,
         uint16_t *__restrict out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
     const float gate_value = fa_from_bf16(gate[i]);
-    const float sum = fa_erf(gate_value * 0.7071067811865476f) + 1.0f;
-    out[i] = fa_to_bf16(gate_value * 0.5f * sum * fa_from_bf16(up[i]));
+    const float erfc = 1.0f - fa_erf(gate_value * -0.7071067811865476f);
+    out[i] = fa_to_bf16(gate_value * 0.5f * erfc * fa_from_bf16(up[i]));
   }
 }

@@ -66,12 +66,12 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_geglu_erf_03bd18(const float *__restrict gate, const float *__restrict up,
+extern "C" void fa_geglu_erf_efedb4(const float *__restrict gate, const float *__restrict up,
         float *__restrict out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
     const float gate_value = gate[i];
-    const float sum = fa_erf(gate_value * 0.7071067811865476f) + 1.0f;
-    out[i] = gate_value * 0.5f * sum * up[i];
+    const float erfc = 1.0f - fa_erf(gate_value * -0.7071067811865476f);
+    out[i] = gate_value * 0.5f * erfc * up[i];
   }
 }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_geglu_erf_d4e329(
+fa_geglu_erf_20e0c6(
     const float* __restrict__ gate_ptr,
     const float* __restrict__ up_ptr,
     float* __restrict__ out_ptr,
@@ -78,7 +78,7 @@ fa_geglu_erf_d4e329(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float gate = gate_packs[p][lane];
-            const float product = gate * 0.5f * (erff(gate * 0.7071067811865476f) + 1.0f);
+            const float product = gate * 0.5f * (1.0f - erff(gate * -0.7071067811865476f));
             const float up = up_packs[p][lane];
             const float out = product * up;
             out_pack[lane] = out;

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_geglu_erf_3b3d5c(
+def fa_geglu_erf_3861e4(
     gate_ptr, up_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -20,7 +20,7 @@ def fa_geglu_erf_3b3d5c(
 
     gate = tl.load(gate_ptr + index, mask=mask, other=0.0)
     up = tl.load(up_ptr + index, mask=mask, other=0.0)
-    product = gate * 0.5 * (tl.erf(gate * 0.7071067811865476) + 1.0)
+    product = gate * 0.5 * (1.0 - tl.erf(gate * -0.7071067811865476))
     out = product * up
 
     tl.store(out_ptr + index, out, mask=mask)

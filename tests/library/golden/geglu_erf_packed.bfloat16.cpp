@@ -75,7 +75,7 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_geglu_erf_packed_75257d(const uint16_t *__restrict packed, uint16_t *__restrict out,
+extern "C" void fa_geglu_erf_packed_c5f19a(const uint16_t *__restrict packed, uint16_t *__restrict out,
         int64_t rows, int64_t cols, int64_t packed_0_row_stride, int64_t packed_1_row_stride,
         int64_t packed_1_offset, int64_t out_row_stride, int threads) {
   constexpr int64_t kBlock = 4096;
@@ -89,8 +89,8 @@ extern "C" void fa_geglu_erf_packed_75257d(const uint16_t *__restrict packed, ui
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float packed_value = fa_from_bf16(packed_0_row[col]);
-        const float sum = fa_erf(packed_value * 0.7071067811865476f) + 1.0f;
-        out_row[col] = fa_to_bf16(packed_value * 0.5f * sum * fa_from_bf16(packed_1_row[col]));
+        const float erfc = 1.0f - fa_erf(packed_value * -0.7071067811865476f);
+        out_row[col] = fa_to_bf16(packed_value * 0.5f * erfc * fa_from_bf16(packed_1_row[col]));
       }
     }
   }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_geglu_erf_packed_6b4364(
+fa_geglu_erf_packed_b68aae(
     const float* __restrict__ packed_ptr,
     float* __restrict__ out_ptr,
     index_t rows,
@@ -88,7 +88,7 @@ fa_geglu_erf_packed_6b4364(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float packed = packed_packs[p][lane];
-                const float product = packed * 0.5f * (erff(packed * 0.7071067811865476f) + 1.0f);
+                const float product = packed * 0.5f * (1.0f - erff(packed * -0.7071067811865476f));
                 const float packed_shifted = packed_shifted_packs[p][lane];
                 const float out = product * packed_shifted;
                 out_pack[lane] = out;

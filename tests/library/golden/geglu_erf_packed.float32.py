@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_geglu_erf_packed_3365a4(
+def fa_geglu_erf_packed_9d4e26(
     packed_ptr, out_ptr,
     rows, cols, packed_stride0, packed_offset, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -25,7 +25,7 @@ def fa_geglu_erf_packed_3365a4(
 
     packed = tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0)
     packed_shifted = tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0)
-    product = packed * 0.5 * (tl.erf(packed * 0.7071067811865476) + 1.0)
+    product = packed * 0.5 * (1.0 - tl.erf(packed * -0.7071067811865476))
     out = product * packed_shifted
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

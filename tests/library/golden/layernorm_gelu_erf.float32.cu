@@ -84,7 +84,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_layernorm_gelu_erf_1ec8f6(
+fa_layernorm_gelu_erf_1cc262(
     const float* __restrict__ x_ptr,
     const float* __restrict__ weight_ptr,
     const float* __restrict__ bias_ptr,
@@ -152,7 +152,7 @@ fa_layernorm_gelu_erf_1ec8f6(
             const float weight = weight_packs[p][lane];
             const float bias = bias_packs[p][lane];
             const float total = x_centered * inverse_deviation * weight + bias;
-            const float out = total * 0.5f * (erff(total * 0.7071067811865476f) + 1.0f);
+            const float out = total * 0.5f * (1.0f - erff(total * -0.7071067811865476f));
             out_pack[lane] = out;
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_layernorm_gelu_erf_f80efd(
+def fa_layernorm_gelu_erf_6a090c(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -32,6 +32,6 @@ def fa_layernorm_gelu_erf_f80efd(
     weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
     bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
     total = x_centered * inverse_deviation * weight + bias
-    out = total * 0.5 * (tl.erf(total * 0.7071067811865476) + 1.0)
+    out = total * 0.5 * (1.0 - tl.erf(total * -0.7071067811865476))
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -149,7 +149,7 @@ fa_log_softmax_ee90b3(
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
             const float x_shifted = x - x_max;
-            exp_x_shifted_sum_part += expf(x_shifted);
+            exp_x_shifted_sum_part += __expf(x_shifted);
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);

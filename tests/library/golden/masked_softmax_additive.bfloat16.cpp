@@ -64,11 +64,11 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_masked_softmax_additive_cfe875(const uint16_t *__restrict scores,
+extern "C" void fa_masked_softmax_additive_777ed8(const uint16_t *__restrict scores,
         const uint16_t *__restrict mask, uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols,
         int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t mask_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
-  const float scale = 0.125f;
+  const float scale = 0.5f;
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   {

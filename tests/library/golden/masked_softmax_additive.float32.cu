@@ -94,7 +94,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_additive_536255(
+fa_masked_softmax_additive_ff4fcf(
     const float* __restrict__ scores_ptr,
     const float* __restrict__ mask_ptr,
     float* __restrict__ out_ptr,
@@ -112,7 +112,7 @@ fa_masked_softmax_additive_536255(
     const index_t i0 = row / size1;
     const float* const scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1;
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
-    const float scale = 0.125f;
+    const float scale = 0.5f;
     Pack<float> scores_packs[PACKS];
     Pack<float> mask_packs[PACKS];
     #pragma unroll

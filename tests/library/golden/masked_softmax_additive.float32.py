@@ -26,7 +26,7 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_masked_softmax_additive_bd0580(
+def fa_masked_softmax_additive_e9a08a(
     scores_ptr, mask_ptr, out_ptr,
     rows, size1, cols, scores_stride0, scores_stride1, mask_stride1, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -43,7 +43,7 @@ def fa_masked_softmax_additive_bd0580(
 
     scores = tl.load(scores_row + col, mask=mask, other=0.0)
     mask_2 = tl.load(mask_ptr + i1 * mask_stride1 + col, mask=mask, other=0.0)
-    scale = 0.125
+    scale = 0.5
     total = scores * scale + mask_2
     total_max = tl.reduce(tl.where(col_mask, total, float("-inf")), 1, maximum, keep_dims=True)
     exp_total_shifted = exp(total - total_max)

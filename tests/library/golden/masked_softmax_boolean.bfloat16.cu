@@ -165,7 +165,7 @@ fa_masked_softmax_boolean_a2c8e2(
             const bool mask_2 = mask_packs[p][lane];
             const float scores = wide(scores_packs[p][lane]);
             const float chosen = mask_2 ? scores * scale : blocked;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float exp_chosen_shifted = __expf(chosen - chosen_max);
             exp_chosen_shifted_sum_part += exp_chosen_shifted;
         }
     }
@@ -182,7 +182,7 @@ fa_masked_softmax_boolean_a2c8e2(
             const bool mask_2 = mask_packs[p][lane];
             const float scores = wide(scores_packs[p][lane]);
             const float chosen = mask_2 ? scores * scale : blocked;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float exp_chosen_shifted = __expf(chosen - chosen_max);
             const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

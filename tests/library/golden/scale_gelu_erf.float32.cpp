@@ -66,13 +66,13 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_scale_gelu_erf_816b55(const float *__restrict x, float *__restrict out, int64_t n,
+extern "C" void fa_scale_gelu_erf_1c30ca(const float *__restrict x, float *__restrict out, int64_t n,
         int threads) {
   const float scale = 0.7f;
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
     const float x_value = x[i];
-    const float bent = fa_erf(x_value * scale * 0.7071067811865476f);
-    out[i] = x_value * 0.35f * (bent + 1.0f);
+    const float erfc = 1.0f - fa_erf(x_value * scale * -0.7071067811865476f);
+    out[i] = x_value * 0.35f * erfc;
   }
 }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_scale_gelu_erf_7f0c67(
+fa_scale_gelu_erf_22ac68(
     const float* __restrict__ x_ptr,
     float* __restrict__ out_ptr,
     index_t size) {
@@ -76,7 +76,8 @@ fa_scale_gelu_erf_7f0c67(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            const float out = x * 0.35f * (erff(x * scale * 0.7071067811865476f) + 1.0f);
+            const float erfc_product = 1.0f - erff(x * scale * -0.7071067811865476f);
+            const float out = x * 0.35f * erfc_product;
             out_pack[lane] = out;
         }
         store_pack(out_ptr + first, out_pack);

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_scale_gelu_erf_f2b224(
+def fa_scale_gelu_erf_f5f443(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -20,6 +20,7 @@ def fa_scale_gelu_erf_f2b224(
 
     x = tl.load(x_ptr + index, mask=mask, other=0.0)
     scale = 0.7
-    out = x * 0.35 * (tl.erf(x * scale * 0.7071067811865476) + 1.0)
+    erfc_product = 1.0 - tl.erf(x * scale * -0.7071067811865476)
+    out = x * 0.35 * erfc_product
 
     tl.store(out_ptr + index, out, mask=mask)

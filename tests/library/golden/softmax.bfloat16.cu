@@ -148,7 +148,7 @@ fa_softmax_9f02a8(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
-            const float exp_x_shifted = expf(x - x_max);
+            const float exp_x_shifted = __expf(x - x_max);
             exp_x_shifted_sum_part += exp_x_shifted;
         }
     }
@@ -163,7 +163,7 @@ fa_softmax_9f02a8(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
-            const float exp_x_shifted = expf(x - x_max);
+            const float exp_x_shifted = __expf(x - x_max);
             const float out = exp_x_shifted / exp_x_shifted_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
