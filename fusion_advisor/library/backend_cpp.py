@@ -26,7 +26,7 @@ from typing import ClassVar
 from fusion_advisor.library.cpp_emit import Kernel
 from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
 from fusion_advisor.library.cpp_layout import Layout
-from fusion_advisor.library.heading import wrap
+from fusion_advisor.library.heading import dropout_notes, wrap
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import (
     Header,
@@ -39,8 +39,12 @@ from fusion_advisor.library.source import (
 )
 
 # No -ffast-math: NaN and Inf must come out as torch's do. The two that are here only drop errno and exception flags, without
-# which floor, sqrt and selects do not vectorise.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# which floor, sqrt and selects do not vectorise. GCC contracts across statements if left to itself: x·c − max(x·c) is then not 0
+# at the maximum, because only one of the products is rounded.
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-shared",
+)  # fmt: skip
 # Named one by one: -ffast-math itself would also assume that no NaN exists, and links code that flushes subnormals to zero in the
 # whole process.
 _FAST_FLAGS = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros")
@@ -152,7 +156,7 @@ def _nothing(*_tensors: object) -> None:
 def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
     shape = " x ".join(map(str, program.dims))
     moved = f"Moves {program.moved_bytes:,} bytes at {shape}: every input is read once and every output written once."
-    lines = [f"{header.title}: {header.summary}", moved, f"Origin: {header.origin}"]
+    lines = [f"{header.title}: {header.summary}", moved, *dropout_notes(program), f"Origin: {header.origin}"]
     lines += [f"Source: {header.source}"] if header.source else []
     lines += [_FAST_NOTE] if fast_math else []
     # A trailing backslash would continue the comment over the next line.

@@ -24,7 +24,7 @@ _PRELUDE_CALLS = {
     "fa_to_bf16": ("fa_bits",),
     "fa_from_fp16": ("fa_bits",),
     "fa_to_fp16": ("fa_bits",),
-    "fa_expm1_core": ("fa_bits",),
+    "fa_expm1_core": ("fa_bits", "fa_fma"),
     "fa_scale": ("fa_expm1_core",),
     "fa_exp": ("fa_scale",),
     "fa_exp2": ("fa_scale",),
@@ -32,7 +32,7 @@ _PRELUDE_CALLS = {
     "fa_tanh": ("fa_expm1_core",),
     "fa_sigmoid": ("fa_exp",),
     "fa_erf": ("fa_expm1_core",),
-    "fa_log": ("fa_bits",),
+    "fa_log": ("fa_bits", "fa_fma"),
     "fa_log1p": ("fa_log",),
 }
 
@@ -57,7 +57,7 @@ _OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "
 
 COST = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
-    **dict.fromkeys(("sin", "cos", "pow", "remainder"), 40),
+    **dict.fromkeys(("sin", "cos", "pow", "remainder", "dropout"), 40),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
     **dict.fromkeys(("const", "size", "index"), 0),
 }

@@ -42,7 +42,8 @@ _STAYS_IN_RANGE = frozenset(
 _MAKES_BOOL = frozenset(
     ["eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__", "logical_and", "logical_or", "logical_not",
      "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "where",
-     "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum"]
+     "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum", "ones", "zeros",
+     "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "tril", "triu"]
 )  # fmt: skip
 """Ops that mean something on booleans."""
 
@@ -237,6 +238,11 @@ class Lowering:
             return other if self.constant_of(known) is (op == "and") else known
         if op == "where" and constants[0] is not None:
             return args[1] if constants[0] else args[2]
+        if op in ("where", "not") and self.values[args[0]].op == "not" and self.values[args[0]].dtype == "bool":
+            inner = self.values[args[0]].args[0]
+            return inner if op == "not" else self.make("where", inner, args[2], args[1], dtype=dtype)
+        if op == "not" and constants[0] is not None and dtype == "bool":
+            return self.const(not constants[0], "bool")
         if op == "add":
             for one, other in ((args[0], args[1]), (args[1], args[0])):
                 # 1 + erf(u) = erfc(−u), which keeps its digits where the sum cancels.
@@ -313,6 +319,11 @@ class Lowering:
         with self._guarding(None):
             return self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype))
 
+    def the_number(self, index: int, dtype: str) -> int:
+        """The one element of a tensor that every reader may read, such as a seed: no guard applies."""
+        with self._guarding(None):
+            return self.cast(self.at(index, (ORIGIN,) * len(self.meta(index).shape)), dtype)
+
     @contextmanager
     def _guarding(self, guard: int | None) -> Iterator[None]:
         outer, self._guard = self._guard, guard
@@ -353,7 +364,7 @@ class Lowering:
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
-        name = op.target.removeprefix("aten.").split(".")[0]
+        name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
         if op.op_class is OpClass.VIEW or ((name in VIEWS or name in RESHAPES) and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)

@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion_advisor.library.program import REDUCTIONS, Operand, Program
+from fusion_advisor.library.online import OnlineSum
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -46,6 +47,14 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """The number of an element that a ``dropout`` decides on: names of kernel arguments, or the digits 0 and 1."""
+
+    strides: tuple[str, ...]
+    offset: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A Program with names for everything that its kernel's signature holds.
 
@@ -65,6 +74,7 @@ class Schedule:
     indices: tuple[str, ...]
     sizes: tuple[str, ...]
     loads: dict[int, Access]
+    numbers: dict[int, Numbering]
     stores: tuple[Access, ...]
     arguments: tuple[tuple[str, int], ...]
     varies: tuple[frozenset[int], ...]
@@ -106,7 +116,7 @@ class Schedule:
         """Whether an index or an address may pass 32 bits."""
         program = self.program
         extents = [prod(program.dims)]
-        places = [(v.strides, v.offset) for v in program.values if v.op == "load"]
+        places = [(v.strides, v.offset) for v in program.values if v.op in ADDRESSED]
         places += [(s.strides, s.offset) for s in program.stores]
         for strides, offset in places:
             reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, strides, strict=True))
@@ -158,7 +168,11 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     loads: dict[int, Access] = {}
     shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
     stores: list[Access] = []
+    numbers: dict[int, Numbering] = {}
     for number, value in enumerate(program.values):
+        if value.op == "dropout":
+            strides = _stride_names(names, "element", value.strides, arguments)
+            numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
         if value.op != "load":
             continue
         base = operand_names[value.operand]
@@ -178,7 +192,8 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         operand = program.operands[store.operand]
         stores.append(Access(operand=operand, pointer=pointers[store.operand], strides=strides, offset=offset))
     return Schedule(
-        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, stores=tuple(stores),
+        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
+        stores=tuple(stores),
         arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken),
     )  # fmt: skip
 
@@ -195,19 +210,29 @@ class Pass:
     """Positions in ``program.stores`` of what it writes."""
     after: tuple[int, ...]
     """Row values that are known once it has run, the reductions left out."""
+    online: tuple[OnlineSum, ...] = ()
+    """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
 
 
-def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """Split a reduced Program into walks over the columns.
 
     A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
+
+    Args:
+        plan: the schedule.
+        online: sums that belong to the pass of their maximum.
 
     Returns:
         the row values that are known before the first pass, and the passes.
     """
     program = plan.program
+    pair_of = {n: pair for pair in online for n in (pair.total, pair.highest)}
     levels: list[int] = []
-    for value in program.values:
+    for number, value in enumerate(program.values):
+        if number in pair_of and number == pair_of[number].total:
+            levels.append(levels[pair_of[number].highest])
+            continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
     row_values: dict[int, list[int]] = {}
@@ -217,16 +242,20 @@ def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     passes = []
     for level in range(max(levels, default=0) + 1):
         reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
+        pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
         stores = [n for n, s in enumerate(program.stores) if levels[s.value] == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args] + [program.stores[n].value for n in stores]
+        targets = [a for r in reductions for a in program.values[r].args if r not in pair_of or r == pair_of[r].highest]
+        targets += [program.stores[n].value for n in stores]
         if reductions or stores:
+            alone = tuple(r for r in reductions if r not in pair_of)
             after = tuple(row_values.get(level + 1, ()))
-            values = tuple(_needed_in_columns(plan, targets))
-            passes.append(Pass(values=values, reductions=tuple(reductions), stores=tuple(stores), after=after))
+            values = tuple(needed_in_columns(plan, targets))
+            passes.append(Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs))
     return tuple(row_values.get(0, ())), tuple(passes)
 
 
-def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
+def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
+    """The column-varying values that some others are made of, themselves included, in order."""
     found: set[int] = set()
     waiting = list(targets)
     while waiting:
@@ -237,6 +266,13 @@ def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
         value = plan.program.values[number]
         waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
     return sorted(found)
+
+
+def base_is_multiple(program: Program, number: int, of: int) -> bool:
+    """Whether the number of the element in the first column is a multiple of ``of`` in every row."""
+    value = program.values[number]
+    moves = [stride for stride, size in zip(value.strides[:-1], program.dims[:-1], strict=True) if size > 1]
+    return all(move % of == 0 for move in (value.offset, *moves))
 
 
 def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
@@ -298,7 +334,7 @@ def _with_rows(program: Program) -> Program:
     if missing <= 0:
         return program
     values = tuple(
-        replace(v, strides=(0,) * missing + v.strides) if v.op == "load"
+        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
         else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
         for v in program.values
     )  # fmt: skip
@@ -313,7 +349,7 @@ def _varies(program: Program) -> tuple[frozenset[int], ...]:
         dims: set[int] = set()
         for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
             dims |= found[arg]
-        if value.op == "load":
+        if value.op in ADDRESSED:
             dims |= {d for d, stride in enumerate(value.strides) if stride != 0}
         elif value.op == "index":
             dims.add(value.dim)

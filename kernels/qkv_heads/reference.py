@@ -1,4 +1,4 @@
-"""What lies between a packed projection and attention: bias, split into queries, keys and values, heads before the sequence."""
+"""From a packed projection to attention: bias add, split into query, key and value, heads moved before the sequence."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ def cases():
         found[f"bias_gelu_erf-{rows}x{cols}"] = p.bias_gelu_erf(rows, cols)
     for rows, cols in ((2, 16385), (1, 20000)):
         found[f"looped_softmax-{rows}x{cols}"] = p.softmax(rows, cols)
+        found[f"looped_logsumexp-{rows}x{cols}"] = p.logsumexp(rows, cols, "float16")
         found[f"looped_add_layernorm-{rows}x{cols}"] = p.add_layernorm(rows, cols, "float16")
         found[f"looped_mean-{rows}x{cols}"] = p.mean_and_sum(rows, cols)
         found[f"looped_extremes-{rows}x{cols}"] = p.row_extremes(rows, cols)
@@ -42,9 +43,24 @@ def cases():
     found["strided_flat"] = p.gelu_tanh((100,), strides=(3,))
     found["int_and_bool"] = p.int_and_bool()
     found["row_extremes"] = p.row_extremes()
+    found["logsumexp"] = p.logsumexp()
     found["mean_and_sum"] = p.mean_and_sum()
     found["one_row_dim"] = p.one_row_dim()
     found["rope_wide"] = p.rope(1, 2, 70, 128, "bfloat16")
+    for dtype in ("float32", "float16", "bfloat16", "float64"):
+        found[f"dropout_add-{dtype}"] = p.dropout_add(dtype=dtype)
+        found[f"dropout_add_rmsnorm-{dtype}"] = p.dropout_add_rmsnorm(dtype=dtype)
+    for rows, cols in ((1, 1), (1, 77), (3, 1), (7, 129), (5, 6), (600, 3), (2, 20000)):
+        found[f"dropout_add_rmsnorm-{rows}x{cols}"] = p.dropout_add_rmsnorm(rows, cols)
+        found[f"dropout_add-{rows}x{cols}"] = p.dropout_add((rows, cols), strides=(cols + 3, 1))
+    found["dropout_wide"] = p.dropout_add((1024,), "bfloat16")
+    found["dropout_transposed"] = p.dropout_add((24, 40), strides=(1, 24), numbers=(1, 24))
+    found["dropout_rows_off_by_2"] = p.dropout_add((6, 64), numbers=(66, 1), offset=2)
+    found["dropout_rows_off_by_1"] = p.dropout_add((6, 64), numbers=(65, 1), offset=3)
+    found["dropout_five_dims"] = p.dropout_add((2, 3, 2, 3, 8), numbers=(1000, 7 * 40, 80, 9, 1))
+    found["dropout_past_32_bits"] = p.dropout_add((8, 40), numbers=(2**35 + 12, 1), offset=2**34)
+    found["dropout_by_row"] = p.row_dropout()
+    found["nan_dropout"] = p.dropout_add((3, 100), numbers=(100, 1))
     found["zero_elements"] = p.gelu_tanh((0,))
     found["zero_rows"] = p.rmsnorm(0, 24)
     found["zero_cols"] = p.rmsnorm(5, 0)
@@ -53,6 +69,7 @@ def cases():
     found |= {f"binary-{op}": p.binary(op, 32 * 32) for op in BINARY}
     found["nan_row_extremes"] = p.row_extremes()
     found["nan_softmax"] = p.softmax()
+    found["nan_looped_softmax"] = p.softmax(2, 16400)
     found["nan_looped_extremes"] = p.row_extremes(2, 16400)
     return found
 

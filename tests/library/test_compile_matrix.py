@@ -22,7 +22,7 @@ from fusion_advisor.library.source_of import header_of, named_program
 
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
-SPECS = {spec.name: spec for spec in list_kernels()}
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
 HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 

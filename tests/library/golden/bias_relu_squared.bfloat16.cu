@@ -74,6 +74,14 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 // fmaxf and fminf would drop a NaN.
 template <typename T>
 __device__ __forceinline__ T nan_max(T a, T b) { return (a != a || a > b) ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// One instruction instead of three.
+__device__ __forceinline__ float nan_max(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_bias_relu_squared_429c3b(

@@ -65,6 +65,14 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 // fmaxf and fminf would drop a NaN.
 template <typename T>
 __device__ __forceinline__ T nan_max(T a, T b) { return (a != a || a > b) ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// One instruction instead of three.
+__device__ __forceinline__ float nan_max(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+#endif
 
 struct Sum {
     template <typename T>
@@ -134,7 +142,7 @@ fa_masked_softmax_boolean_421a40(
         for (int lane = 0; lane < VEC; ++lane) {
             const bool mask_2 = mask_packs[p][lane];
             const float scores = scores_packs[p][lane];
-            const float chosen = mask_2 ? scores * scale : blocked;
+            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             chosen_max_part = nan_max(chosen_max_part, chosen);
         }
     }
@@ -150,7 +158,7 @@ fa_masked_softmax_boolean_421a40(
         for (int lane = 0; lane < VEC; ++lane) {
             const bool mask_2 = mask_packs[p][lane];
             const float scores = scores_packs[p][lane];
-            const float chosen = mask_2 ? scores * scale : blocked;
+            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             const float exp_chosen_shifted = expf(chosen - chosen_max);
             exp_chosen_shifted_sum_part += exp_chosen_shifted;
         }
@@ -167,7 +175,7 @@ fa_masked_softmax_boolean_421a40(
         for (int lane = 0; lane < VEC; ++lane) {
             const bool mask_2 = mask_packs[p][lane];
             const float scores = scores_packs[p][lane];
-            const float chosen = mask_2 ? scores * scale : blocked;
+            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             const float exp_chosen_shifted = expf(chosen - chosen_max);
             const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
             out_pack[lane] = out;

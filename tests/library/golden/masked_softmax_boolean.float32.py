@@ -45,7 +45,7 @@ def fa_masked_softmax_boolean_37c331(
     scores = tl.load(scores_row + col, mask=mask, other=0.0)
     scale = 0.125
     blocked = float("-inf")
-    chosen = tl.where(mask_2, scores * scale, blocked)
+    chosen = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)
     chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)
     exp_chosen_shifted = exp(chosen - chosen_max)
     exp_chosen_shifted_sum = tl.sum(tl.where(col_mask, exp_chosen_shifted, 0.0), axis=1, keep_dims=True)

@@ -2,7 +2,7 @@
 // Moves 75,497,472 bytes at 6291456: every input is read once and every output written once.
 // Origin: library kernel reglu, variant builtin
 // Source: https://arxiv.org/abs/2002.05202
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

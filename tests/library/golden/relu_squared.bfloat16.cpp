@@ -2,7 +2,7 @@
 // Moves 33,554,432 bytes at 8388608: every input is read once and every output written once.
 // Origin: library kernel relu_squared, variant square
 // Source: https://arxiv.org/abs/2109.08668
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

@@ -109,7 +109,7 @@ fa_scale_gelu_tanh_80aa8d(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
-            const float product = x * scale;
+            const float product = __fmul_rn(x, scale);
             const float total = product + product * (product * product) * 0.044715f;
             const float product_2 = 2.0f * half_sigmoid(total * 1.5957691216057308f);
             const float out = x * 0.35f * product_2;

@@ -26,7 +26,7 @@ def fa_scale_gelu_tanh_71c3ba(
 
     x = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
     scale = 0.7
-    product = x * scale
+    product = tl.fma(x, scale, 0.0)
     total = product + product * (product * product) * 0.044715
     out = x * 0.35 * (2.0 * sigmoid(total * 1.5957691216057308))
 

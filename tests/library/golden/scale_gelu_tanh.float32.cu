@@ -79,7 +79,7 @@ fa_scale_gelu_tanh_b4a4cb(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            const float product = x * scale;
+            const float product = __fmul_rn(x, scale);
             const float total = product + product * (product * product) * 0.044715f;
             const float out = x * 0.35f * (2.0f * sigmoid(total * 1.5957691216057308f));
             out_pack[lane] = out;
