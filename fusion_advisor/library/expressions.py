@@ -119,7 +119,7 @@ class Writer:
     def base(self, access: Access) -> str:
         """The pointer; where several dims move it, the name of its row, which ``bases`` defines once."""
         terms = _terms(self.plan.indices[:-1], access.strides[:-1])
-        if len(terms) < 2:
+        if len(terms) < 2 or access.gathered:  # a row's name is defined before any value is
             return access.pointer
         code = " + ".join([access.pointer, *terms])
         if code not in self._base_names:
@@ -133,6 +133,8 @@ class Writer:
         terms = _terms(indices, strides)
         if self.base(access) != access.pointer:
             terms = _terms(indices[-1:], strides[-1:])
+        moved = [(self._texts[number].at(PRODUCT), step) for number, step in access.gathered]
+        terms = [*_terms(tuple(code for code, _ in moved), tuple(step for _, step in moved)), *terms]
         return " + ".join([*terms, access.offset] if access.offset else terms) or "0"
 
     # Naming and folding.
@@ -203,7 +205,7 @@ class Writer:
         return name
 
     def _is_folded(self, number: int, value: Value, text: Text) -> bool:
-        if value.op in ("index", "size") or (value.op == "const" and not value.constant_name):
+        if value.op in ("index", "size", "extent") or (value.op == "const" and not value.constant_name):
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
@@ -231,6 +233,8 @@ class Writer:
             return Text(self.reduction(number, value))
         if value.op == "index":
             return self.index(number, value)
+        if value.op == "extent":
+            return Text(self.plan.extents[number])
         args = [self._texts[a] for a in value.args]
         if value.op in COMPARE:
             return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
@@ -252,7 +256,7 @@ class Writer:
         values = self.plan.program.values
         plain = ("const", "index", "size")
         users = [values[u] for u in self._users[number]]
-        if users and all(u.op in COMPARE and all(values[a].op in plain for a in u.args) for u in users):
+        if users and all(u.op == "quotient" or (u.op in COMPARE and all(values[a].op in plain for a in u.args)) for u in users):
             return Text(name)
         return Text(self.widen(name))
 

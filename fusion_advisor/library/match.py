@@ -127,7 +127,8 @@ class _Canonical:
             return f"{value.dtype}#"
         if value.op == "load":
             guard = "" if value.guard is None else f"?{self.hashes[value.guard]}"
-            return f"load[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+            moved = f"({','.join(self.hashes[arg] for arg in value.args)})" if value.args else ""
+            return f"load[{self._varies(value.strides)}{self._shift(value)}]{moved}{guard}"
         arguments = [self.hashes[arg] for arg in value.args]
         if value.op in COMMUTATIVE:
             arguments.sort()
@@ -144,8 +145,9 @@ class _Canonical:
         name = f"v{self.seen[number]}="
         if value.op == "load":
             operand = self.operands.setdefault(value.operand, len(self.operands))
+            moved = f"({','.join(self._show(arg) for arg in value.args)})" if value.args else ""
             guard = "" if value.guard is None else f"?{self._show(value.guard)}"
-            return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+            return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{moved}{guard}"
         if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
             return f"{name}{value.op}(index,{place})"
         return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))})"
@@ -176,7 +178,7 @@ class _Canonical:
     def _shift(self, value: Value) -> str:
         if value.guard is None:
             return self.ranks[value.operand, value.strides, value.offset]
-        if not value.strides or not value.strides[-1]:
+        if value.args or not value.strides or not value.strides[-1]:
             return ""
         return f"{Fraction(value.offset, value.strides[-1] * max(self.program.dims[-1], 1))}"
 

@@ -77,7 +77,8 @@ class TritonWriter(Writer):
         code = self.operand_address(access)
         for d in sorted(varies):
             in_tile = d >= self.plan.col_dim - (1 if self.plan.kind == "tiled" else 0) or self.plan.kind == "rows"
-            if access.strides[d] == "0" and in_tile:
+            is_moved = any(d in self.plan.varies[number] for number, _ in access.gathered)
+            if access.strides[d] == "0" and in_tile and not is_moved:
                 code += f" + 0 * {self.plan.indices[d]}"
         return code
 
@@ -145,6 +146,8 @@ class TritonWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
             )
+        if op == "quotient":
+            return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
         if op == "where":
             return Text(f"tl.where({', '.join(code)})")
         if op in ("maximum", "minimum"):
