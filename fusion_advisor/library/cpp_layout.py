@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fusion_advisor.library.cpp_expr import C_TYPES
 from fusion_advisor.library.cpp_names import Names
-from fusion_advisor.library.program import Program, Store, Value
+from fusion_advisor.library.program import Program, Store, Value, reader_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,9 @@ class Layout:
         self.load_views = {i: self._view(v, v.operand in repeated) for i, v in enumerate(program.values) if v.op == "load"}
         self.store_views = [self._view(t, t.operand in repeated) for t in program.stores]
         self.extents = {
-            i: self._parameter("extent", int(v.constant or 0)) for i, v in enumerate(program.values) if v.op == "extent"
+            i: self._parameter(f"{self.operands[reader_of(program, i)]}_extent", int(v.constant or 0))
+            for i, v in enumerate(program.values)
+            if v.op == "extent"
         }
         self.row_pointers: list[str] = []
 

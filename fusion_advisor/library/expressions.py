@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_advisor.library.program import REDUCTIONS, Value
+from fusion_advisor.library.program import REDUCTIONS, Value, reader_of
 from fusion_advisor.library.schedule import Access, Schedule
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
@@ -29,6 +29,7 @@ _NOUNS = {
     "where": "chosen",
     "neg": "negated",
     "cast": "cast",
+    "quotient": "part",
 }
 
 
@@ -149,9 +150,12 @@ class Writer:
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
-        for value in program.values:
+        ranges = {value.guard for value in program.values if value.op == "load" and value.args}
+        for number, value in enumerate(program.values):
             args = [nouns[a] for a in value.args]
-            if value.op == "load":
+            if number in ranges:
+                noun = f"has_{program.operands[reader_of(program, number)].name}"
+            elif value.op == "load":
                 is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
                 noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
             elif value.constant_name:

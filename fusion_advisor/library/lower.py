@@ -142,12 +142,13 @@ class Lowering:
         """The index of an output as a function of the loop variables; a reduced output is indexed by its rows."""
         shape, nest = meta.shape, self.nest
         whole = nest.index()
-        if math.prod(shape) == math.prod(nest.shape):
+        is_rows = shape == nest.shape[: len(shape)]
+        if math.prod(shape) == math.prod(nest.shape) and not (is_rows and 0 in shape):
             return reshaped(whole, nest.shape, shape, nest.extents)
         if len(shape) > len(nest.shape):
             raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {nest.shape}")
         rows = len(nest.shape) - len(shape)
-        if shape == nest.shape[: len(shape)] and rows:  # keepdim=False over the trailing dims
+        if is_rows and rows:  # keepdim=False over the trailing dims
             return whole[: len(shape)]
         padded = (1,) * rows + shape
         if all(size in (1, full) for size, full in zip(padded, nest.shape, strict=True)):

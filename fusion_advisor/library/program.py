@@ -123,6 +123,17 @@ def depends_on(values: Sequence[Value], sizes: tuple[int, ...]) -> tuple[frozens
     return tuple(found)
 
 
+def reader_of(program: Program, number: int) -> int:
+    """The operand of the first load that a value moves or guards, however far on; -1 when there is none."""
+    reached = {number}
+    for other, value in enumerate(program.values):
+        if reached.intersection(value.args) or value.guard in reached:
+            if value.op == "load":
+                return value.operand
+            reached.add(other)
+    return -1
+
+
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion_advisor.library.program import REDUCTIONS, Operand, Program
+from fusion_advisor.library.program import REDUCTIONS, Operand, Program, reader_of
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -165,7 +165,8 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     extents: dict[int, str] = {}
     for number, value in enumerate(program.values):
         if value.op == "extent":
-            extents[number] = names.take("extent")
+            reader = reader_of(program, number)
+            extents[number] = names.take(f"{operand_names[reader]}_extent" if reader >= 0 else "extent")
             arguments.append((extents[number], int(value.constant or 0)))
         if value.op != "load":
             continue
