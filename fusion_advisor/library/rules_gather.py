@@ -194,6 +194,10 @@ def _group_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     row = reshaped(where, shape, cut, nest.extents)[:2]
     inner = reshaped((*row, members), cut, shape, nest.extents)
     variables = frozenset(variable for variable, _ in members.terms)
+    if not variables and nest.extents[-1] == 1:
+        variables = frozenset({len(nest.extents) - 1})
+    if not variables:
+        raise CannotLower("FA604", f"{op.target} over groups of one element is left to torch")
     if variables & {variable for place in row for variable, _ in place.terms if nest.extents[variable] != 1}:
         raise CannotLower("FA604", f"{op.target}: a row index depends on the reduced dim")
     value = lowering.row_element(source, inner, op)
