@@ -317,7 +317,11 @@ def _with_rows(program: Program) -> Program:
         else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
         for v in program.values
     )  # fmt: skip
-    stores = tuple(replace(s, strides=(0,) * missing + s.strides) for s in program.stores)
+    # One number per row lies at its row, also where there is one row: Triton's reductions are blocks, and so is its address then.
+    by_row = program.is_reduced and missing == 1
+    stores = tuple(
+        replace(s, strides=(int(by_row and s.strides[-1] == 0),) + (0,) * (missing - 1) + s.strides) for s in program.stores
+    )
     return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
 
 

@@ -86,7 +86,10 @@ class TritonWriter(Writer):
         """A masked ``tl.load``."""
         varies = self.plan.varies[number]
         masks = [self.mask(varies)] if self.mask(varies) else []
-        if value.guard is not None:
+        if value.guard is not None and masks and value.args and not self.plan.varies[value.guard]:
+            # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
+            masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
+        elif value.guard is not None:
             masks.append(self.text(value.guard).at(ATOM))
         if self.plan.col_dim in varies:
             self.zero_past_end.add(number)

@@ -30,6 +30,8 @@ def _functions():
         "embedding-bfloat16": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 40, dtype=brain), _ids(19, 3, 5, dtype=torch.int32)),
         "embedding_odd": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 33, dtype=half), _ids(19, 7)),
         "embedding_one_token": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 40), _ids(19, 1, 1)),
+        "embedding_layernorm_one_token": (lambda w, g, b, i: f.layer_norm(f.embedding(i, w), (40,), g, b), _floats(19, 40), *norm, _ids(19, 1, 1)),
+        "cross_entropy_one_row": (lambda x, t: f.cross_entropy(x, t, reduction="none"), _floats(1, 40), _ids(40, 1)),
         "embedding_one_column": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 1), _ids(19, 5)),
         "embedding_out_of_range": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 40), _planted(_ids(19, 9), 19, -1, 2**40, -(2**62))),
         "embedding_transposed": (lambda w, i: f.embedding(i, w.t()) * 2, _floats(40, 19), _ids(19, 9)),
