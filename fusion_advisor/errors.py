@@ -319,3 +319,13 @@ class PlanMismatch(AdvisorError):
     note = "the model was left as it was"
     hint = "run `fusion-advisor apply` again for this model and these inputs"
     exit_code = 9
+
+
+class CannotSpecialize(AdvisorError):
+    """A plan that cannot be carried over to another call of the same model."""
+
+    code = "FA507"
+    message = "the plan cannot be carried over to this call: {detail}"
+    note = "the call still runs, on the model's original ops"
+    hint = "make a plan for it with `fa.apply(model, inputs)`, and join the two with `fused.include(other)`"
+    exit_code = 9

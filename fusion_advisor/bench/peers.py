@@ -17,8 +17,12 @@ import torch
 
 from fusion_advisor.bench.inputs import TensorSet, as_list
 from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.gemv import CUBLAS, GemvProblem
+from fusion_advisor.library.gemv_choose import BACKENDS, choose, launcher_for
+from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.lower import Lowered
-from fusion_advisor.library.source import Header
+from fusion_advisor.library.source import Header, Launcher
+from fusion_advisor.library.source_of import header_of
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
@@ -54,6 +58,8 @@ class Work:
     lowered: Lowered | None
     refusal: str
     """Why it could not be lowered."""
+    problem: GemvProblem | None
+    """Of a linear layer on few rows, which takes the place of what would be lowered."""
     sets: Sequence[TensorSet]
     device: torch.device
     folder: Path
@@ -79,8 +85,45 @@ def compiled(work: Work) -> Contender:
     return Contender(name="compile", call=lambda number: call(*work.sets[number].inputs, **constants), build_ns=took)
 
 
+def cublas(work: Work) -> Contender:
+    """Torch's fused ops around cuBLAS, what a careful user would write: ``F.rms_norm``, ``addmm``."""
+    assert work.problem is not None
+    return _linear(work, "cublas", torch_launcher(work.problem), "")
+
+
+def chosen(work: Work) -> Contender:
+    """What the library takes by itself, cuBLAS too."""
+    return _chosen(work, "chosen", BACKENDS, with_cublas=True)
+
+
+def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bool) -> Contender:
+    assert work.problem is not None
+    header = header_of(work.spec, work.variant)
+    choice = choose(work.problem, work.device, header=header, backends=backends, with_cublas=with_cublas, store=work.store)
+    if choice.config == CUBLAS and not with_cublas:
+        return Contender(name=name, note=f"no kernel of ours for these rows and dtype in {name}")
+    started = time.perf_counter_ns()
+    launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder)
+    found = _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
+    if with_cublas:
+        found.note = "takes cuBLAS" if choice.config == CUBLAS else f"takes {choice.config.form}"
+    return found
+
+
+def _linear(work: Work, name: str, launch: Launcher, tuning: str, build_ns: int = 0) -> Contender:
+    operands = [(*s.inputs, *s.outputs) for s in work.sets]
+
+    def call(number: int) -> list[torch.Tensor]:
+        launch(*operands[number])
+        return work.sets[number].outputs
+
+    return Contender(name=name, call=call, tuning=tuning, build_ns=build_ns)
+
+
 def ours(work: Work, backend: str) -> Contender:
     """Our kernel, tuned for this shape."""
+    if work.problem is not None:
+        return _chosen(work, backend, (backend,), with_cublas=False)
     if work.lowered is None:
         return Contender(name=backend, note=work.refusal)
     program = named(work.lowered, work.spec)

@@ -17,6 +17,7 @@ from fusion_advisor.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.capture.graph import trace
 from fusion_advisor.library.accuracy import error_of
 from fusion_advisor.library.discover import load_references
+from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.patterns import example, lower_reference
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.spec import Case, KernelSpec
@@ -122,8 +123,9 @@ def set_up(
         return function(*tensors, **constants)
 
     lowered, refusal = None, ""
+    problem = problem_of(spec, variant, case, dtype) if spec.gemv is not None else None
     try:
-        lowered = next(lower_reference(spec, function, sizes, dtype=kind))
+        lowered = next(lower_reference(spec, function, sizes, dtype=kind)) if problem is None else None
     except CannotLower as error:
         refusal = f"{error.code}: {error.reason}"
     first = make_inputs(spec, sizes, kind, options.device, seed=options.seed)
@@ -141,8 +143,8 @@ def set_up(
         inputs = make_inputs(spec, sizes, kind, options.device, seed=options.seed + number)
         sets.append(TensorSet(inputs=inputs, outputs=outputs_like(results)))
     work = peers.Work(
-        spec=spec, variant=variant, function=function, reference=reference, lowered=lowered, refusal=refusal, sets=sets,
-        device=options.device, folder=folder, store=options.store,
+        spec=spec, variant=variant, function=function, reference=reference, lowered=lowered, problem=problem, refusal=refusal,
+        sets=sets, device=options.device, folder=folder, store=options.store,
     )  # fmt: skip
     return Bed(
         work=work, rotation=rotation, moved_bytes=moved, limit_ns=limit, oracle=oracle,
@@ -156,12 +158,16 @@ def makers(spec: KernelSpec, options: BenchOptions) -> list[tuple[str, Callable[
     found: list[tuple[str, Callable[[peers.Work], peers.Contender]]] = [("eager", peers.eager)]
     if options.with_compile:
         found.append(("compile", peers.compiled))
-    if options.with_liger and on_cuda:
+    if spec.gemv is not None and on_cuda:
+        found.append(("cublas", peers.cublas))
+    elif options.with_liger and on_cuda:
         found.append(("liger", peers.liger))
     wanted = options.backends or spec.backends
     for backend in ("triton", "cuda") if on_cuda else ("cpp",):
         if backend in wanted and backend in spec.backends:
             found.append((backend, lambda work, backend=backend: peers.ours(work, backend)))  # type: ignore[misc]
+    if spec.gemv is not None and on_cuda:
+        found.append(("chosen", peers.chosen))
     return found
 
 

@@ -219,7 +219,9 @@ _VIEWS = frozenset(
         "unfold",
     ]
 )
-COMPOSITE = frozenset(["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half"])
+COMPOSITE = frozenset(
+    ["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half", "scaled_dot_product_attention"]
+)
 """Ops whose class depends on what they had to do; in a CPU trace their children tell."""
 
 
@@ -249,3 +251,26 @@ def class_of(name: str) -> OpClass:
         return OpClass.OTHER
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return OpClass.POINTWISE if any(torch.Tag.pointwise in overload.tags for overload in overloads) else OpClass.OTHER
+
+
+MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"
+"""Prefix of the op that runs attention as GEMMs and a softmax: its kernels are attention's, whatever their own ops are."""
+
+
+def attention_backend(kernel_name: str) -> str:
+    """Return which backend of ``scaled_dot_product_attention`` a launch of category ``attention`` belongs to.
+
+    This is the one place that reads kernel names: torch tells nowhere else which backend it chose. What is none of the fused
+    kernels is the math path, attention in separate ops.
+
+    Args:
+        kernel_name: of the kernel; on a CPU the ATen op's name.
+    """
+    name = kernel_name.lower()
+    if "cudnn" in name:  # first: cuDNN's own kernels have "flash" in their names
+        return "cudnn"
+    if "flash" in name:
+        return "flash"
+    if "fmha" in name or "memeffattention" in name or "efficient_attention" in name:
+        return "efficient"
+    return "math"

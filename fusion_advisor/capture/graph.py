@@ -176,7 +176,7 @@ def _describe_op(
         owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
     is_alias = bool(own_storages) and all(found is not None for found in owners)
     is_view = is_alias and not mutates
-    file, line, text = _source(node)
+    file, line, text = source_of(node)
     return OpNode(
         index=index,
         region=region,
@@ -274,7 +274,8 @@ def module_path(node: Node) -> str:
     return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
 
 
-def _source(node: Node) -> tuple[str, int, str]:
+def source_of(node: Node) -> tuple[str, int, str]:
+    """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     for position in range(len(lines) - 1, -1, -1):
         line = lines[position].strip()

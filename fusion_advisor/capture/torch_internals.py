@@ -76,6 +76,21 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    """Return what a node of a traced graph returns on its inputs' fake tensors (``meta["val"]``); nothing is computed."""
+    mode = fake_mode_of([source.meta.get("val") for source in node.all_input_nodes])
+
+    def value_of(source: torch.fx.Node) -> Any:
+        if "val" in source.meta or source.op != "get_attr":
+            return source.meta["val"]
+        return mode.from_tensor(getattr(graph_module, str(source.target)))  # type: ignore[attr-defined]
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+    assert callable(node.target)
+    with torch.no_grad(), mode:
+        return node.target(*args, **kwargs)
+
+
 def storage_key(value: torch.Tensor) -> int:
     """Return a key that two (fake or real) tensors share exactly when they share storage."""
     return int(value.untyped_storage()._cdata)
@@ -102,6 +117,19 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
     else:
         module.__dict__["_compiled_call_impl"] = call
     return before
+
+
+def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """Return the tables that forward hooks are registered in: of every module inside, and torch's global ones.
+
+    Dynamo does not guard them (``skip_nnmodule_hook_guards``), so a hook that is added after a capture would not run.
+    """
+    from torch.nn.modules import module as implementation
+
+    tables = [implementation._global_forward_hooks, implementation._global_forward_pre_hooks]
+    for part in module.modules():
+        tables += [part._forward_hooks, part._forward_pre_hooks]
+    return tables
 
 
 def original_call(module: torch.nn.Module) -> Callable[..., Any]:

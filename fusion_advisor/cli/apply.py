@@ -46,7 +46,9 @@ def apply(
     confidence: options.ConfidenceOpt = 0.95,
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
+    graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = False,
+    merge_copies: options.MergeCopiesOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
@@ -72,7 +74,9 @@ def apply(
         confidence=confidence,
         strict=strict,
         dry_run=dry_run,
+        graph=graph,
         compile=compile_too,
+        merge_copies=merge_copies,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(

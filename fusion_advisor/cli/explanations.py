@@ -113,6 +113,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "same arguments, same shapes and strides, same kind of device. Another sequence length, dtype or library version "
         "gives another graph, and then a new `apply` is the honest way.",
     ),
+    "FA507": (
+        "`specialize` binds kernels that were built for one shape to the sizes of another call. It takes no plan over from "
+        "many rows to a few or back, since what pays differs, and none whose kernels have no place or other numbers there.",
+    ),
     "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "

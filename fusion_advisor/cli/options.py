@@ -143,8 +143,17 @@ StrictOpt = Annotated[
 ]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Render and build; leave the model as it is.", rich_help_panel=_KEEP)]
 
+GraphOpt = Annotated[
+    bool,
+    typer.Option("--graph/--no-graph", help="Try a CUDA graph around the step; keep it if it pays.", rich_help_panel=_KEEP),
+]
 CompileOpt = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Also measure torch.compile's default mode.", rich_help_panel=_KEEP)
+]
+
+MergeCopiesOpt = Annotated[
+    bool,
+    typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),
 ]
 
 OutputOpt = Annotated[

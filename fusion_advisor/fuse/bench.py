@@ -35,6 +35,8 @@ class BuiltFusion:
     sites: tuple[SiteRewrite, ...]
     refusals: tuple[str, ...]
     """One sentence per site that cannot be replaced."""
+    built: BuiltKernel
+    """Binds the kernel to other sizes."""
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class Bench:
                     fusion_id=fusion.id, members=site.op_indices, inputs=lowered.inputs, outputs=lowered.outputs, call=call
                 )
             )
-        return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals))
+        return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
 
     def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> Variant:
         """Return the model's regions with these rewrites; the captured graphs stay as they are."""
@@ -110,6 +112,11 @@ class Bench:
             for name, count in zip(names, changed, strict=True):
                 variant.changed[name] = variant.changed.get(name, 0) + count
         return variant
+
+    def wait(self) -> None:
+        """Return when the device has nothing left to do."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
 
     def run(self, variant: Variant) -> Any:
         """Run all regions of a variant on the tensors of the captured call."""

@@ -69,7 +69,7 @@ def decide(
         budget_s: seconds for the tournament; the confirmation takes a third of it again.
         note: told how the step is timed.
     """
-    runner = _Runner(bench)
+    runner = StepRunner(bench)
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
@@ -81,7 +81,7 @@ def decide(
     verdicts = {}
     for number, candidate in enumerate(candidates):
         change = measure.difference(stacked[number], stacked[number + 1], confidence)
-        verdicts[candidate.id] = _verdict(candidate.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain)
+        verdicts[candidate.id] = verdict_of(candidate.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain)
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     del calls
     runner.forget()
@@ -95,7 +95,16 @@ def decide(
     )
 
 
-def _verdict(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+    """Apply the keep rule to one measured difference.
+
+    Args:
+        name: of the rewrite.
+        change: the step with it minus the step without it.
+        step_ns: the step.
+        noise_ns: how far a step differs from itself.
+        min_gain: share of the step that it must save.
+    """
     threshold = max(min_gain * step_ns, noise_ns)
     span = f"{change.median_ns / 1e3:+.1f} µs [{change.low_ns / 1e3:+.1f}, {change.high_ns / 1e3:+.1f}] per step"
     if change.high_ns < -threshold:
@@ -108,8 +117,12 @@ def _verdict(name: str, change: measure.Difference, *, step_ns: float, noise_ns:
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
 
 
-class _Runner:
-    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded."""
+class StepRunner:
+    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
+
+    Attributes:
+        method: ``cuda_graph``, ``cuda_events`` or ``wall``: how the calls made so far must be timed.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -117,6 +130,7 @@ class _Runner:
         self.method = "cuda_graph" if bench.on_cuda else "wall"
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
+        """Return one call per set of rewrites."""
         variants = []
         for chosen in sets:
             fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
@@ -126,7 +140,10 @@ class _Runner:
         def runner(variant: Any) -> Callable[[], Any]:
             return lambda: self._bench.run(variant)
 
-        plain = [runner(variant) for variant in variants]
+        return self.recorded([runner(variant) for variant in variants])
+
+    def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Return replays of steps, or the steps themselves where one cannot be recorded."""
         if self.method != "cuda_graph":
             return plain
         try:

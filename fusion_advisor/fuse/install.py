@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,18 +12,23 @@ import torch
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.fuse import steps
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, Variant, replaced_sites
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Decision
+from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
+from fusion_advisor.fuse.graphed import CudaRecorder, Graphs, Recorder
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import kept_passes
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status
+from fusion_advisor.fuse.specialize import Kept, gemm_rows
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status, Timing
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
 """Seconds spent on each wall-time comparison."""
+_MOST_SHAPES = 8
+"""Shapes that ``dynamic="on_first_use"`` learns by itself."""
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ def install(
         clock: of the phases.
     """
     passes = kept_passes(report.rewrites)
+    has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
     variant = bench.build(built, passes)
     measured = replace(
         report,
@@ -75,7 +82,17 @@ def install(
         notes=(*report.notes, *_method_notes(decision, options, bench)),
     )
     original = torch_internals.original_call(loaded.model)
-    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs)
+    kept = Kept(
+        fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math,
+        kernel_dirs=options.kernel_dirs,
+    )  # fmt: skip
+    recorder = graph_recorder(bench) if options.graph else None
+    no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
+    fused = FusedModel(
+        loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
+        graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
+        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0,
+    )  # fmt: skip
 
     def eager_call() -> Any:
         return original(*loaded.args, **loaded.kwargs)
@@ -83,7 +100,22 @@ def install(
     def fused_call() -> Any:
         return fused.dispatch(*loaded.args, **loaded.kwargs)
 
-    if not built and not passes:
+    graph: GraphRewrite | None = None
+    if recorder is not None:
+        name = f"R{len(PASSES) + 2}"  # after the passes and the merging of GEMMs
+        if fused.graphs is None:
+            graph = GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=no_graph or "", sites=0)
+        else:
+            with clock.phase("CUDA graph"):
+                graph = choose_graph(
+                    fused, fused_call, fused_call if built or has_rewrites else eager_call, name=name, min_gain=options.min_gain,
+                    confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S, wait=bench.wait,
+                )  # fmt: skip
+        progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
+        report = replace(report, rewrites=(*report.rewrites, graph))
+        measured = replace(measured, rewrites=report.rewrites)
+    is_graphed = graph is not None and graph.status is Status.KEPT
+    if not built and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
         unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
         fused.report = unchanged
@@ -97,7 +129,9 @@ def install(
             eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
         )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
-        after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+        # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
+        with launched_singly(fused):
+            after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
         before = replace(
             report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
         )
@@ -106,7 +140,8 @@ def install(
             after_step.launches,
             wall=wall_after,
             device=decision.after if decision.method == "cuda_graph" else None,
-            peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda),
+            peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda)
+            + (graph.held_bytes if graph is not None and is_graphed else 0),
         )
     if options.compile:
         with clock.phase("torch.compile"):
@@ -119,7 +154,12 @@ def install(
             measured = replace(measured, torch_compile=step, notes=(*measured.notes, note))
     receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
     refusal = _why_nothing_stays(
-        check.is_passed, before.device_ns, after.device_ns, wall_before, wall_after, on_cuda=bench.on_cuda
+        check.is_passed,
+        before.device_ns,
+        after.device_ns,
+        wall_before,
+        wall_after,
+        is_device_judged=bench.on_cuda and not is_graphed,
     )
     warnings = list(report.warnings)
     if fused.fallbacks:
@@ -129,8 +169,10 @@ def install(
         warnings.append(refusal)
         receipts = [_reverted(fusion, refusal) for fusion in receipts]
         report = replace(report, rewrites=tuple(_reverted_rewrite(rewrite, refusal) for rewrite in report.rewrites))
-    elif not options.dry_run:
+    if refusal is None and not options.dry_run:
         fused.apply()
+    elif fused.graphs is not None:
+        fused.graphs.forget()
     captured = None if report.captured is None else replace(report.captured, device=decision.before if bench.on_cuda else None)
     final = replace(
         measured,
@@ -164,19 +206,40 @@ def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant
 
 
 def _why_nothing_stays(
-    is_passed: bool, before_ns: int, after_ns: int, wall_before: Any, wall_after: Any, *, on_cuda: bool
+    is_passed: bool, before_ns: int, after_ns: int, wall_before: Timing, wall_after: Timing, *, is_device_judged: bool
 ) -> str | None:
-    """The whole-model gate: device time never rises (on a CPU: the step), and numbers pass; else everything is reverted."""
+    """The whole-model gate: numbers pass and the step never becomes slower than eager, or everything is reverted.
+
+    Without a graph, device time may not rise either: a wall time that the host decides would hide it.
+    """
     if not is_passed:
         return "the whole model's numbers do not pass: everything was reverted"
-    if on_cuda and after_ns > before_ns:
+    if is_device_judged and after_ns > before_ns:
         return (
             f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
         )
-    if not on_cuda and wall_after.ci_low_ns > wall_before.ci_high_ns:
+    if wall_after.ci_low_ns > wall_before.ci_high_ns:
         rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
         return f"the step would rise {rise}: everything was reverted"
     return None
+
+
+def graph_recorder(bench: Bench) -> Recorder | None:
+    """Return what records CUDA graphs on the model's device; None on a CPU, which has none."""
+    return CudaRecorder() if bench.on_cuda else None
+
+
+@contextmanager
+def launched_singly(fused: FusedModel) -> Iterator[None]:
+    """Let a fused model run without its graph for a while."""
+    if fused.graphs is None:
+        yield
+        return
+    before, fused.graphs.is_on = fused.graphs.is_on, False
+    try:
+        yield
+    finally:
+        fused.graphs.is_on = before
 
 
 def _reverted(fusion: Fusion, reason: str) -> Fusion:

@@ -4,21 +4,28 @@ Only this instance is touched, and only the slot that ``nn.Module.compile`` uses
 key. Dynamo guards every assumption that the captured graph makes about the module; what it cannot know (shapes and strides of the
 inputs, gradients, train mode, autocast) is compared with what was verified before each call, and a call that differs runs the
 original ops and says so once.
+
+Several calls may be verified: one plan per signature, each added by :meth:`FusedModel.specialize` or :meth:`FusedModel.include`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.graphed import GraphedRegion, Graphs
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.records import Report
 
 
@@ -32,27 +39,61 @@ class FusedModel:
     def __init__(
         self,
         model: torch.nn.Module,
-        regions: list[Region],
-        modules: list[torch.fx.GraphModule],
+        regions: Sequence[Region],
+        modules: Sequence[GraphModule],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        *,
+        graphs: Graphs | None = None,
+        kept: Kept | None = None,
+        on_first_use: int = 0,
     ) -> None:
+        """Prepare the model; :meth:`apply` puts it in place.
+
+        Args:
+            model: the live model.
+            regions: as captured for the call below.
+            modules: what runs in their place.
+            args: of the call that was verified.
+            kwargs: of the same call.
+            graphs: replay CUDA graphs; None runs every call launch by launch.
+            kept: what :meth:`specialize` builds other shapes from.
+            on_first_use: specialize up to so many unseen signatures by itself, each when it is first called.
+        """
         self.model = model
         self.report: Report | None = None
+        self.graphs = graphs
+        self.specialised: list[Specialised] = []
+        """What :meth:`specialize` built, with the seconds it took."""
         self.fallbacks: dict[str, int] = {}
         """Why calls ran the original ops, and how often."""
-        self._modules_by_code = {
-            (region.original.code, _input_layouts(region.example_args)): module
-            for region, module in zip(regions, modules, strict=True)
-        }
-        self._signature = signature(args, kwargs)
+        self._kept = kept
+        self._on_first_use = on_first_use
+        self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
+        self._in_place: dict[Any, bool] = {}
+        """The signatures that were verified, and whether dynamo has handed over their graphs yet."""
+        self._unlearnable: set[Any] = set()
+        self._objects: dict[int, _Seen] = {}
         self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+        hooks = torch_internals.hook_tables(model)
+        self._hooks = [(table, len(table)) for table in hooks if table]
+        self._no_hooks = [table for table in hooks if not table]
         self._original = torch_internals.original_call(model)
         self._compiled = torch_internals.compiled_call(model, self._choose)
         self._before: Callable[..., Any] | None = None
         self._is_applied = False
         self._is_broken = False
-        self._graphs_in_place = 0
+        self._chosen = 0
+        self._add(regions, modules, args, kwargs)
+
+    def _add(
+        self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        is_whole = len(regions) == 1
+        for region, module in zip(regions, modules, strict=True):
+            key = (region.original.code, _input_layouts(region.example_args))
+            self._modules_by_code[key] = (module, region.names, is_whole)
+        self._in_place[signature(args, kwargs)] = False
 
     # ------------------------------------------------------------------ the call
 
@@ -62,27 +103,41 @@ class FusedModel:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten graphs if this call was verified, the original ops if not."""
-        refusal = self._refusal(args, kwargs)
+        leaves: list[torch.Tensor] = []
+        key = signature(args, kwargs, leaves, self._objects)
+        refusal = self._refusal(key)
         if refusal is None:
             try:
-                return self._run_compiled(args, kwargs)
+                if self.graphs is None:
+                    return self._run_compiled(key, args, kwargs)
+                return self.graphs.run(key, leaves, lambda: self._run_compiled(key, args, kwargs))
             except LayoutChanged as change:
                 self._is_broken = True
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
+        if refusal is _UNSEEN and self._may_learn(key):
+            result = self._original(*args, **kwargs)
+            try:
+                self.specialize(*args, **kwargs)
+            except AdvisorError as error:
+                self._unlearnable.add(key)
+                self._say(str(error))
+            return result
         self._say(refusal)
         return self._original(*args, **kwargs)
 
-    def _run_compiled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._graphs_in_place:
+    def _run_compiled(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._in_place[key]:
             return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
+        before = self._chosen
         with torch_internals.raise_recompile_limit(1024):
             result = self._compiled(*args, **kwargs)
-        if not self._graphs_in_place:
+        self._in_place[key] = self._chosen > before
+        if not self._in_place[key]:
             self._say("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    def _refusal(self, key: Any) -> str | None:
         if self._is_broken:
             return "a value inside the model was laid out differently than when it was verified"
         if torch.is_grad_enabled():
@@ -91,23 +146,71 @@ class FusedModel:
             return "the model is in train() mode"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if signature(args, kwargs) != self._signature:
-            return "these inputs (names, shapes, dtypes or strides) were not verified"
-        return None
+        # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
+        if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
+            return "a hook was added or removed after the model was verified"
+        return None if key in self._in_place else _UNSEEN
 
     def _say(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if self.fallbacks[reason] == 1:
             warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=3)
 
-    def _choose(self, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        module = self._modules_by_code.get((graph_module.code, _input_layouts(example_inputs)))
-        if module is None:
+        found = self._modules_by_code.get((graph_module.code, _input_layouts(example_inputs)))
+        if found is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
             return graph_module.forward
-        self._graphs_in_place += 1
-        return module.forward
+        module, names, is_whole = found
+        self._chosen += 1
+        if self.graphs is None or not is_whole:
+            return module.forward
+        return GraphedRegion(module, names, self.graphs)
+
+    # ------------------------------------------------------------------ other shapes
+
+    def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
+        """Make the kept kernels serve another call too: captured, bound to its sizes and checked, not tuned or timed again.
+
+        Args:
+            *args: of an example call, as the model takes them.
+            **kwargs: likewise.
+
+        Returns:
+            What was built and the seconds it took; None when this call was verified before.
+
+        Raises:
+            CannotSpecialize: there are no kernels to bind, the call is of another regime (one row instead of many, where other
+                things pay: that takes a plan of its own), or a kernel's numbers do not pass.
+            CannotCapture: dynamo captured nothing.
+        """
+        if signature(args, kwargs) in self._in_place:
+            return None
+        regions, modules, made = specialise(self.model, args, kwargs, self._kept)
+        self._add(regions, modules, args, kwargs)
+        self.specialised.append(made)
+        return made
+
+    def include(self, other: FusedModel) -> FusedModel:
+        """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
+
+        Revert this one before the other is made, and apply it again afterwards: ``apply`` measures the model as it finds it.
+
+        Raises:
+            ValueError: the other one fuses another model.
+        """
+        if other.model is not self.model:
+            raise ValueError("both must have been made from one model")
+        other.revert()
+        self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
+        self._in_place = {**dict.fromkeys(other._in_place, False), **self._in_place}
+        return self
+
+    def _may_learn(self, key: Any) -> bool:
+        if self._kept is None or key in self._unlearnable or _holds_object(key):
+            return False  # a cache that grows is another call at every step
+        return len(self.specialised) < self._on_first_use
 
     # ------------------------------------------------------------------ applying and reverting
 
@@ -123,6 +226,8 @@ class FusedModel:
         if self._is_applied:
             torch_internals.set_compiled_call(self.model, self._before)
             self._is_applied = False
+            if self.graphs is not None:
+                self.graphs.forget()
         return self.model
 
     def __enter__(self) -> FusedModel:
@@ -137,17 +242,105 @@ class FusedModel:
         return getattr(self.model, name)
 
 
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what must be equal for a call to be one that was verified."""
-    leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    return (structure, *(_leaf(leaf) for leaf in leaves))
+_UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DEEPEST = 5
 
 
-def _leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
-    # Anything but plain data (a KV cache object, say) carries state that was not verified: it never equals another.
-    return leaf if isinstance(leaf, bool | int | float | str | type(None)) else object()
+def signature(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    leaves: list[torch.Tensor] | None = None,
+    objects: dict[int, _Seen] | None = None,
+) -> tuple[Any, ...]:
+    """Return what must be equal for a call to be one that was verified.
+
+    Args:
+        args: of the call.
+        kwargs: of the call; their order does not matter.
+        leaves: gets the tensors that are passed as such, not those that objects hold.
+        objects: what is remembered of objects seen before: a KV cache of 28 layers takes longer to read than the rest of the
+            call, so it is read again only when an attribute or a length in it has changed.
+    """
+    reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects)
+    return (*map(reader.key, args), *((name, reader.key(kwargs[name])) for name in sorted(kwargs)))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """An object that was read: what its key was made of, to see cheaply whether it still holds the same."""
+
+    value: weakref.ref[Any]
+    key: Any = None
+    items: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
+    sizes: list[tuple[Any, int]] = field(default_factory=list)
+
+    def is_same(self, value: Any) -> bool:
+        """Whether it is that object and each attribute, and each length, is the one that was read."""
+        return (
+            self.value() is value
+            and all(len(holder) == size for holder, size in self.sizes)
+            and all(holder.get(name) is item for holder, name, item in self.items)
+        )
+
+
+class _Reader:
+    """Turns values into hashable keys."""
+
+    def __init__(self, leaves: list[torch.Tensor], objects: dict[int, _Seen]) -> None:
+        self.leaves = leaves
+        self.objects = objects
+
+    def key(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(value)
+            return (value.shape, value.dtype, value.device, value.stride())
+        if isinstance(value, _PLAIN):
+            return (type(value), value)  # 1, 1.0 and True are equal and mean different graphs
+        if type(value) in (tuple, list):
+            return (type(value), *map(self.key, value))
+        if type(value) is dict:
+            return (dict, *((name, self.key(item)) for name, item in value.items()))
+        seen = self.objects.get(id(value))
+        if seen is not None and seen.is_same(value):
+            return seen.key
+        objects, number = self.objects, id(value)
+        try:
+            seen = _Seen(weakref.ref(value, lambda _: objects.pop(number, None)))
+        except TypeError:  # cannot be referred to weakly: read each time
+            return (_OBJECT, _state(value, 0, None))
+        seen.key = (_OBJECT, _state(value, 0, seen))
+        objects[number] = seen
+        return seen.key
+
+
+def _state(value: Any, depth: int, seen: _Seen | None) -> Any:
+    """Return what an object holds; equal to no other's where that is not plain data, tensors, or objects of those."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.device, value.stride())
+    if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
+        return (type(value), value)
+    if depth > _DEEPEST:
+        return object()
+    if isinstance(value, tuple | list):
+        if seen is not None:
+            seen.sizes.append((value, len(value)))
+        return (type(value), *(_state(item, depth + 1, seen) for item in value))
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if held is None:
+        return object()
+    if seen is not None:
+        seen.sizes.append((held, len(held)))
+        root = seen.value()  # referred to from its own parts, it would never be freed
+        seen.items += [(held, name, item) for name, item in held.items() if item is not root]
+    return (type(value), *((str(name), _state(item, depth + 1, seen)) for name, item in held.items()))
+
+
+_OBJECT = "object"
+
+
+def _holds_object(key: Any) -> bool:
+    return isinstance(key, tuple) and any(part is _OBJECT or _holds_object(part) for part in key)
 
 
 def _input_layouts(values: Any) -> tuple[Any, ...]:

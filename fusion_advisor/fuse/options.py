@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,12 @@ class ApplyOptions(ProfileOptions):
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
         compile: Measure torch.compile's default mode beside ours.
+        merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
+        graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
+        graph_outputs: ``clone`` copies results out of the graph's memory; ``static`` hands out that memory, which the next call
+            overwrites.
+        dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
+            are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
     """
 
     min_gain: float = 0.005
@@ -60,3 +67,7 @@ class ApplyOptions(ProfileOptions):
     strict: bool = False
     dry_run: bool = False
     compile: bool = False
+    merge_copies: bool = False
+    graph: bool = True
+    graph_outputs: Literal["clone", "static"] = "clone"
+    dynamic: Literal["off", "on_first_use"] = "off"

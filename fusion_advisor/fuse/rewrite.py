@@ -7,6 +7,7 @@ and refuses inputs whose strides are not the ones that were verified.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides, dtype."""
 
 
 class LayoutChanged(RuntimeError):
@@ -56,35 +60,53 @@ def fused_call(
         LayoutChanged: (when called) an input has another shape, stride or dtype.
     """
     expected = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in inputs)
-    allocations = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs)
+    layouts = [(meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs]
+    # A launch costs the host 4 to 6 µs, an allocation nearly as much: `empty_like` takes three quarters of `empty_strided`.
+    likes = [-1 if is_poisoned or not _is_dense(layout) else _position(layout, expected) for layout in layouts]
     allocate = _poisoned if is_poisoned else torch.empty_strided
+    empty_like = torch.empty_like
 
-    def check(tensors: tuple[torch.Tensor, ...]) -> None:
-        for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
-            if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                raise LayoutChanged(
-                    f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}"
-                )
+    def changed(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> LayoutChanged:
+        return LayoutChanged(f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}")
 
-    if len(allocations) == 1:
-        shape, stride, dtype = allocations[0]
+    if len(layouts) == 1:
+        (only,), (like,) = layouts, likes
 
         def call(*tensors: torch.Tensor) -> Any:
-            check(tensors)
-            out = allocate(shape, stride, dtype=dtype, device=tensors[0].device)
+            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                    raise changed(tensor, shape, stride)
+            out = empty_like(tensors[like]) if like >= 0 else allocate(only[0], only[1], dtype=only[2], device=tensors[0].device)
             launch(*tensors, out)
             return out
     else:
 
         def call(*tensors: torch.Tensor) -> Any:
-            check(tensors)
+            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                    raise changed(tensor, shape, stride)
             device = tensors[0].device
-            results = [allocate(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in allocations]
+            results = [
+                empty_like(tensors[like]) if like >= 0 else allocate(shape, stride, dtype=dtype, device=device)
+                for like, (shape, stride, dtype) in zip(likes, layouts, strict=True)
+            ]
             launch(*tensors, *results)
             return results
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def _position(layout: _Layout, layouts: Sequence[_Layout]) -> int:
+    return layouts.index(layout) if layout in layouts else -1
+
+
+def _is_dense(layout: _Layout) -> bool:
+    """Whether the elements fill their memory without holes or overlaps: only then a like tensor has the same strides."""
+    shape, stride, _ = layout
+    return (
+        1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) == math.prod(shape) > 0 and 0 not in stride
+    )
 
 
 def _poisoned(shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

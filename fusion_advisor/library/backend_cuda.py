@@ -121,9 +121,9 @@ class CudaKernel:
         width, alignment = pack_width(plan)
         first = self._launch_of(plan, tuning, width)
         self.tuning = first.text
-        return _launcher(first, functools.cache(lambda: self._launch_of(plan, tuning, 1)), alignment)
+        return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(plan, tuning, 1))), alignment)
 
-    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> _Launch:
+    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> CudaLaunch:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
@@ -131,7 +131,7 @@ class CudaKernel:
         if grid[0] >= 2**31:
             raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
-        return _Launch(
+        return CudaLaunch(
             kernel=self._variant(macros),
             config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
             scalars=[scalar(value) for _, value in plan.arguments],
@@ -258,7 +258,7 @@ def _packs(plan: Schedule, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
+class CudaLaunch:
     """One variant with everything of its launch but the tensors."""
 
     kernel: Any
@@ -267,12 +267,12 @@ class _Launch:
     text: str
 
 
-def _launcher(first: _Launch, unaligned: Callable[[], _Launch], alignment: int) -> Launcher:
+def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = None, alignment: int = 1) -> Launcher:
     """Launch on the current stream of the device that the tensors are on, as torch's own ops do.
 
     Args:
         first: for tensors that start at a multiple of ``alignment`` bytes.
-        unaligned: for any others; called when the first of those comes.
+        unaligned: for any others; called whenever some of those come.
         alignment: a power of two.
     """
     import torch
@@ -295,8 +295,10 @@ def _launcher(first: _Launch, unaligned: Callable[[], _Launch], alignment: int) 
         if stream is None:
             stream = streams[handle] = Stream.from_handle(handle)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        variant = unaligned() if mask and functools.reduce(operator.or_, pointers) & mask else first
-        launch(stream, variant.config, variant.kernel, *pointers, *variant.scalars)
+        if unaligned is not None and functools.reduce(operator.or_, pointers) & mask:
+            unaligned()(*tensors)
+            return
+        launch(stream, first.config, first.kernel, *pointers, *first.scalars)
 
     return start
 

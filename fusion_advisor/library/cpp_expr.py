@@ -56,7 +56,7 @@ _OWN_FOR_FLOAT = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "erf
 _OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "sign": "fa_sign", "sigmoid": "fa_sigmoid"}
 
 COST = {
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf"), 12),
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
     **dict.fromkeys(("sin", "cos", "pow", "remainder"), 40),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
     "quotient": 12,
@@ -185,6 +185,10 @@ def operation(value: Value, args: Sequence[Expr], dtypes: Sequence[str], constan
         return prelude.call(_OWN[op], *args)
     if op in _OWN_FOR_FLOAT and held == "float32":
         return prelude.call(f"fa_{op}", *args)
+    if op == "erfc":
+        if held == "float32":
+            return Expr(f"1.0f - {prelude.call('fa_erf', *args).text}", SUM)
+        return Expr(f"std::erfc({args[0].text})")
     if op in _STD or op in _OWN_FOR_FLOAT:
         return Expr(f"std::{_STD.get(op, op)}({args[0].text})")
     raise ValueError(f"the C++ backend has no word for the op {op!r}")

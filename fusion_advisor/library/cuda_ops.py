@@ -65,13 +65,15 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "row_reduce", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit",
-         "VEC", "PACKS", "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits"}
+         "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
+         "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
+         "half_bits", "bfloat16_bits"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
         self.packs: dict[int, str] = {}
         self.per_pack = _per_pack(plan)
+        self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -198,6 +200,16 @@ class CudaWriter(Writer):
                 if is_float32 and self.fast_math
                 else Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
             )
+        if op == "erfc":
+            if is_float32 and self.is_half:
+                self.helpers.add("half_erfc")
+                return Text(f"half_erfc({code})")
+            return Text(f"1.0f - erff({code})" if is_float32 else f"erfc({code})", SUM if is_float32 else ATOM)
+        if op in ("sigmoid", "exp") and is_float32 and self.is_half:
+            if op == "exp":
+                return Text(f"__expf({code})")
+            self.helpers.add("half_sigmoid")
+            return Text(f"half_sigmoid({code})")
         if op in _HELPERS:
             self.helpers.add(_HELPERS[op])
             return Text(f"{_HELPERS[op]}({code})")

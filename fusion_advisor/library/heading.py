@@ -28,6 +28,11 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
     lines += [f"Maths in {maths}, {accuracy}.", *notes, f"Origin: {header.origin}."]
     if header.source:
         lines.append(f"Source: {header.source}")
+    return comment(lines)
+
+
+def comment(lines: list[str]) -> list[str]:
+    """Lines of a comment: printable ASCII, wrapped."""
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())

@@ -243,6 +243,9 @@ class Lowering:
             return args[1] if constants[0] else args[2]
         if op == "add":
             for one, other in ((args[0], args[1]), (args[1], args[0])):
+                # 1 + erf(u) = erfc(−u), which keeps its digits where the sum cancels.
+                if _is_number(self.constant_of(one), 1.0) and self.values[other].op == "erf":
+                    return self.make("erfc", self._negated(self.values[other].args[0]))
                 # 1 + tanh(u) = 2·sigmoid(2u): one op fewer, and exact where 1 + tanh cancels.
                 if _is_number(self.constant_of(one), 1.0) and self.values[other].op == "tanh":
                     inner = self.values[other].args[0]
@@ -266,6 +269,15 @@ class Lowering:
         if op in COMMUTATIVE:
             args = tuple(sorted(args))
         return self.emit(Value(op=op, args=args, dtype=result))
+
+    def _negated(self, number: int) -> int:
+        """A value with its sign changed; a constant factor takes the sign."""
+        value = self.values[number]
+        for kept, scaled in (value.args, value.args[::-1]) if value.op == "mul" else ():
+            factor = self.constant_of(scaled)
+            if isinstance(factor, float):
+                return self.make("mul", kept, self.const(-factor, value.dtype))
+        return self.make("neg", number)
 
     def _pull_power_of_two(self, args: Sequence[int]) -> int | None:
         """(x·2ⁿ)·(y·2ᵐ) = x·y·2ⁿ⁺ᵐ, so that GELU's 0.5·x·(2·sigmoid) loses both factors."""

@@ -44,6 +44,8 @@ def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
     """
+    if spec.gemv is not None:  # a GEMM is no chain of pointwise ops and reductions: nothing to match it with
+        return
     for variant, function in load_references(spec).references:
         seen: set[str] = set()
         for sizes in _example_sizes(spec):
@@ -81,7 +83,10 @@ def lower_reference(
 
 
 def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator[Lowered]:
-    """Lower a traced function: first with all its outputs, then, where there are several, with the last alone."""
+    """Lower a traced function: first with all its outputs, then, where there are several, with the last alone.
+
+    Outputs that are made alike (query, key and value of one projection) are not lowered alone: one of them is another kernel.
+    """
     region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * len(names))
     ops, _ = describe(region)
     members = [op.index for op in ops if op.role == "op"]
@@ -90,7 +95,9 @@ def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator
     outputs = [_computed(ops, index) for index in outputs]
     yield lower(ops, members, outputs)
     if len(outputs) > 1:
-        yield lower(ops, members, outputs[-1:])
+        first, last = (lower(ops, members, [output]) for output in (outputs[0], outputs[-1]))
+        if structure(first.program).text != structure(last.program).text:
+            yield last
 
 
 def trace_reference(

@@ -17,8 +17,8 @@ Op names (``Value.op``):
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
   extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width); ``extent``  constant: a size of
   some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down
-- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf sin cos
-  pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
+  cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
 

@@ -199,8 +199,8 @@ def _fraction(name: str) -> Rule:
 
 POINTWISE: dict[str, Rule] = {
     **{name: _unary(name) for name in (
-        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf", "sin",
-        "cos", "floor", "ceil", "trunc", "round", "sign",
+        "neg", "abs", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh", "erf",
+        "erfc", "sin", "cos", "floor", "ceil", "trunc", "round", "sign",
     )},
     "add": _binary("add"), "sub": _binary("sub"), "mul": _binary("mul"), "div": _binary("div"), "true_divide": _binary("div"),
     "maximum": _binary("maximum"), "minimum": _binary("minimum"), "remainder": _remainder, "rsub": _rsub, "pow": _pow,

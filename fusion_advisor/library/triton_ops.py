@@ -37,7 +37,7 @@ class TritonWriter(Writer):
         is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
     """
 
-    helper_names = frozenset(_HELPERS | {"exp", "maximum", "minimum"})
+    helper_names = frozenset(_HELPERS | {"exp", "erfc", "maximum", "minimum"})
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
@@ -173,6 +173,11 @@ class TritonWriter(Writer):
                 self.helpers.add("exp")
                 return Text(f"exp({code[0]})")
             return Text(f"tl.exp({code[0]})")
+        if op == "erfc":
+            if self.is_half and is_float32:
+                self.helpers.add("erfc")
+                return Text(f"erfc({code[0]})")
+            return Text(f"1.0 - tl.erf({code[0]})", SUM)
         if op in _PLAIN:
             return Text(f"{_PLAIN[op]}({', '.join(code)})")
         if op in _HELPERS:

@@ -46,7 +46,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     lines.append(_line(view.headline(report).text, console))
     if report.chains:
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
-    return Group(*lines)
+    return Group(*lines, *_launches(report, console), *_findings(report, console))
 
 
 def apply_table(report: Report, console: Console) -> RenderableType:
@@ -69,6 +69,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
+    lines += _launches(report, console)
     return Group(*lines)
 
 
@@ -93,6 +94,23 @@ def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
     lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
+
+
+def _findings(report: Report, console: Console) -> list[RenderableType]:
+    """What needs no kernel; the change stands on a line of its own, so that it can be copied."""
+    lines: list[RenderableType] = []
+    for title, reason, change in view.finding_lines(report):
+        lines += [_line(f"{title}. {reason}.", console), _line(f"   {change}", console, "cyan")]
+    if lines:
+        lines.insert(0, _line("Without any kernel:", console, "bold"))
+    if view.attention_line(report):
+        lines.append(_line(view.attention_line(report), console, "dim"))
+    return lines
+
+
+def _launches(report: Report, console: Console) -> list[RenderableType]:
+    text = view.launch_line(report)
+    return [_line(text, console)] if text else []
 
 
 def _line(text: str, console: Console, style: str = "") -> Text:

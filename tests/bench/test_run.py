@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from fusion_advisor.cli.bench import parse_shape
 from fusion_advisor.cli.console import build_console
 from fusion_advisor.errors import UnknownSchema, UsageError
 from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.spec import Case
 from fusion_advisor.records import Bandwidth, Environment, Timing
 from fusion_advisor.timing.clock import WallClock, cache_bytes, interleaved, plan_rotation
@@ -201,6 +203,28 @@ def test_who_takes_part_on_which_device():
     assert names(device=cuda) == ["eager", "compile", "liger", "triton", "cuda"]
     assert names(device=cuda, backends=("cuda",), with_compile=False) == ["eager", "liger", "cuda"]
     assert names(device=CPU) == ["eager", "compile", "cpp"]
+    spec = load_kernel("rmsnorm_linear").spec
+    assert names(device=cuda) == ["eager", "compile", "cublas", "triton", "cuda", "chosen"]
+    assert names(device=CPU) == ["eager", "compile"]
+
+
+def test_linear_layers_against_torch_s_own_ops(ceilings, monkeypatch):
+    """The contenders of a GPU, with cuBLAS's place taken by the CPU's GEMM: all of them call it, ours too."""
+    options = BenchOptions(device=CPU, with_compile=False, rounds=3, budget_s=0.0)
+    monkeypatch.setattr(bench_row, "makers", lambda spec, options: [
+        ("eager", bench_peers.eager), ("cublas", bench_peers.cublas), ("chosen", bench_peers.chosen),
+        ("triton", lambda work: bench_peers.ours(work, "triton")),
+    ])  # fmt: skip
+    for name in ("rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual"):
+        jobs = [(load_kernel(name).spec, Case(sizes=(("M", 80), ("N", 24), ("K", 40)), dtypes=("bfloat16",)))]
+        (found,) = bench(jobs, options, Silent()).rows
+        eager, cublas, chosen, triton = found.entrants
+        assert eager.timing is not None and cublas.timing is not None and chosen.timing is not None
+        assert cublas.rel_l2 <= 2 * eager.rel_l2
+        assert (chosen.note, chosen.tuning) == ("takes cuBLAS", "cublas (default)")
+        assert triton.timing is None and triton.note.startswith("no kernel of ours")
+        operands = problem_of(*jobs[0][:1], "llama", jobs[0][1], "bfloat16").operands
+        assert found.moved_bytes == 2 * sum(math.prod(shape) for _, shape in operands)
 
 
 def fake_ops():

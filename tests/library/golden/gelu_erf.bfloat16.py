@@ -10,7 +10,23 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_gelu_erf_9c4666(
+def erfc(x):
+    # exp(-x * x) times a polynomial in 1 / (1 + 0.44 |x|), fitted to 6e-6 of erfc(|x|) at any x: the tail keeps its digits, and
+    # results are rounded to 11 bits at most.
+    t = tl.rsqrt(1.0 + 0.44 * tl.abs(x))
+    t = t * t  # a third of the instructions of a division
+    poly = -0.14544582
+    poly = poly * t + 0.3488371
+    poly = poly * t + 0.04261189
+    poly = poly * t + 0.26267788
+    poly = poly * t + 0.24277207
+    poly = poly * t + 0.2485445
+    tail = poly * t * tl.exp2(x * x * -1.4426950408889634)
+    return tl.where(x < 0.0, 2.0 - tail, tail)
+
+
+@triton.jit
+def fa_gelu_erf_65e507(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -19,6 +35,6 @@ def fa_gelu_erf_9c4666(
     mask = index < size
 
     x = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
-    out = x * 0.5 * (tl.erf(x * 0.7071067811865476) + 1.0)
+    out = x * 0.5 * erfc(x * -0.7071067811865476)
 
     tl.store(out_ptr + index, out, mask=mask)

@@ -66,10 +66,11 @@ static inline float fa_erf(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_gelu_erf_adaa0a(const float *__restrict x, float *__restrict out, int64_t n, int threads) {
+extern "C" void fa_gelu_erf_b16fad(const float *__restrict x, float *__restrict out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
     const float x_value = x[i];
-    out[i] = x_value * 0.5f * (fa_erf(x_value * 0.7071067811865476f) + 1.0f);
+    const float erfc = 1.0f - fa_erf(x_value * -0.7071067811865476f);
+    out[i] = x_value * 0.5f * erfc;
   }
 }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_gelu_erf_137b5f(
+fa_gelu_erf_c74767(
     const float* __restrict__ x_ptr,
     float* __restrict__ out_ptr,
     index_t size) {
@@ -75,7 +75,7 @@ fa_gelu_erf_137b5f(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            const float out = x * 0.5f * (erff(x * 0.7071067811865476f) + 1.0f);
+            const float out = x * 0.5f * (1.0f - erff(x * -0.7071067811865476f));
             out_pack[lane] = out;
         }
         store_pack(out_ptr + first, out_pack);

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_gelu_erf_1f7bd6(
+def fa_gelu_erf_872a3e(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -19,6 +19,6 @@ def fa_gelu_erf_1f7bd6(
     mask = index < size
 
     x = tl.load(x_ptr + index, mask=mask, other=0.0)
-    out = x * 0.5 * (tl.erf(x * 0.7071067811865476) + 1.0)
+    out = x * 0.5 * (1.0 - tl.erf(x * -0.7071067811865476))
 
     tl.store(out_ptr + index, out, mask=mask)

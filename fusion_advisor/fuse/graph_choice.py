@@ -1,0 +1,98 @@
+"""Does a CUDA graph around the step pay? Decided by wall time, the way a user calls the model.
+
+Device time cannot say: a graph changes no kernel, it takes away the host's time between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.decide import verdict_of
+from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.records import GraphBreak, GraphRewrite, Status
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.stopwatch import median_interval
+
+TITLE = "CUDA graph around the step"
+
+
+def why_no_graph(breaks: Sequence[GraphBreak], regions: int) -> str | None:
+    """Say why a captured model cannot run as one graph, before anything is recorded; None when nothing speaks against it."""
+    if breaks:
+        return f"the step is broken at {breaks[0].source or 'an unknown line'}: {breaks[0].reason}"
+    return f"the step was captured in {regions} graphs" if regions != 1 else None
+
+
+def choose_graph(
+    fused: FusedModel,
+    call: Callable[[], Any],
+    without: Callable[[], Any],
+    *,
+    name: str,
+    min_gain: float,
+    confidence: float,
+    rounds: int,
+    budget_s: float,
+    wait: Callable[[], None],
+) -> GraphRewrite:
+    """Time the step with its graph against the step without, and switch the graph on or off for good.
+
+    Args:
+        fused: with ``graphs``; not necessarily in place.
+        call: the fused step.
+        without: what the graph has to beat: the fused step launch by launch, or the eager one where nothing else was kept.
+        name: id of the rewrite.
+        min_gain: share of the step that must be saved.
+        confidence: of the interval.
+        rounds: the most rounds.
+        budget_s: seconds of timing.
+        wait: returns when the device has nothing left to do.
+    """
+    graphs = fused.graphs
+    assert graphs is not None
+
+    def with_graph() -> None:
+        graphs.is_on = True
+        call()
+        wait()
+
+    def plain() -> None:
+        graphs.is_on = False
+        without()
+        wait()
+
+    with torch.no_grad():
+        for _ in range(3):  # warm, recorded, replayed
+            with_graph()
+    if not graphs.recordings:
+        graphs.is_on = False
+        reason = next(iter(graphs.refusals), "the step did not run through its graph")
+        return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
+    with torch.no_grad():
+        times = measure.interleave([plain, plain, with_graph], rounds=rounds, budget_s=budget_s, on_cuda=False)
+    control, before, after = times
+    same = measure.difference(control, before, confidence)
+    verdict = verdict_of(
+        name,
+        measure.difference(before, after, confidence),
+        step_ns=median_interval(before)[0],
+        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
+        min_gain=min_gain,
+    )
+    graphs.is_on = verdict.status is Status.KEPT
+    held = graphs.pool_bytes()
+    if not graphs.is_on:
+        graphs.forget()
+    return GraphRewrite(
+        id=name,
+        name=TITLE,
+        status=verdict.status,
+        reason=f"wall time {verdict.reason}",
+        sites=1,
+        step_delta_ns=verdict.delta_ns,
+        step_delta_ci_ns=verdict.interval_ns,
+        held_bytes=held,
+    )

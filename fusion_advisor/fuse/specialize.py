@@ -1,0 +1,180 @@
+"""Another shape of a model that is fused already: the kept kernels bound to its sizes, checked on its tensors, nothing timed.
+
+Rendered kernels take sizes and strides as arguments, so one compiled kernel serves every length whose chains have its layout key.
+What paid at many rows need not pay at one (decode reads weights, prefill computes), so a plan is only carried over within its
+regime.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph import Region, capture_regions
+from fusion_advisor.chains.find import Group, find_groups
+from fusion_advisor.errors import CannotSpecialize
+from fusion_advisor.fuse import verify
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, replaced_sites
+from fusion_advisor.fuse.plan import PlannedFusion, judge_with
+from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.heading import tuning_of
+from fusion_advisor.library.lower import Lowered, lower
+from fusion_advisor.library.match import Pattern, find_match
+from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.program import Program, layout_key
+from fusion_advisor.records import Chain, OpClass, OpNode, Site
+
+FEW_ROWS = 16
+"""A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What ``apply`` kept, as far as another shape can use it."""
+
+    fusions: tuple[BuiltFusion, ...]
+    passes: tuple[str, ...]
+    """Names of graph passes."""
+    rows: int
+    """GEMM rows of the call that the plan was made for."""
+    on_cuda: bool
+    fast_math: bool = False
+    kernel_dirs: tuple[Path, ...] = ()
+    """Folders of kernels beside the shipped ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialised:
+    """What one more call got."""
+
+    sites: dict[str, int]
+    """Sites replaced, by kernel."""
+    passes: dict[str, int]
+    """Sites changed, by graph pass."""
+    seconds: float
+
+
+def gemm_rows(ops: Sequence[OpNode]) -> int:
+    """Return how many rows the first GEMM computes, tokens times batch in a transformer; 0 where there is none."""
+    first = next((op.outputs[0] for op in ops if op.op_class is OpClass.GEMM and op.outputs), None)
+    return 0 if first is None else math.prod(first.shape[:-1])
+
+
+def specialise(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Kept | None
+) -> tuple[list[Region], list[GraphModule], Specialised]:
+    """Capture one more call of a model and rewrite it with kernels that exist.
+
+    Args:
+        model: fused or not; its own forward is captured.
+        args: of the call.
+        kwargs: of the call.
+        kept: of the plan; None where the model was put together without one.
+
+    Returns:
+        The captured regions, what runs in their place, and what was done.
+
+    Raises:
+        CannotSpecialize: another regime, nothing to bind, or wrong numbers.
+        CannotCapture: dynamo captured nothing.
+    """
+    if kept is None:
+        raise CannotSpecialize(detail="this model was fused without keeping its plan")
+    started = time.perf_counter()
+    live = capture_regions(model, args, kwargs)
+    bench = Bench(live, on_cuda=kept.on_cuda)
+    rows = gemm_rows(bench.ops)
+    if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
+        raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
+    found = _sites(bench, kept)
+    bench.observe([planned for planned, _ in found])
+    built = [_bound(bench, planned, kernel, kept) for planned, kernel in found]
+    variant = bench.build(built, kept.passes)
+    replaced = replaced_sites(variant)
+    sites: dict[str, int] = {}
+    for fusion in built:
+        sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
+    if kept.fusions and not any(sites.values()):
+        raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
+    seconds = time.perf_counter() - started
+    return live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
+
+
+def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
+    """Find the chains of this graph that kept kernels compute, equal chains folded."""
+    patterns, _ = library_patterns(kept.kernel_dirs)
+    by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
+    folded: dict[str, list[tuple[Group, Lowered]]] = {}
+    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs)):
+        if group.verdict.is_fusible:
+            folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
+    found: list[tuple[PlannedFusion, BuiltFusion]] = []
+    for same in folded.values():
+        program = _named(same[0][1].program, patterns)
+        kernel = by_layout.get(layout_key(program))
+        if kernel is None or not _is_same_kernel(program, kernel, kept):
+            continue
+        found.append((_planned(bench.ops, same, program, kernel, f"S{len(found) + 1}"), kernel))
+    return found
+
+
+def _named(program: Program, patterns: Sequence[Pattern]) -> Program:
+    match = find_match(program, patterns)
+    return program if match is None else match.program
+
+
+def _is_same_kernel(program: Program, kernel: BuiltFusion, kept: Kept) -> bool:
+    """Whether rendering for these sizes gives the kernel that is there: wide rows are walked by another one."""
+    rendered = backend_named(kernel.kernel.backend).render(
+        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kept.fast_math
+    )
+    return rendered.entry == kernel.kernel.name
+
+
+def _planned(
+    ops: Sequence[OpNode], same: Sequence[tuple[Group, Lowered]], program: Program, kernel: BuiltFusion, name: str
+) -> PlannedFusion:
+    sites = tuple(
+        Site(
+            op_indices=group.members, module_path=ops[group.members[-1]].module_path, source_file="", source_line=0,
+            source_text="", device_ns=0,
+        )
+        for group, _ in same
+    )  # fmt: skip
+    before = kernel.planned.chain
+    chain = Chain(
+        id=name, ops=before.ops, sites=sites, launches=0, device_ns=0, share=0.0, moved_bytes=0,
+        floor_bytes=program.moved_bytes * len(same), floor_ns=0, saving_bound_ns=0, is_reduction=before.is_reduction,
+        dtype=before.dtype, shape=program.dims,
+    )  # fmt: skip
+    return PlannedFusion(
+        id=name,
+        chain=chain,
+        match=kernel.planned.match,
+        program=program,
+        sites=tuple(lowered for _, lowered in same),
+        header=kernel.planned.header,
+    )
+
+
+def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, kept: Kept) -> BuiltFusion:
+    """Bind a kernel to new sizes and check its numbers on the first site's own tensors."""
+    chain, roots = bench.first_site(planned)
+    inputs = [verify.layout_of(root) for root in roots]
+    outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+    call = fused_call(kernel.kernel.name, kernel.built.bind(planned.program), inputs, outputs, is_poisoned=True)
+    numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kept.fast_math)
+    if not numerics.is_passed:
+        raise CannotSpecialize(
+            detail=f"{planned.match.kernel} has a relative error of {numerics.fused_rel_l2:.2e} there, the original ops "
+            f"{numerics.eager_rel_l2:.2e}"
+        )
+    return bench.install(planned, kernel.kernel, kernel.built)

@@ -1,0 +1,130 @@
+"""The graph's own row: kept by wall time, refused with its reason, gone without a trace when it does not pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.fuse import install
+from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.records import GraphBreak, Status
+from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.measure import CannotRecord
+from tests.fuse.fake_graph import FakeRecorder
+from tests.fuse.test_graphed import graphed_model
+from tests.fuse.test_pipeline import keep_all, keep_none, loaded, quick, verdicts  # noqa: F401
+from tests.timing.test_measure import Clock
+from tests.tiny import toy
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Decide on a simulated clock: a step takes ``plain_ns``, a replay ``graph_ns``."""
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+
+    def choose(plain_ns, graph_ns, recorder=None):
+        model, args = toy()
+        with torch.no_grad():
+            fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
+
+        def replays():
+            return sum(recording.replays for recording in fused.graphs.recordings)
+
+        def call():
+            before = replays()
+            fused.dispatch(*args)
+            clock.now_ns += graph_ns if replays() > before else plain_ns
+
+        row = choose_graph(
+            fused, call, call, name="R9", min_gain=0.005, confidence=0.95, rounds=20, budget_s=1.0, wait=lambda: None
+        )
+        return fused, row
+
+    return choose
+
+
+def test_a_graph_that_saves_wall_time_stays(chosen):
+    fused, row = chosen(10_000_000, 2_000_000)
+    assert row.status is Status.KEPT and row.step_delta_ns == -8_000_000
+    assert "wall time" in row.reason and row.name == TITLE
+    assert row.held_bytes > 1 << 20
+    assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
+
+
+@pytest.mark.parametrize(("graph_ns", "status"), [(4_000_000, Status.WITHIN_NOISE), (12_000_000, Status.SLOWER)])
+def test_a_graph_that_saves_nothing_goes_and_frees_its_memory(chosen, graph_ns, status):
+    fused, row = chosen(4_000_000, graph_ns)
+    assert row.status is status
+    assert not fused.graphs.is_on and fused.graphs.recordings == ()
+
+
+def test_a_step_that_cannot_be_recorded_says_why(chosen):
+    recorder = FakeRecorder()
+    recorder.fails = CannotRecord("stream is capturing")
+    with pytest.warns(UserWarning, match="without its CUDA graph"):
+        fused, row = chosen(100, 100, recorder)
+    assert row.status is Status.NOT_REPLACED and "stream is capturing" in row.reason
+    assert not fused.graphs.is_on and row.step_delta_ns is None
+
+
+def test_breaks_are_named():
+    assert why_no_graph([], 1) is None
+    assert "model.py:12" in why_no_graph([GraphBreak(reason="item()", source="model.py:12")], 2)
+    assert "2 graphs" in why_no_graph([], 2)
+
+
+def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_all)
+    recorder = FakeRecorder()
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: recorder)
+    monkeypatch.setattr(install, "choose_graph", kept_graph)
+    run = apply_workload(loaded, quick)
+    row = run.report.rewrites[-1]
+    assert row.name == TITLE and row.status is Status.KEPT and row.held_bytes > 0
+    assert TITLE not in kept_passes(run.report.rewrites)
+    assert load_report(dump_report(run.report)) == run.report
+    assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)
+    replayed = recorder.replayed
+    with torch.no_grad():
+        expected = run.fused._original(*loaded.args)
+        torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
+    assert recorder.replayed == replayed + 1
+    run.revert()
+    assert "_compiled_call_impl" not in loaded.model.__dict__ and run.fused.graphs.recordings == ()
+
+
+def test_a_graph_alone_may_stay(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_none)
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: FakeRecorder())
+    monkeypatch.setattr(install, "choose_graph", kept_graph)
+    run = apply_workload(loaded, quick)
+    assert run.report.after.label == "fused" and run.report.model_check.is_passed
+    assert "_compiled_call_impl" in loaded.model.__dict__
+    run.revert()
+
+
+def test_no_graph_no_row(loaded, quick, monkeypatch):  # noqa: F811
+    from dataclasses import replace
+
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install, "graph_recorder", lambda bench: FakeRecorder())
+    run = apply_workload(loaded, replace(quick, graph=False))
+    assert all(row.name != TITLE for row in run.report.rewrites) and run.fused.graphs is None
+    run.revert()
+
+
+def kept_graph(fused, call, without, **options):
+    """Decide as if it had paid."""
+    from dataclasses import replace
+
+    options |= {"rounds": 6, "budget_s": 0.0}
+    row = choose_graph(fused, call, without, **options)
+    if not fused.graphs.is_on:
+        fused.graphs.is_on = True
+        with torch.no_grad():
+            call(), call()
+    return replace(row, status=Status.KEPT)

@@ -1,0 +1,511 @@
+"""What a recorded step assumes, on a fake graph: a call that breaks an assumption is never answered by a stale replay."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.fuse import graphed
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, host_work
+from fusion_advisor.fuse.model import FusedModel, signature
+from fusion_advisor.timing.measure import CannotRecord
+from tests.fuse.fake_graph import FakeRecorder
+from tests.tiny import Toy, gpt2, toy
+
+
+def graphed_model(model, args=(), kwargs=None, recorder=None, **options):
+    """A model whose captured graph is unchanged but replayed; applied."""
+    live = capture_regions(model, args, kwargs or {})
+    variant = Bench(live, on_cuda=False).build((), ())
+    graphs = Graphs(recorder or FakeRecorder(), **options)
+    return FusedModel(model, live.regions, variant.modules, args, kwargs or {}, graphs=graphs).apply()
+
+
+@pytest.fixture
+def model():
+    return toy()[0]
+
+
+@pytest.fixture
+def x():
+    return toy()[1][0]
+
+
+@pytest.fixture
+def recorder():
+    return FakeRecorder()
+
+
+@pytest.fixture
+def fused(model, x, recorder):
+    with torch.no_grad():
+        yield graphed_model(model, (x,), recorder=recorder)
+
+
+def others(x, count):
+    return [torch.randn_like(x) for _ in range(count)]
+
+
+def test_the_first_call_is_plain_the_second_is_recorded_and_every_later_one_replayed(fused, recorder, x):
+    for number, value in enumerate(others(x, 5)):
+        assert torch.equal(fused(value), fused._original(value))
+        assert (recorder.recorded, recorder.replayed) == (min(number, 1), number)
+    assert fused.fallbacks == {} and fused.graphs.refusals == {}
+    (recording,) = fused.graphs.recordings
+    assert recording.is_pure and recording.replays == 4
+    assert len(recording.copies) == 1 and len(recording.held) == len([*fused.model.parameters(), *fused.model.buffers()])
+
+
+def test_a_result_is_not_overwritten_by_later_calls(fused, x):
+    values = others(x, 5)
+    results = [fused(value) for value in values]
+    for value, result in zip(values, results, strict=True):
+        assert torch.equal(result, fused._original(value))
+
+
+def test_static_outputs_are_the_graphs_own_memory(model, x):
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), outputs="static")
+        first, *same = (fused(value) for value in others(x, 4))
+    assert len({result.data_ptr() for result in same}) == 1
+    assert first.data_ptr() != same[0].data_ptr()
+
+
+def test_the_graph_is_launched_before_the_guards_are_evaluated(fused, recorder, x, monkeypatch):
+    for value in others(x, 3):
+        fused(value)
+    at = []
+    real = fused._compiled
+    monkeypatch.setattr(fused, "_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
+    before = recorder.replayed
+    fused(x)
+    assert at == [before + 1] == [recorder.replayed]
+
+
+def changed_attribute(model):
+    model.norms[0].eps = 0.5
+
+
+def replaced_submodule(model):
+    model.norms[0] = torch.nn.Identity()
+
+
+def forward_hook(model):
+    model.lins[0].register_forward_hook(lambda module, args, output: output + 1)
+
+
+CHANGES = [changed_attribute, replaced_submodule, forward_hook]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_replay_is_thrown_away_when_a_guard_fails(fused, recorder, x, change):
+    for value in others(x, 3):
+        fused(value)
+    change(fused.model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = [(value, fused(value)) for value in others(x, 4)]
+    for value, result in results:
+        assert torch.equal(result, fused._original(value))
+    assert len([one for one in said if "original ops" in str(one.message)]) in (1, 2)
+
+
+def new_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def new_parameter(model):
+    model.lins[0].weight = torch.nn.Parameter(model.lins[0].weight * 3)
+
+
+def assigned_state(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [new_data, new_parameter, assigned_state])
+def test_a_moved_parameter_is_recorded_again(fused, recorder, x, change):
+    for value in others(x, 3):
+        fused(value)
+    change(fused.model)
+    for value in others(x, 3):
+        assert torch.equal(fused(value), fused._original(value))
+    assert recorder.recorded == 2 and len(fused.graphs.recordings) == 1
+    assert fused.fallbacks == {}
+
+
+def test_weights_written_in_place_are_used_without_recording_again(fused, recorder, x):
+    for value in others(x, 3):
+        fused(value)
+    fused.model.load_state_dict(Toy().state_dict())
+    assert torch.equal(fused(x), fused._original(x))
+    assert recorder.recorded == 1
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x):
+        return x * torch.tanh(self.table)
+
+
+def test_a_value_folded_from_a_buffer_is_computed_again_when_the_buffer_is_written_to(recorder):
+    model, x = Scaled().eval(), torch.randn(3, 8)
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=False).build((), ("fold_constants",))
+    assert variant.changed["fold_constants"]
+    fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
+    with torch.no_grad():
+        for _ in range(3):
+            for value in others(x, 3):
+                assert torch.equal(fused(value), fused._original(value))
+            model.table.add_(1.0)
+    assert recorder.recorded == 3, (fused.fallbacks, fused.graphs.refusals)
+
+
+def test_a_transposed_weight_at_the_same_address_is_seen(fused, x):
+    for value in others(x, 3):
+        fused(value)
+    weight = fused.model.lins[0].weight
+    weight.data = weight.data.t()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in others(x, 3):
+            assert torch.equal(fused(value), fused._original(value))
+
+
+def test_addresses_that_keep_changing_end_the_recording(fused, recorder, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in others(x, 12):
+            new_data(fused.model)
+            assert torch.equal(fused(value), fused._original(value))
+    assert recorder.recorded == 1 + graphed._MOST_MOVES
+    assert any("addresses" in reason for reason in fused.graphs.refusals)
+    assert fused.graphs.recordings == ()
+
+
+def test_backend_flags_are_part_of_the_record(fused, recorder, x):
+    for value in others(x, 3):
+        fused(value)
+    before = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_flash_sdp(not before)
+        fused(x)
+        assert recorder.recorded == 2
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+
+
+def grad(fused, x):
+    with torch.enable_grad():
+        return fused(x)
+
+
+def train(fused, x):
+    fused.model.train()
+    return fused(x)
+
+
+def autocast(fused, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return fused(x)
+
+
+def other_shape(fused, x):
+    return fused(torch.cat((x, x)))
+
+
+@pytest.mark.parametrize("call", [grad, train, autocast, other_shape])
+def test_a_call_that_was_not_verified_replays_nothing_and_says_so_once(fused, recorder, x, call):
+    for value in others(x, 3):
+        fused(value)
+    plain = copy.deepcopy(fused.revert())
+    fused.apply()
+    for value in others(x, 3):
+        fused(value)
+    before = recorder.replayed
+    with pytest.warns(UserWarning, match="original ops") as said:
+        results = [call(fused, x), call(fused, x)]
+    assert len(said) == 1 and recorder.replayed == before
+    expected = plain.train()(x) if call is train else call(plain, x)
+    assert all(torch.equal(result, expected) for result in results)
+    fused.model.eval()
+    assert torch.equal(fused(x), fused._original(x)) and recorder.replayed == before + 1
+
+
+@pytest.mark.parametrize("why", ["the call comes from another stream", "being recorded"])
+def test_what_the_recorder_refuses_runs_launch_by_launch_and_is_said_once(fused, recorder, x, why):
+    for value in others(x, 3):
+        fused(value)
+    recorder.why_not = why
+    with pytest.warns(UserWarning, match=why) as said:
+        for value in others(x, 2):
+            assert torch.equal(fused(value), fused._original(value))
+    assert len(said) == 1 and fused.graphs.refusals == {why: 2} and recorder.replayed == 2
+
+
+def test_a_recording_that_fails_names_the_line_and_is_not_tried_again(model, x):
+    recorder = FakeRecorder()
+
+    def record(call):
+        call()
+        raise CannotRecord("operation not permitted when stream is capturing")
+
+    recorder.record = record
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder)
+        fused(x)
+        with pytest.warns(UserWarning, match=r"not permitted.*`output`") as said:
+            for value in others(x, 3):
+                assert torch.equal(fused(value), fused._original(value))
+    assert len(said) == 1
+    (reason,) = fused.graphs.refusals
+    assert fused.graphs.recordings == () and "not permitted" in reason
+
+
+def test_another_thread_runs_launch_by_launch_meanwhile(fused, recorder, x):
+    for value in others(x, 3):
+        fused(value)
+    inside, go, found = threading.Event(), threading.Event(), []
+    real = fused.graphs._recordings
+    (recording,) = real.values()
+    play = recording.play
+
+    def slow():
+        play()
+        inside.set()
+        go.wait(20)
+
+    recording.play = slow
+    values = others(x, 2)
+
+    def first():
+        with torch.no_grad():
+            found.append(fused(values[0]))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(20)
+    with pytest.warns(UserWarning, match="another thread"):
+        second = fused(values[1])
+    go.set()
+    thread.join()
+    assert torch.equal(second, fused._original(values[1])) and torch.equal(found[0], fused._original(values[0]))
+
+
+def test_reverting_drops_the_recordings_and_restores_exactly(model, x, recorder):
+    attributes = dict(model.__dict__)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder)
+        for value in others(x, 3):
+            fused(value)
+        fused.revert()
+        assert model.__dict__ == attributes and fused.graphs.recordings == ()
+        replayed = recorder.replayed
+        model(x)
+        assert recorder.replayed == replayed
+
+
+class Counter(torch.nn.Module):
+    """Writes to a buffer, as a decode step writes to its cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.factor = 2.0
+
+    def forward(self, x):
+        self.total.add_(x.sum(0))
+        return self.total * self.factor + x
+
+
+def test_a_step_that_writes_to_a_buffer_writes_once_per_call_and_is_launched_after_the_guards():
+    model, plain = Counter().eval(), Counter().eval()
+    x = torch.randn(3, 4)
+    recorder = FakeRecorder(model.total)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder)
+        model.total.zero_()  # capturing ran it once
+        for value in others(x, 5):
+            torch.testing.assert_close(fused(value), plain(value))
+            torch.testing.assert_close(model.total, plain.total)
+        (recording,) = fused.graphs.recordings
+        assert not recording.is_pure and recording.replays == recorder.replayed == 4
+        before = model.total.clone()
+        model.factor = 3.0  # a guard fails, and the buffer is written to once, not twice
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused(x)
+        torch.testing.assert_close(model.total, before + x.sum(0))
+        assert recorder.replayed == 4
+
+
+class Many(torch.nn.Module):
+    """Results of every kind."""
+
+    def forward(self, x, keep):
+        y = x * 2
+        return y, y[1:], x[1:], x, keep, y.t(), (x + 1).expand(2, *x.shape), torch.zeros(0, 3) + x.sum(), 7
+
+
+def test_results_alias_what_they_alias_in_eager():
+    model = Many().eval()
+    x, keep = torch.randn(3, 4), torch.randn(2)
+    with torch.no_grad():
+        fused = graphed_model(model, (x, keep))
+        for _ in range(4):
+            a, b = torch.randn(3, 4), torch.randn(2)
+            base = torch.randn(5, 4)
+            a = base[1:4]
+            found, expected = fused(a, b), fused._original(a, b)
+            for one, other in zip(found, expected, strict=True):
+                if isinstance(one, torch.Tensor):
+                    assert torch.equal(one, other) and one.stride() == other.stride()
+                else:
+                    assert one == other
+            assert found[3] is a and found[4] is b
+            assert found[2].data_ptr() == a[1:].data_ptr()
+            found[0][1, 0] = 99.0
+            assert found[1][0, 0] == 99.0 and found[5][0, 1] == 99.0
+    assert fused.graphs.recordings
+
+
+def test_expanded_inputs_are_copied_in():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+    x = torch.randn(4).expand(3, 4)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,))
+        for _ in range(4):
+            value = torch.randn(4).expand(3, 4)
+            assert torch.equal(fused(value), fused._original(value))
+    assert fused.graphs.recordings
+
+
+def test_no_more_than_the_limit_is_held():
+    model, (x,) = toy()
+    recorder = FakeRecorder()
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder, limit=2)
+        for rows in (2, 3, 4):
+            args = (torch.randn(rows, 32),)
+            live = capture_regions(model, args, {})
+            fused._add(live.regions, Bench(live, on_cuda=False).build((), ()).modules, args, {})
+        for _ in range(3):
+            for rows in (6, 2, 3, 4):
+                value = torch.randn(rows, 32)
+                assert torch.equal(fused(value), fused._original(value))
+                assert len(fused.graphs.recordings) <= 2
+    assert fused.fallbacks == {}
+
+
+def test_a_generating_model_gives_the_same_tokens():
+    model, inputs = gpt2()
+    ids = inputs["input_ids"]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused = graphed_model(model, (), inputs)
+        logits = fused._original(**inputs).logits
+        for _ in range(3):
+            torch.testing.assert_close(fused(**inputs).logits, logits)
+        assert fused.graphs.recordings
+        assert torch.equal(fused.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_inference_mode_and_no_grad_may_take_turns(fused, x):
+    for value in others(x, 3):
+        with torch.inference_mode():
+            one = fused(value.clone())
+        assert torch.equal(one, fused(value))
+
+
+def test_an_op_that_the_host_waits_for_is_named_with_its_line():
+    traced = make_fx(lambda x: torch.nonzero(x).sum() + x, pre_dispatch=True)(torch.randn(3))
+    assert "`nonzero`" in host_work(traced)
+    assert host_work(make_fx(lambda x: x + 1, pre_dispatch=True)(torch.randn(3))) is None
+
+
+class _On(torch.Tensor):
+    """Says that it lies on a device that this machine need not have."""
+
+    @staticmethod
+    def __new__(cls, kind):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=kind)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def copying(source, result):
+    made = torch.fx.Graph()
+    a = made.placeholder("a")
+    b = made.call_function(torch.ops.aten._to_copy.default, (a,))
+    made.output(b)
+    a.meta["val"], b.meta["val"] = _On(source), _On(result)
+    return torch.fx.GraphModule(torch.nn.Module(), made)
+
+
+def test_copies_between_host_and_device_are_named():
+    assert "host waits" in host_work(copying("cuda", "cpu"))
+    assert "`a` is read in host memory" in host_work(copying("cpu", "cuda"))
+    assert host_work(copying("cuda", "cuda")) is None
+
+
+def test_a_region_that_needs_the_host_is_never_recorded(x):
+    traced = make_fx(lambda x: torch.nonzero(x).sum() + x, pre_dispatch=True)(x)
+    recorder = FakeRecorder()
+    graphs = Graphs(recorder)
+    region = GraphedRegion(traced, ("x",), graphs)
+    with torch.no_grad(), pytest.warns(UserWarning, match="host waits"):
+        for _ in range(3):
+            graphs.run("key", [x], lambda: region(x))
+    assert recorder.recorded == 0
+
+
+class Holder:
+    def __init__(self, *tensors):
+        self.layers = list(tensors)
+        self.length = 3
+
+
+def test_signatures_tell_calls_apart():
+    a, b = torch.randn(2, 3), torch.randn(3, 2).t()
+    assert signature((a,), {}) == signature((a.clone(),), {})
+    assert hash(signature((a, [a, {"k": a}]), {"f": True})) is not None
+    different = [((a,), {}), ((b,), {}), ((a.double(),), {}), ((a, 1), {}), ((a, True), {}), ((a, 1.0), {}), ((), {"x": a})]
+    keys = [signature(*call) for call in different]
+    assert len(set(keys)) == len(keys)
+    assert signature((), {"x": a, "y": 1}) == signature((), {"y": 1, "x": a})
+
+
+def test_objects_are_told_apart_by_what_they_hold():
+    seen = {}
+    holder = Holder(torch.randn(2, 3))
+    first = signature((holder,), {}, None, seen)
+    assert signature((holder,), {}, None, seen) == first == signature((Holder(torch.randn(2, 3)),), {})
+    holder.layers[0] = torch.randn(5, 3)
+    holder.layers = list(holder.layers)
+    assert signature((holder,), {}, None, seen) != first
+    holder.layers = [torch.randn(2, 3)]
+    assert signature((holder,), {}, None, seen) == first
+    holder.length = 4
+    assert signature((holder,), {}, None, seen) != first
+    holder.length = 3
+    holder.layers.append(torch.randn(2, 3))
+    assert signature((holder,), {}, None, seen) != first
+    del holder
+    assert seen == {}
+    holder = Holder()
+    holder.anything = iter(())
+    assert signature((holder,), {}) != signature((holder,), {})
