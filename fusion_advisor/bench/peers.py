@@ -43,6 +43,8 @@ class Contender:
     note: str = ""
     tuning: str = ""
     build_ns: int = 0
+    draws: bool = False
+    """Whether it draws random numbers of its own, so that its results can only be compared in distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Work:
     """The reference itself."""
     reference: Reference
     """With the manifest's constants bound."""
+    baseline: Reference | None
+    """What users run where that draws random numbers of its own."""
     lowered: Lowered | None
     refusal: str
     """Why it could not be lowered."""
@@ -68,21 +72,29 @@ class Work:
 
 
 def eager(work: Work) -> Contender:
-    """The reference as written."""
-    return Contender(name="eager", call=lambda number: work.reference(*work.sets[number].inputs))
+    """The baseline, or where there is none the reference as written."""
+    if work.baseline is None:
+        return Contender(name="eager", call=lambda number: work.reference(*work.sets[number].inputs))
+    baseline, constants = work.baseline, dict(work.spec.constants)
+    return Contender(name="eager", call=lambda number: baseline(*work.sets[number].inputs, **constants), draws=True)
 
 
 def compiled(work: Work) -> Contender:
-    """The reference under ``torch.compile``, with its default mode and fixed shapes."""
+    """The same under ``torch.compile``, with its default mode and fixed shapes."""
     torch._dynamo.reset()  # shapes of earlier rows would count against the recompile limit, and turn this one into a fallback
     # The function itself, not the one with its constants bound: dynamo finds an inlined function's globals through sys.modules,
     # where references are not.
-    call, constants = torch.compile(work.function, dynamic=False), dict(work.spec.constants)
+    call, constants = torch.compile(work.baseline or work.function, dynamic=False), dict(work.spec.constants)
     started = time.perf_counter_ns()
     with torch.no_grad():
         call(*work.sets[0].inputs, **constants)
     took = time.perf_counter_ns() - started
-    return Contender(name="compile", call=lambda number: call(*work.sets[number].inputs, **constants), build_ns=took)
+    return Contender(
+        name="compile",
+        call=lambda number: call(*work.sets[number].inputs, **constants),
+        build_ns=took,
+        draws=work.baseline is not None,
+    )
 
 
 def cublas(work: Work) -> Contender:

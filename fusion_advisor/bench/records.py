@@ -22,11 +22,12 @@ class Entrant:
     """One way to compute a row, and what it took."""
 
     name: str
-    """``eager`` (the reference as written), ``compile``, ``liger``, ``cublas``, ``triton``, ``cuda``, ``cpp`` or ``chosen``."""
+    """``eager`` (the reference as written, or the kernel's baseline), ``compile``, ``liger``, ``cublas``, ``triton``, ``cuda``,
+    ``cpp`` or ``chosen``."""
     timing: Timing | None = None
     """Of one call; None where it could not be run or its numbers were wrong, and then the note says why."""
     rel_l2: float | None = None
-    """‖out − fp64‖ / ‖fp64‖, the worst of its outputs."""
+    """‖out − fp64‖ / ‖fp64‖, the worst of its outputs; None also where it draws random numbers of its own."""
     note: str = ""
     tuning: str = ""
     """Launch parameters of one of ours, and where they come from."""

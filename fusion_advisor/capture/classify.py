@@ -169,6 +169,7 @@ _POINTWISE_UNTAGGED = frozenset(
         "xor",
         "dropout",
         "native_dropout",
+        "seeded_dropout",
         "softplus",
         "glu",
         "hardswish",
@@ -226,8 +227,9 @@ COMPOSITE = frozenset(
 
 
 def base_name(target: str) -> str:
-    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``."""
-    name = target.replace("aten::", "").removeprefix("aten.").split(".")[0]
+    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``; our own ops lose their namespace likewise."""
+    name = target.replace("aten::", "").replace("fusion_advisor::", "")
+    name = name.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
     return name if name.startswith("__") or not name.endswith("_") or name in _MEMORY else name.rstrip("_")
 
 

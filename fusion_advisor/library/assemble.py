@@ -7,14 +7,13 @@ reduced ones come last, and what no store needs is dropped.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
-from fusion_advisor.library.program import REDUCTIONS, Operand, Program, Store, Value, depends_on
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value, depends_on
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     if len(row) > 1:
         stores = _one_run(lowering, loops, row, stores)
     live = [lowering.values[number] for number in _live(lowering.values, [number for _, _, number in stores])]
-    addresses = [value.strides for value in live if value.op == "load"] + [address[0] for _, address, _ in stores]
+    addresses = [value.strides for value in live if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
     kept = {value.dim for value in live if value.op == "index"} - set(row)
     groups = _collapse(loops, order, addresses, kept)
     if len(groups) > _MOST_DIMS:
@@ -122,7 +121,7 @@ def _write_out(lowering: Lowering, results: list[Result], variable: int, count: 
 
 
 def _moves(value: Value, variable: int) -> bool:
-    if value.op == "load":
+    if value.op in ADDRESSED:
         return value.strides[variable] != 0
     return value.op == "index" and value.dim == variable
 
@@ -132,7 +131,7 @@ def _repeat(lowering: Lowering, value: Value, number: int, variable: int, turn: 
     guard = None if value.guard is None else turns[value.guard][turn % len(turns[value.guard])]
     if value.op == "index":
         return lowering.const(turn, "int64") if value.dim == variable else number
-    if value.op == "load":
+    if value.op in ADDRESSED:
         holds = None if guard is None else lowering.constant_of(guard)
         if holds is False:
             return lowering.const(0, value.dtype)
@@ -273,7 +272,7 @@ def _finish(
                 value,
                 args=tuple(renumber[arg] for arg in value.args),
                 operand=inputs[value.operand] if value.op == "load" else -1,
-                strides=collapse(value.strides) if value.op == "load" else (),
+                strides=collapse(value.strides) if value.op in ADDRESSED else (),
                 guard=None if value.guard is None else renumber[value.guard],
                 dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
             )
@@ -342,11 +341,16 @@ def _with_columns(program: Program) -> Program:
     """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
     values: list[Value] = []
     has_col: list[bool] = []
-    for value in program.values:
+    seeds = {arg for value in program.values if value.op == "dropout" for arg in value.args}  # one number, however many columns
+    for number, value in enumerate(program.values):
+        if number in seeds:
+            values.append(value)
+            has_col.append(False)
+            continue
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         is_index = value.op == "index" and value.dim == len(program.dims) - 1
-        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
-        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+        has_col.append(value.op in ADDRESSED or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op in ADDRESSED else value)
     stores = tuple(
         replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
         for store in program.stores

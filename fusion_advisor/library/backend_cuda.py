@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 from fusion_advisor.library.cuda_body import body
 from fusion_advisor.library.cuda_ops import CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
-from fusion_advisor.library.heading import heading, tuning_note, tuning_of
+from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, schedule
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, base_is_multiple, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 
 _BLOCK = 256
@@ -71,7 +71,7 @@ class CudaBackend:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
         bits = 64 if any(v.dtype == "float64" for v in plan.program.values) else 32
         source = environment().get_template(f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
+            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
             macros=macros, entry=entry, fast_math=fast_math, bits=bits,
             bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
             is_looped=is_looped, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
@@ -190,7 +190,9 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
             for access, strides, moves in along
             for move in (*moves, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
-        is_whole = all(size % width == 0 for size in (program.dims[-1], *borders))
+        # A pack's elements take whole calls of the random numbers, which make four.
+        is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
+        is_whole = is_whole and all(size % width == 0 for size in (program.dims[-1], *borders))
         if is_whole and all(move * item % min(16, item * width) == 0 for item, move in moves):
             return width, max(min(16, ITEM_BYTES[access.operand.dtype] * width) for access, _, _ in along)
         width //= 2

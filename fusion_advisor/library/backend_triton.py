@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from fusion_advisor.library.expressions import Unsupported
-from fusion_advisor.library.heading import heading, tuning_note, tuning_of
+from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.program import REDUCTIONS, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
@@ -62,8 +62,8 @@ class TritonBackend:
             writer.helpers.add("exp")
             exp = "exp"
         source = environment().get_template(f"triton/{template}.py.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
-            helpers=sorted(writer.helpers, key=lambda name: (name != "exp", name)),
+            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
+            helpers=sorted(writer.helpers, key=lambda name: (name not in ("exp", "philox"), name)),
             entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp,
             bits=64 if writer.is_float64 else 32, **context,
         )  # fmt: skip
@@ -174,6 +174,11 @@ class TritonLauncher:
 
 
 def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
+    """Compile a kernel for a GPU that need not be here; returns the cubin. See :func:`assembly_for`."""
+    return bytes(assembly_for(program, rendered, target)["cubin"])
+
+
+def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[str, Any]:
     """Compile a kernel for a GPU that need not be here.
 
     Args:
@@ -182,7 +187,7 @@ def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
         target: compute capability, 80, 90 or 100.
 
     Returns:
-        the cubin.
+        every stage of Triton's pipeline by name; ``ptx`` and ``cubin`` among them.
 
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
@@ -201,8 +206,8 @@ def compile_source(
     scalars: Sequence[int],
     constants: Mapping[str, Any],
     options: dict[str, int],
-) -> bytes:
-    """Compile a kernel of these tensors, then these numbers, then these constexpr arguments; see :func:`compile_for`."""
+) -> Mapping[str, Any]:
+    """Compile a kernel of these tensors, then these numbers, then these constexpr arguments; see :func:`assembly_for`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -222,7 +227,7 @@ def compile_source(
             compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         except Exception as error:
             raise KernelBuildFailed(kernel=rendered.entry, target=f"sm_{target}", cause=_last_cause(error)) from error
-    return bytes(compiled.asm["cubin"])
+    return compiled.asm  # type: ignore[no-any-return]
 
 
 def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
@@ -317,7 +322,7 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
 
 def _signature(plan: Schedule) -> list[str]:
     blocks = ["BLOCK_COLS"] if plan.kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
-    names = ["INDEX", *blocks]
+    names = ["INDEX", *blocks, *(["BY_FOUR"] if plan.numbers else [])]
     lines = textwrap.wrap(", ".join(plan.pointers), 110)
     if plan.arguments:
         lines += textwrap.wrap(", ".join(name for name, _ in plan.arguments), 110)

@@ -60,6 +60,7 @@ class Layout:
             for i, v in enumerate(program.values)
             if v.op == "extent"
         }
+        self.numbers = {i: self._number(v) for i, v in enumerate(program.values) if v.op == "dropout"}
         self.row_pointers: list[str] = []
 
     @property
@@ -84,6 +85,16 @@ class Layout:
         moved = zip(access.args, access.steps, strict=True) if isinstance(access, Value) else ()
         gathered = tuple((number, "" if step == 1 else self._parameter(f"{name}_step", step)) for number, step in moved)
         return View(name=name, operand=access.operand, terms=terms, offset=offset, gathered=gathered)
+
+    def _number(self, value: Value) -> str:
+        """The row-major number of the element that a dropout decides on."""
+        terms = [self._parameter("element_offset", value.offset)] if value.offset else []
+        for loop, stride in zip(self.loops, value.strides, strict=True):
+            if stride == 1:
+                terms.append(loop)
+            elif stride != 0:
+                terms.append(f"{loop} * {self._parameter(f'element_{loop}_stride', stride)}")
+        return " + ".join(terms) or "0"
 
     def _parameter(self, name: str, value: int) -> str:
         taken = self.names.take(name)

@@ -101,4 +101,5 @@ def compile_for(problem: GemvProblem, rendered: Rendered, arch: int, *, config: 
     """Compile a kernel for a GPU that need not be here; see :func:`fusion_advisor.library.backend_triton.compile_for`."""
     config = config or default_config(problem, ("triton",))
     dtypes = [problem.dtype] * len(problem.operands)
-    return compile_source(rendered, arch, dtypes, [], _constants(problem, config), {"num_warps": config.warps})
+    compiled = compile_source(rendered, arch, dtypes, [], _constants(problem, config), {"num_warps": config.warps})
+    return bytes(compiled["cubin"])

@@ -22,9 +22,8 @@ from fusion_advisor.library.assemble import Lowered, Result, assemble
 from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
-from fusion_advisor.library.rules import (
-    DTYPES, POINTWISE, READS_ONE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule,
-)  # fmt: skip
+from fusion_advisor.library.rules import DTYPES, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule
+from fusion_advisor.library.rules_gather import READS_ONE
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
 __all__ = ["Lowered", "Lowering", "lower"]
@@ -317,6 +316,11 @@ class Lowering:
         with self._guarding(None):
             return self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype))
 
+    def the_number(self, index: int, dtype: str) -> int:
+        """The one element of a tensor that every reader may read, such as a seed: no guard applies."""
+        with self._guarding(None):
+            return self.cast(self.at(index, (ORIGIN,) * len(self.meta(index).shape)), dtype)
+
     @contextmanager
     def _guarding(self, guard: int | None) -> Iterator[None]:
         outer, self._guard = self._guard, guard
@@ -356,7 +360,7 @@ class Lowering:
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
-        name = op.target.removeprefix("aten.").split(".")[0]
+        name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
         if op.op_class is OpClass.VIEW or ((name in VIEWS or name in RESHAPES) and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)

@@ -20,6 +20,8 @@ Op names (``Value.op``):
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
+- ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
+  offset give the element's number; that and the seed decide, see ``library.philox``
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
 
 Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``, ``bool``.
@@ -32,6 +34,8 @@ from dataclasses import dataclass
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ADDRESSED = frozenset({"load", "dropout"})
+"""Values that vary with a linear function of the loop variables: their strides and offset."""
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
@@ -113,7 +117,7 @@ def depends_on(values: Sequence[Value], sizes: tuple[int, ...]) -> tuple[frozens
         dims: set[int] = set()
         for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
             dims |= found[arg]
-        if value.op == "load":
+        if value.op in ADDRESSED:
             dims |= {i for i, stride in enumerate(value.strides) if stride != 0 and sizes[i] != 1}
         elif value.op == "index":
             dims.add(value.dim)
@@ -154,6 +158,8 @@ def layout_key(program: Program) -> str:
             shared = f"={same}" if same != number else ""
             moved = f"[{strides(v.strides)}{'|' + strides(v.steps) if v.steps else ''}]{'+' if v.offset else ''}"
             where = f"@{v.operand}{moved}{shared}?{v.guard}"
+        elif v.op == "dropout":
+            where = f"[{strides(v.strides)}]{'+' if v.offset else ''}"
         constant = None if v.op == "extent" else v.constant
         parts.append(f"{v.op}{v.args}{v.dtype}{constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     written: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -162,3 +168,8 @@ def layout_key(program: Program) -> str:
         shared = f"={same}" if same != number else ""
         parts.append(f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}{shared}")
     return ";".join(parts)
+
+
+def dropout_constants(p: float) -> tuple[int, float]:
+    """The random word from which an element is kept (0 to 2**32), and what it is scaled by then."""
+    return round(p * 2**32), 0.0 if p == 1 else 1 / (1 - p)

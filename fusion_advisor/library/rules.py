@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from fusion_advisor.library.index import Index
 from fusion_advisor.library.rule import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
-from fusion_advisor.library.rules_gather import GATHERS, GROUPED, READS_ONE
+from fusion_advisor.library.rules_gather import GATHERS, GROUPED
 from fusion_advisor.library.rules_pointwise import POINTWISE
 from fusion_advisor.library.rules_row import SPECIAL as _ROWS
 from fusion_advisor.library.rules_view import RESHAPES, VIEWS, piece_rule
 
 __all__ = [
-    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "READS_ONE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
+    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
     "compute_dtype", "piece_rule",
 ]  # fmt: skip
 

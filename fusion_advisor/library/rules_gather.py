@@ -77,7 +77,7 @@ def _read(lowering: Lowering, op: OpNode, table: int, where: Index, dim: int, nu
     guard = _inside(lowering, number, size)
     place = Place(gathered=((number, 1),))
     element = lowering.guarded(table, (*where[:dim], place, *where[dim:]), guard, compute_dtype(dtype))
-    if dtype in INTEGERS and dtype not in _LEAST or dtype == "bool":
+    if (dtype in INTEGERS and dtype not in _LEAST) or dtype == "bool":
         raise CannotLower("FA601", f"{op.target} of {dtype} could not show an index out of range")
     wrong = lowering.const(_LEAST.get(dtype, math.nan), lowering.values[element].dtype)
     return lowering.make("where", guard, element, wrong, dtype=lowering.values[element].dtype)
@@ -141,7 +141,7 @@ def _loss_at(
     if weight is not None:
         raise CannotLower("FA601", f"{op.target} with a weight for each class has no lowering")
     if len(shape) != 2 or lowering.meta(_ref(op, 1)).dtype not in ("int64", "int32"):
-        raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and a class for each")
+        raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and their targets")
     assert isinstance(ignored, int)
     target = _ids(lowering, op, _ref(op, 1), where)
     loss = value_of(target)

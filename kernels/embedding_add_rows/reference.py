@@ -1,4 +1,4 @@
-"""Token embedding plus the first rows of a position table: a slice, or a lookup at 0, 1, 2, …"""
+"""Token embedding plus the first rows of a position table: a slice, or a lookup at 0, 1, 2 and so on."""
 
 from __future__ import annotations
 

@@ -182,6 +182,33 @@ def test_wrong_numbers_are_never_timed(ceilings, monkeypatch):
     assert (found.winner, found.best_ours, found.of_limit, found.speedup) == ("eager", "", None, None)
 
 
+DROPOUT = Case(sizes=(("R", 256), ("C", 256)), dtypes=("float32",))
+
+
+@pytest.mark.parametrize("name", ["dropout_add", "dropout_add_rmsnorm", "dropout_add_layernorm"])
+def test_torch_s_own_dropout_is_what_ours_is_timed_against(name, ceilings):
+    (found,) = bench([(load_kernel(name).spec, DROPOUT)], OPTIONS, Silent()).rows
+    eager, cpp = found.entrants
+    assert eager.timing is not None and cpp.timing is not None
+    assert (eager.rel_l2, eager.note) == (None, bench_row.DRAWS_NOTE)
+    assert cpp.rel_l2 < 1e-6 and not cpp.note
+
+
+@pytest.mark.parametrize(("wrong", "what"), [
+    (lambda x, residual, _seed, **_: residual + torch.nn.functional.dropout(x, 0.2), "mean square"),
+    (lambda x, residual, _seed, **_: residual + x, "mean square"),
+    (lambda x, residual, _seed, p: residual + 0.1 + torch.nn.functional.dropout(x, p), "mean"),
+    (lambda x, residual, _seed, **_: residual * float("nan"), "mean"),
+    (lambda x, _residual, _seed, p: torch.nn.functional.dropout(x, p)[0], "shape"),
+])  # fmt: skip
+def test_a_baseline_of_another_distribution_is_found_out(wrong, what, ceilings, tmp_path):
+    bed = bench_row.set_up(load_kernel("dropout_add").spec, "seeded", DROPOUT, "float32", OPTIONS, ceilings, tmp_path)
+    assert bed.work.baseline is not None
+    right = bed.work.baseline(*bed.work.sets[0].inputs)
+    assert bench_row._distribution([right], bed) == ""
+    assert what in bench_row._distribution([wrong(*bed.work.sets[0].inputs, p=0.1)], bed)
+
+
 def test_a_contender_that_fails_is_a_note(ceilings, monkeypatch):
     def fail(work, backend):
         raise RuntimeError("no such instruction\nand a trace")

@@ -25,6 +25,7 @@ from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend
 from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.philox import seeded_dropout
 from fusion_advisor.library.source import Tuning
 from fusion_advisor.records import (
     Bandwidth,
@@ -615,3 +616,15 @@ def test_live_dropout_is_refused_with_its_reason(patterns):
     plan = make_plan(as_capture(live, loaded.record), patterns, min_share=0)
     assert [chain.ops for chain in plan.chains] == [("mul", "add", "relu"), ("mul", "add")]
     assert all(isinstance(answer, Match) for answer in plan.answers)
+
+
+def test_seeded_dropout_in_a_model_becomes_the_librarys_kernel(patterns, tmp_path):
+    class Block(nn.Module):
+        def forward(self, x, residual, seed):
+            return residual + seeded_dropout(x, seed, 0.25)
+
+    inputs = (torch.randn(33, 40), torch.randn(33, 40), torch.tensor([5]))
+    run = Fused(describe_live(Block().eval(), inputs, {}), patterns, tmp_path)
+    assert [answer.kernel for answer in run.plan.answers] == ["dropout_add"]
+    assert dict(run.plan.answers[0].constants) == {"p": 0.25}
+    run.check()
