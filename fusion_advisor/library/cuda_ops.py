@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.library.program import ADDRESSED, ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -49,7 +49,7 @@ def _per_pack(plan: Schedule) -> frozenset[int]:
     for number, value in enumerate(values):
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         is_made_of_them = bool(needs) and all(n in found or not plan.has_col(n) for n in needs)
-        is_read_at_them = value.op != "load" or plan.loads[number].strides[-1] == "0"
+        is_read_at_them = value.op not in ADDRESSED or value.strides[-1] == 0
         if plan.has_col(number) and (value.op == "quotient" or (is_made_of_them and is_read_at_them)):
             found.add(number)
     return frozenset(found)
