@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
+from fusion_advisor.library.order import guard_masked_loads
 from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value, depends_on
 from fusion_advisor.library.rule import CannotLower
 
@@ -67,7 +68,7 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
         stores = _one_run(lowering, loops, row, stores)
     live = [lowering.values[number] for number in _live(lowering.values, [number for _, _, number in stores])]
     addresses = [value.strides for value in live if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
-    kept = {value.dim for value in live if value.op == "index"} - set(row)
+    kept = {value.dim for value in live if value.op in ("index", "size")} - set(row)
     groups = _collapse(loops, order, addresses, kept)
     if len(groups) > _MOST_DIMS:
         raise CannotLower("FA603", f"the loop nest {lowering.nest.shape} has {len(groups)} dims that do not collapse")
@@ -100,7 +101,7 @@ def _write_out(lowering: Lowering, results: list[Result], variable: int, count: 
             whole = parts if len(parts) == count else parts * count
             combined = functools.reduce(functools.partial(lowering.make, _COMBINED[value.op]), whole)
             turns.append((lowering.emit(replace(value, args=(combined,))),))
-        elif is_reduced and value.op == "size":
+        elif is_reduced and value.op == "size" and value.dim < 0:
             turns.append((lowering.make("mul", number, lowering.const(count, value.dtype)),))
         elif all(len(turns[arg]) == 1 for arg in used) and not _moves(value, variable):
             turns.append((_repeat(lowering, value, number, variable, 0, turns),))
@@ -274,7 +275,7 @@ def _finish(
                 operand=inputs[value.operand] if value.op == "load" else -1,
                 strides=collapse(value.strides) if value.op in ADDRESSED else (),
                 guard=None if value.guard is None else renumber[value.guard],
-                dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
+                dim=-1 if value.op not in ("index", "size") else position[value.dim] if value.dim >= 0 else len(groups) - 1,
             )
         )
     dims = tuple(math.prod(loops.extents[dim] for dim in group) for group in groups)
@@ -296,7 +297,7 @@ def _finish(
     )
     if dims[-1] == 1:
         program = _with_columns(program)
-    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs))
+    return Lowered(program=guard_masked_loads(program), inputs=tuple(roots), outputs=tuple(outputs))
 
 
 def _operand_names(lowering: Lowering, roots: Sequence[int], outputs: int) -> list[str]:

@@ -12,8 +12,9 @@ the backends print them. Rendered kernels take sizes and strides as arguments: t
 
 Op names (``Value.op``):
 
-- ``load``   operand, strides, offset, guard, args, steps: elements where ``guard`` is false are not read and give 0; the address
-  moves by ``steps[n]`` elements for each unit of ``args[n]``
+- ``load``   operand, strides, offset, guard, args, steps: elements where ``guard`` is false are not read and give 0 (under a
+  guard ``le(index, index + offset)``, a causal mask's, they may also be read: nothing looks at them, and packs stay whole);
+  the address moves by ``steps[n]`` elements for each unit of ``args[n]``
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
   extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width); ``extent``  constant: a size of
   some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusion_advisor.library.index import ORIGIN, Index, Place, loop, reshaped
+from fusion_advisor.library.index import ORIGIN, Index, Place, reshaped
+from fusion_advisor.library.order import place_of
 from fusion_advisor.library.program import Value
 from fusion_advisor.library.rule import INTEGERS, CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_row import mean_of
@@ -52,26 +53,10 @@ def _wrapped(lowering: Lowering, number: int, size: int) -> int:
     return lowering.make("where", is_negative, lowering.make("add", number, extent), number, dtype="int64")
 
 
-def _known_place(lowering: Lowering, number: int) -> Place | None:
-    """The place that a value is by its formula alone, as positions made by ``arange`` are."""
-    value = lowering.values[number]
-    if value.op == "const" and isinstance(value.constant, int):
-        return Place(shift=value.constant)
-    if value.op == "index":
-        return loop(value.dim)
-    parts = [_known_place(lowering, arg) for arg in value.args] if value.op in ("add", "mul") else [None]
-    if parts[0] is None or parts[1] is None:
-        return None
-    if value.op == "add":
-        return parts[0].plus(parts[1])
-    one, other = sorted(parts, key=lambda place: place is not None and bool(place.terms))
-    return other.scaled(one.shift) if one is not None and other is not None and one.is_fixed else None
-
-
 def _read(lowering: Lowering, op: OpNode, table: int, where: Index, dim: int, number: int) -> int:
     """Element ``where`` of a table, but for ``dim``, where the position is a value; NaN where that is out of range."""
     dtype, size = op.outputs[0].dtype, lowering.meta(table).shape[dim]
-    known = _known_place(lowering, number)
+    known = place_of(lowering, number)
     if known is not None and lowering.range_of(known)[0] >= 0 and lowering.range_of(known)[1] < size:
         return lowering.cast(lowering.at(table, (*where[:dim], known, *where[dim:])), compute_dtype(dtype))
     guard = _inside(lowering, number, size)
@@ -119,16 +104,6 @@ def _index(lowering: Lowering, op: OpNode, where: Index) -> int:
     number = _ids(lowering, op, index.index, where[dim : dim + rank])
     number = _wrapped(lowering, number, lowering.meta(table).shape[dim])
     return _read(lowering, op, table, (*where[:dim], *where[dim + rank :]), dim, number)
-
-
-def _arange(lowering: Lowering, op: OpNode, where: Index) -> int:
-    """The running position itself."""
-    overload = op.target.rpartition(".")[2]
-    start = 0 if overload == "default" else op.args[0]
-    step = op.args[2] if overload == "start_step" and len(op.args) > 2 else 1
-    if op.outputs[0].dtype not in ("int64", "int32") or not isinstance(start, int) or not isinstance(step, int):
-        raise CannotLower("FA601", f"{op.target} of {op.outputs[0].dtype} has no lowering")
-    return lowering.place_value(where[0].scaled(step).moved(start))
 
 
 def _loss_at(
@@ -221,7 +196,7 @@ READS_ONE = frozenset(["nll_loss", "nll_loss_nd"])
 """Reductions to torch, which read one element of each row."""
 
 GATHERS: dict[str, Rule] = {
-    "embedding": _embedding, "index_select": _index_select, "gather": _gather, "index": _index, "arange": _arange,
+    "embedding": _embedding, "index_select": _index_select, "gather": _gather, "index": _index,
     "nll_loss": _nll_loss, "nll_loss_nd": _nll_loss, "cross_entropy_loss": _cross_entropy,
 }  # fmt: skip
 

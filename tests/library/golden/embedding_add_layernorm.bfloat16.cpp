@@ -2,7 +2,7 @@
 // Moves 198,836,224 bytes at 128 x 512 x 1024: every input is read once and every output written once.
 // Origin: library kernel embedding_add_layernorm, variant type_first
 // Source: https://arxiv.org/abs/1810.04805
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

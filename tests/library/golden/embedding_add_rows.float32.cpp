@@ -2,7 +2,7 @@
 // Moves 277,086,208 bytes at 16 x 2048 x 1024: every input is read once and every output written once.
 // Origin: library kernel embedding_add_rows, variant sliced
 // Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

@@ -2,7 +2,7 @@
 // Moves 201,457,664 bytes at 16384 x 3072: every input is read once and every output written once.
 // Origin: library kernel embedding_scale, variant scaled
 // Source: https://arxiv.org/abs/2403.08295
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

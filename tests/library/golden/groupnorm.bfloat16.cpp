@@ -2,7 +2,7 @@
 // Moves 41,944,320 bytes at 8 x 32 x 40960: every input is read once and every output written once.
 // Origin: library kernel groupnorm, variant builtin
 // Source: https://arxiv.org/abs/1803.08494
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>
