@@ -74,6 +74,11 @@ def test_reads_every_key(tmp_path):
         ('dtypes = ["float32"]', 'dtypes = ["float16"]', "check[0].dtypes", "float32, bfloat16"),
         ("[[bench]]", "[[check]]", "bench", "at least one case"),
         ("[inputs]", "[inputs", "file", "is not TOML"),
+        (', below = "H"', "", "inputs.ids", "needs `below`"),
+        ('below = "H"', 'below = "Z"', "inputs.ids", "no input has a dim `Z`"),
+        ('below = "H"', "below = 0", "inputs.ids", "at least 1"),
+        ("planted = [-1]", 'planted = ["x"]', "inputs.ids", "whole numbers"),
+        ('cos = ["B", 1, "S"]', 'cos = { shape = ["B", 1, "S"], below = "H" }', "inputs.cos", "below is for integers"),
     ],
 )
 def test_refuses_with_file_and_key(tmp_path, old, new, key, words):
