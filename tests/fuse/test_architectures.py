@@ -163,7 +163,7 @@ class Fused:
         with torch.no_grad():
             for _ in range(2):
                 check = check_whole_model(
-                    self.loaded, lambda: model(*args, **kwargs), lambda: self.fused.dispatch(*args, **kwargs)
+                    self.loaded, lambda: model(*args, **kwargs), lambda: self.fused.dispatch(*args, **kwargs), self.live.written
                 )
                 assert check.is_passed, check
         assert self.fused.fallbacks == {}
