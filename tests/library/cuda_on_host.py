@@ -9,10 +9,16 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from fusion_advisor.library.backend_cuda import pack_width
+from fusion_advisor.library.program import Program
 from fusion_advisor.library.schedule import schedule
+from fusion_advisor.library.source import Rendered
 
 _PRELUDE = """
 #include <cmath>
@@ -46,15 +52,47 @@ _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
 }"""
 
 
-def run(rendered, program, tensors, outputs, folder, width=0):
-    """Compile with the system's compiler and run; outputs are written in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A rendered kernel and what it is called with; outputs are written in place."""
 
-    ``width`` is the columns of a pack; the widest that the program allows by default.
-    """
-    plan = schedule(program, flatten_rows=True)
-    if plan.is_empty:
+    rendered: Rendered
+    program: Program
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    width: int = 0
+    """Columns of a pack; the widest that the program allows by default."""
+
+
+def run(rendered, program, tensors, outputs, folder, width=0):
+    """Compile with the system's compiler and run one kernel."""
+    run_all([Launch(rendered=rendered, program=program, inputs=tensors, outputs=outputs, width=width)], folder)
+
+
+def run_all(launches, folder):
+    """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once."""
+    launches = [launch for launch in launches if not schedule(launch.program, flatten_rows=True).is_empty]
+    if not launches:
         return
-    width = width or pack_width(plan)[0]
+    path = folder / "kernels.cpp"
+    path.write_text("\n".join([_PRELUDE, *(_unit(number, launch) for number, launch in enumerate(launches))]))
+    library = folder / "kernels.so"
+    command = ["g++", *OPTIMISE, "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    handle = ctypes.CDLL(str(library))
+    for number, launch in enumerate(launches):
+        tensors, arguments = (*launch.inputs, *launch.outputs), schedule(launch.program, flatten_rows=True).arguments
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
+        handle[f"run_{number}"](pointers, integers)
+
+
+def _unit(number, launch):
+    """A kernel's source between its macros, and the function that walks its grid."""
+    program, rendered = launch.program, launch.rendered
+    plan = schedule(program, flatten_rows=True)
+    width = launch.width or pack_width(plan)[0]
     packs = max(1, ceil(program.dims[-1] / width))
     is_looped = "index_t start" in rendered.source
     each = packs if plan.kind == "rows" and not is_looped else 3
@@ -64,43 +102,26 @@ def run(rendered, program, tensors, outputs, folder, width=0):
         plan.kind
     ]
     source = _translate(rendered.source)
-    count = len(tensors) + len(outputs)
     operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", source, re.MULTILINE))]
-    assert len(operands) == count
+    assert len(operands) == len(launch.inputs) + len(launch.outputs)
     scalars = [f"(index_t)ints[{n}]" for n in range(len(plan.arguments))]
-    source = (
-        source.replace("__restrict__", "")
-        + f"""
-extern "C" void run_all(void** args, const long long* ints) {{
+    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0, **({"WIDE_INDEX": 1} if plan.needs_int64 else {})}
+    # The source may define more of them, and the next kernel must see none.
+    defined = {**macros, **dict.fromkeys(re.findall(r"^ *#define (\w+)", source, re.MULTILINE), 1)}
+    before = "\n".join(f"#define {name} {value}" for name, value in macros.items())
+    after = "\n".join(f"#undef {name}" for name in defined)
+    return f"""{before}
+namespace kernel_{number} {{
+#line 1 "{rendered.entry}.cu"
+{source.replace('extern "C" ', "").replace("__restrict__", "")}
+extern "C" void run_{number}(void** args, const long long* ints) {{
     gridDim = {{{grid[0]}u, {grid[1]}u, 1u}};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
             {rendered.entry}({", ".join([*operands, *scalars])});
 }}
-"""
-    )
-    path = folder / "kernel.cpp"
-    path.write_text(source)
-    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *["-DWIDE_INDEX"] * plan.needs_int64]
-    command = [
-        "g++",
-        *OPTIMISE,
-        "-fno-strict-aliasing",
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        "-w",
-        *macros,
-        "-o",
-        str(folder / "kernel.so"),
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    pointers = (ctypes.c_void_p * count)(*(t.data_ptr() for t in (*tensors, *outputs)))
-    integers = (ctypes.c_longlong * max(1, len(plan.arguments)))(*(value for _, value in plan.arguments))
-    library.run_all(pointers, integers)
+}}
+{after}"""
 
 
 def _translate(source):
@@ -110,4 +131,4 @@ def _translate(source):
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
     source = re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
-    return _PRELUDE + source
+    return source
