@@ -282,7 +282,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             both = f"{total}_tile, {squares}_tile"
             tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype})"
             accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
-            added = f"{both}, {writer.text(both_sums.element).code}, mask, start // BLOCK_COLS"
+            added = f"{both}, {writer.text(both_sums.element).code}, col_mask, start // BLOCK_COLS"
             call = [f"{both} = add_moments({added})"]
             loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
             after.append(f"{total}, {squares} = merge_moments({both}, cols, BLOCK_COLS)")
