@@ -277,16 +277,20 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
             after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
             writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
-        for both_sums in step.moments:
-            value, total, squares = values[both_sums.total], *(writer.text(n).code for n in (both_sums.total, both_sums.squares))
+        for sums in step.moments:
+            value = values[sums.total]
+            total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
             both = f"{total}_tile, {squares}_tile"
             tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype})"
             accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
-            added = f"{both}, {writer.text(both_sums.element).code}, col_mask, start // BLOCK_COLS"
+            added = f"{both}, {writer.text(sums.element).code}, col_mask, start // BLOCK_COLS"
             call = [f"{both} = add_moments({added})"]
             loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
-            after.append(f"{total}, {squares} = merge_moments({both}, cols, BLOCK_COLS)")
-            writer.helpers |= {"add_moments", "merge_moments"}
+            after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
+            after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
+            after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
+            after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
+            writer.helpers |= {"add_moments", "squares_about"}
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
             accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
@@ -295,7 +299,8 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
             loop.append(f"{name}_tile = {combined}")
             after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
-        after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n)]
+        means = {sums.mean for sums in step.moments}
+        after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n) and n not in means]
         loop += [_store(plan, writer, position) for position in step.stores]
         columns = [
             "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",

@@ -9,16 +9,7 @@ from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_
 from fusion_advisor.library.expressions import Text
 from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
-from fusion_advisor.library.schedule import (
-    Access,
-    Pass,
-    Schedule,
-    column_passes,
-    kept,
-    needed_in_columns,
-    needed_only_by,
-    split_index,
-)
+from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -31,7 +22,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan, online_sums(plan.program) if is_looped else (), moments(plan.program))
+    before, passes = column_passes(plan, *((online_sums(plan.program), moments(plan.program)) if is_looped else ()))
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -68,7 +59,7 @@ def _step(
         accumulators += pair["accumulators"]
         lane += pair["compare"]
         after += pair["after"]
-    together = [_moments(plan, writer, pair, numbers, is_looped=is_looped) for pair in step.moments]
+    together = [_moments(plan, writer, pair, numbers) for pair in step.moments]
     for both in together:
         accumulators += both["accumulators"]
         lane += both["sum"]
@@ -85,7 +76,8 @@ def _step(
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
-    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
+    means = {pair.mean for pair in step.moments}
+    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail = []
     for position in step.stores:
         access, store = plan.stores[position], plan.program.stores[position]
@@ -148,30 +140,27 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     }
 
 
-def _moments(
-    plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterator[int], *, is_looped: bool
-) -> dict[str, list[str]]:
-    """A sum and the squares about its mean: first of the packs that a thread holds at once, then of what threads have."""
+def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterator[int]) -> dict[str, list[str]]:
+    """A sum and the squares about its mean: first of the packs that a thread holds at once, then of all that it has seen."""
     kind = COMPUTE[plan.program.values[pair.total].dtype]
-    total, squares, element = (writer.text(n).code for n in (pair.total, pair.squares, pair.element))
+    total, mean, squares, element = (writer.text(n).code for n in (pair.total, pair.mean, pair.squares, pair.element))
     noun = total.removesuffix("_sum")
-    part, row, apart = (writer.fresh(f"{noun}_{name}") for name in ("part", "moments", "apart"))
-    so_far = writer.fresh(f"{noun}_so_far") if is_looped else part
-    writer.helpers |= {"moments", "row_moments", *(("merged_moments",) if is_looped else ())}
+    seen, step, apart = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "apart"))
+    writer.helpers |= {"row_reduce", "moments"}
     declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
-    adding = [f"const {kind} {apart} = {element} - {part}.mean;", f"{part}.squares += {apart} * {apart};"]
+    adding = [f"const {kind} {apart} = {element} - {step}.mean;", f"{step}.squares += {apart} * {apart};"]
     return {
-        "accumulators": [f"Moments<{kind}> {so_far} = {{}};"],
-        "start": [f"Moments<{kind}> {part} = {{}};"] if is_looped else [],
-        "sum": [f"{part}.sum += {element};"],
-        "count": [f"{part}.count += VEC;"],
-        "mean": [f"{part}.set_mean();"],
+        "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
+        "start": [f"Moments<{kind}> {step} = {{}};"],
+        "sum": [f"{step}.sum += {element};"],
+        "count": [f"{step}.count += VEC;"],
+        "mean": [f"{step}.set_mean();"],
         "squares": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
-        "merge": [f"{so_far} = merged({so_far}, {part});"] if is_looped else [],
+        "merge": [f"{seen} = merged({seen}, {step});"],
         "after": [
-            f"const Moments<{kind}> {row} = row_moments<{next(numbers)}>({so_far}, ({kind}){plan.sizes[-1]});",
-            *([] if pair.total in needed_only_by(plan.program, {pair.squares}) else [f"const {kind} {total} = {row}.sum;"]),
-            f"const {kind} {squares} = {row}.squares;",
+            f"const {kind} {total} = row_reduce<Sum, {next(numbers)}>({seen}.sum);",
+            *([_declare(plan, writer, pair.mean)] if writer.is_named(pair.mean) else []),
+            f"const {kind} {squares} = row_reduce<Sum, {next(numbers)}>({seen}.squares_about({mean}));",
         ],
     }
 
@@ -304,5 +293,5 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
         store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce moments merged_moments row_moments""".split()  # noqa: SIM905
+        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in wanted]

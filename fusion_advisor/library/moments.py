@@ -1,10 +1,14 @@
 """Find sums of squared distances from a mean that can be accumulated beside the sum that the mean is made of.
 
-``reduce_sum((v - reduce_sum(v) / n)²)`` waits for the whole row's sum when it is done as it is written: two reductions across
-threads for a row in registers, two reads of one that is not. Instead each thread takes the squares about the mean of what it
-holds itself, and what two sets of numbers come to together follows from their counts, sums and squares: Chan, Golub and LeVeque,
-*Updating formulae and a pairwise algorithm for computing sample variances*, Stanford STAN-CS-79-773 (1979). Nothing cancels, so
-a row whose mean is large against its deviation loses no digits, as it would with sums of squares about 0.
+``reduce_sum((v - reduce_sum(v) / n)²)`` reads a row twice when it is done as it is written. Instead each thread takes the squares
+about the mean of what it has seen itself, and what two sets of numbers come to together follows from their counts, sums and
+squares: Chan, Golub and LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances*, Stanford
+STAN-CS-79-773 (1979). Nothing cancels, so a row whose mean is large against its deviation loses no digits, as it would with
+sums of squares about 0.
+
+Skeletons that walk a row more than once use it. A row in registers is read once anyway: there it would save one barrier, and each
+thread would centre its columns twice, about its own mean and about the row's. That is 8 % more instructions (layernorm of 4096
+columns in bfloat16 for sm_90: 618 against 570 a thread).
 
 The row's sum is the plain sum that it was: a row with an infinity keeps its infinite mean, and its squares are NaN.
 """
@@ -22,6 +26,8 @@ class Moments:
 
     total: int
     """The ``reduce_sum`` of the element."""
+    mean: int
+    """``total`` divided by the row's size."""
     squares: int
     """The ``reduce_sum`` of its squared distances from the mean."""
     element: int
@@ -51,5 +57,5 @@ def moments(program: Program) -> tuple[Moments, ...]:
         is_mean = values[total].op == "reduce_sum" and values[total].args == (element,)
         is_mean &= values[size].op == "size" and values[size].dim == last
         if is_mean and total not in found and len({values[n].dtype for n in (element, total, mean, number)}) == 1:
-            found[total] = Moments(total=total, squares=number, element=element)
+            found[total] = Moments(total=total, mean=mean, squares=number, element=element)
     return tuple(found.values())

@@ -227,7 +227,8 @@ class Pass:
     online: tuple[OnlineSum, ...] = ()
     """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
     moments: tuple[Moments, ...] = ()
-    """Pairs of a sum and a sum of squares that it accumulates together; they are not in ``reductions``."""
+    """Pairs of a sum and a sum of squares that it accumulates together; they are not in ``reductions``. Their means are in
+    ``after``, and known before the squares are."""
 
 
 def column_passes(
@@ -255,10 +256,9 @@ def column_passes(
             continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
-    unused = needed_only_by(program, {pair.squares for pair in moments})
     row_values: dict[int, list[int]] = {}
     for number, value in enumerate(program.values):
-        if not plan.has_col(number) and value.op not in REDUCTIONS and number not in unused:
+        if not plan.has_col(number) and value.op not in REDUCTIONS:
             row_values.setdefault(levels[number], []).append(number)
     passes = []
     for level in range(max(levels, default=0) + 1):
@@ -272,25 +272,9 @@ def column_passes(
             alone = tuple(r for r in reductions if r not in paired)
             after = tuple(row_values.get(level + 1, ()))
             values = tuple(needed_in_columns(plan, targets))
-            passes.append(
-                Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
-            )
+            done = Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
+            passes.append(done)
     return tuple(row_values.get(0, ())), tuple(passes)
-
-
-def needed_only_by(program: Program, numbers: set[int]) -> set[int]:
-    """The values that only serve to compute some others, which are not among them."""
-    users: list[set[int]] = [set() for _ in program.values]
-    for store in program.stores:
-        users[store.value].add(-1)
-    for number, value in enumerate(program.values):
-        for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
-            users[arg].add(number)
-    found: set[int] = set()
-    for number in reversed(range(len(program.values))):
-        if users[number] and users[number] <= numbers | found and number not in numbers:
-            found.add(number)
-    return found
 
 
 def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:

@@ -1,8 +1,7 @@
 """Run a rendered CUDA kernel on the host, one thread after another: everything but warps and PTX, checked without a GPU.
 
 The launch shape is one thread per row and block, so that a row's reduction is that thread's own sum: ``row_reduce``
-and ``row_moments`` become the identity. The conversions written in PTX are replaced by C++ that rounds to nearest even as they
-do.
+becomes the identity. The conversions written in PTX are replaced by C++ that rounds to nearest even as they do.
 """
 
 from __future__ import annotations
@@ -111,5 +110,4 @@ def _translate(source):
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
     source = re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
-    source = re.sub(r"(row_moments\(Moments<T> part, T cols\) \{\n).*?\n}", r"\1    return part;\n}", source, flags=re.DOTALL)
     return _PRELUDE + source

@@ -75,65 +75,27 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// Of some numbers: how many, their sum and mean, and their squared distances from that mean.
-template <typename T>
-struct Moments {
-    T count, sum, mean, squares;
-    __device__ __forceinline__ void set_mean() { mean = count > 0 ? sum / count : 0; }
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
 };
 
-// Combines those of a row's threads, of ``cols`` columns together, by Chan, Golub and LeVeque (1979): the squares of all are those of
-// each plus its count times its mean's squared distance from the mean of all. Only sum and squares of the result are set.
-template <int NUMBER, typename T>
-__device__ __forceinline__ Moments<T> row_moments(Moments<T> part, T cols) {
-    if (FULL) {
-        // Of two sets of one size the distance between the means follows from the sums: both are exchanged at once.
-        T inverse = 1 / part.count;
-        #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            const T sum = __shfl_xor_sync(0xffffffffu, part.sum, distance), apart = (part.sum - sum) * inverse;
-            const T squares = part.squares + __shfl_xor_sync(0xffffffffu, part.squares, distance);
-            part.squares = squares + part.count / 2 * apart * apart;
-            part.sum += sum;
-            part.count *= 2;
-            inverse /= 2;
-        }
-        part.mean = part.sum * inverse;
-    } else {
-        const T count = part.count, mean = part.mean;
-        #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            part.count += __shfl_xor_sync(0xffffffffu, part.count, distance);
-            part.sum += __shfl_xor_sync(0xffffffffu, part.sum, distance);
-        }
-        part.set_mean();
-        part.squares += count * (mean - part.mean) * (mean - part.mean);
-        #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            part.squares += __shfl_xor_sync(0xffffffffu, part.squares, distance);
-    }
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
     if (THREADS > 32) {
-        __shared__ T counts[THREADS / 32], sums[THREADS / 32], means[THREADS / 32], squares[THREADS / 32];
-        if (threadIdx.x % 32 == 0) {
-            const int warp = threadIdx.x / 32;
-            if (!FULL) counts[warp] = part.count;
-            sums[warp] = part.sum;
-            means[warp] = part.mean;
-            squares[warp] = part.squares;
-        }
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        part.sum = sums[0];
+        value = partial[0];
         #pragma unroll
-        for (int warp = 1; warp < THREADS / 32; ++warp) part.sum += sums[warp];
-        const T mean = part.sum / cols;
-        part.squares = 0;
-        #pragma unroll
-        for (int warp = 0; warp < THREADS / 32; ++warp) {
-            const T apart = means[warp] - mean;
-            part.squares += squares[warp] + (FULL ? part.count : counts[warp]) * apart * apart;
-        }
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
     }
-    return part;
+    return value;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
@@ -167,7 +129,7 @@ fa_add_layernorm_74231c(
         bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
-    Moments<float> total_sum_part = {};
+    float total_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -179,13 +141,15 @@ fa_add_layernorm_74231c(
             const float x = wide(x_packs[p][lane]);
             const float residual = wide(residual_packs[p][lane]);
             const float total = x + residual;
-            total_sum_part.sum += total;
+            total_sum_part += total;
             total_pack[lane] = narrow<bfloat16_bits>(total);
         }
         store_pack(total_ptr + row * total_stride0 + first, total_pack);
-        total_sum_part.count += VEC;
     }
-    total_sum_part.set_mean();
+    const float total_sum = row_reduce<Sum, 0>(total_sum_part);
+    const float total_mean = total_sum / (float)cols;
+
+    float total_centered_squared_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -196,14 +160,11 @@ fa_add_layernorm_74231c(
             const float x = wide(x_packs[p][lane]);
             const float residual = wide(residual_packs[p][lane]);
             const float total = x + residual;
-            const float total_sum_apart = total - total_sum_part.mean;
-            total_sum_part.squares += total_sum_apart * total_sum_apart;
+            const float total_centered = total - total_mean;
+            total_centered_squared_sum_part += total_centered * total_centered;
         }
     }
-    const Moments<float> total_sum_and_squares = row_moments<0>(total_sum_part, (float)cols);
-    const float total_sum = total_sum_and_squares.sum;
-    const float total_centered_squared_sum = total_sum_and_squares.squares;
-    const float total_mean = total_sum / (float)cols;
+    const float total_centered_squared_sum = row_reduce<Sum, 1>(total_centered_squared_sum_part);
     const float total_variance_eps = total_centered_squared_sum / (float)cols + eps;
     const float inverse_deviation = rsqrtf(total_variance_eps);
 
