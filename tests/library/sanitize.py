@@ -82,11 +82,6 @@ def verdict(tool, names):
     is_clean = code == 0 and complete and summary is not None and re.search(r": 0 (errors|hazards)", summary[0]) is not None
     said = summary[0] if summary else ""
     return is_clean, {"tool": tool, "said": said, "kernels": rows, "output": "" if is_clean else output[-4000:]}
-        "tool": tool,
-        "said": summary[0] if summary else "",
-        "kernels": rows,
-        "output": "" if is_clean else output[-4000:],
-    }
 
 
 def main(arguments):
