@@ -24,8 +24,8 @@ from fusion_advisor.library.cuda_ops import CudaWriter, shared_by_rows, vector_w
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
-from fusion_advisor.library.program import ITEM_BYTES, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, schedule
+from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 
 _BLOCK = 256
@@ -74,7 +74,7 @@ class CudaBackend:
             heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
             macros=macros, entry=entry, fast_math=fast_math, bits=bits,
             bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
-            is_looped=is_looped, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
+            is_looped=is_looped, has_pairs=plan.has_pairs, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
         )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")
 
@@ -180,17 +180,21 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
     Alignment is 1 where every tensor has it: an element is aligned to itself.
     """
     program, width = plan.program, vector_width(plan)
-    places = [(plan.loads[n], v.strides, v.offset) for n, v in enumerate(program.values) if v.op == "load"]
-    places += [(access, s.strides, s.offset) for access, s in zip(plan.stores, program.stores, strict=True)]
-    along = [place for place in places if place[0].strides[-1] == "1"]
+    places: list[tuple[Access, Value | Store]] = [
+        (access, program.values[n]) for n, access in plan.loads.items() if n == plan.load_pair(n)[0]
+    ]
+    places += [(access, program.stores[n]) for n, access in enumerate(plan.stores) if n == plan.store_pair(n)[0]]
+    along = [(access, at.strides, at.offset) for access, at in places if access.is_vector]
     while width > 1:
         moves = [
-            (ITEM_BYTES[access.operand.dtype], move)
+            (access, move)
             for access, strides, offset in along
             for move in (offset, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
-        if program.dims[-1] % width == 0 and all(move * item % min(16, item * width) == 0 for item, move in moves):
-            return width, max(min(16, ITEM_BYTES[access.operand.dtype] * width) for access, _, _ in along)
+        if program.dims[-1] % width == 0 and all(
+            move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
+        ):
+            return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
     return 1, 1
 
@@ -246,8 +250,12 @@ def launch_shape(
 
 def _packs(plan: Schedule, width: int) -> int:
     """Packs of a thread: as many loads under way as registers allow."""
-    arrays = [plan.loads[n] for n in plan.loads if plan.loads[n].strides[-1] == "1" and not shared_by_rows(plan, n)]
-    registers = sum(-(-ITEM_BYTES[access.operand.dtype] * width // 4) for access in arrays)
+    arrays = [
+        access
+        for n, access in plan.loads.items()
+        if access.is_vector and n == plan.load_pair(n)[0] and not shared_by_rows(plan, n)
+    ]
+    registers = sum(-(-access.col_bytes * width // 4) for access in arrays)
     # Short of rows, more threads on each of them are faster than more packs on a thread.
     count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
     while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:

@@ -16,7 +16,7 @@ import importlib.util
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -29,6 +29,11 @@ from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, R
 from fusion_advisor.library.triton_ops import TritonWriter, identity
 from fusion_advisor.library.triton_shape import Shape, choose_shape
 
+_COLUMN_MASKS = [
+    "col_mask = col < cols", "mask = row_mask & col_mask",
+    "item_col_mask = item < 2 * cols", "item_mask = row_mask & item_col_mask",
+]  # fmt: skip
+"""``item`` counts the elements of pairs, two to a column."""
 _POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int64": "*i64",
     "int32": "*i32", "int16": "*i16",
@@ -212,8 +217,8 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
         if (value.op == "load" and number not in late) or number in first:
             first |= {number, *value.args, *(() if value.guard is None else (value.guard,))}
     order = sorted(range(len(values)), key=lambda n: (n not in first, last + 0.5 if n in late and n < last else n))
-    body = [" = ".join(writer.statement(n)) for n in order if writer.is_named(n)]
-    stores = [_store(plan, writer, position) for position in range(len(plan.program.stores))]
+    body = writer.definitions(order)
+    stores = _stores(plan, writer, range(len(plan.program.stores)))
     return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
@@ -223,7 +228,7 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     before, passes = column_passes(plan)
     steps = []
     for step in passes:
-        loop = [" = ".join(writer.statement(n)) for n in step.values if writer.is_named(n)]
+        loop = writer.definitions(step.values)
         accumulators, after = [], []
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
@@ -233,37 +238,46 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
             loop.append(f"{name}_tile = {combined}")
             after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
-        after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n)]
-        loop += [_store(plan, writer, position) for position in step.stores]
+        after += writer.definitions(step.after)
+        loop += _stores(plan, writer, step.stores)
         columns = [
             "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
-            "col_mask = col < cols",
-            "mask = row_mask & col_mask",
+            "item = (2 * start + tl.arange(0, 2 * BLOCK_COLS)[None, :]).to(INDEX)",
+            *_COLUMN_MASKS,
         ]
         steps.append({"accumulators": accumulators, "loop": kept(columns, loop) + loop, "after": after})
     rows = [p for p in range(len(plan.program.stores)) if not plan.stores_col(p)]
-    stores = [_store(plan, writer, position) for position in rows]
-    first = [" = ".join(writer.statement(n)) for n in before if writer.is_named(n)]
+    stores = _stores(plan, writer, rows)
+    first = writer.definitions(before)
     everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
     return {"place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
 
 
-def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
-    store, access = plan.program.stores[position], plan.stores[position]
-    varies = plan.varies[store.value] | {d for d, stride in enumerate(access.strides) if stride != "0"}
-    text = writer.text(store.value).code
-    mask = writer.mask(varies)
-    return f"tl.store({writer.address(access, varies)}, {text}{f', mask={mask}' if mask else ''})"
+def _stores(plan: Schedule, writer: TritonWriter, positions: Iterable[int]) -> list[str]:
+    lines = []
+    for position in positions:
+        access, pair = plan.stores[position], plan.store_pair(position)
+        if position != min(pair):
+            continue  # written with the other one of the pair
+        even, odd = (plan.program.stores[member].value for member in pair)
+        varies = plan.varies[even] | plan.varies[odd] | {d for d, stride in enumerate(access.strides) if stride != "0"}
+        text = writer.interleaved((even, odd)) if access.is_pair else writer.text(even).code
+        mask = writer.mask(varies)
+        masked = f", mask={'item_' * access.is_pair}{mask}" if mask else ""
+        lines.append(f"tl.store({writer.address(access, varies)}, {text}{masked})")
+    return lines
 
 
 def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns: bool = True) -> list[str]:
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
-        return kept([run, "mask = index < size"], body)
-    columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)"] if has_columns else []
+        items = "item = tl.program_id(0).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)"
+        return kept([run, items, "mask = index < size", "item_mask = item < 2 * size"], body)
+    columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)", "item = tl.arange(0, 2 * BLOCK_COLS)[None, :].to(INDEX)"]
+    columns = columns if has_columns else []
     bases = [f"{name} = {code}" for name, code, _ in writer.bases]
-    masks = ["row_mask = row < rows", *(["col_mask = col < cols", "mask = row_mask & col_mask"] if has_columns else [])]
+    masks = ["row_mask = row < rows", *(_COLUMN_MASKS if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]
         outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
@@ -273,6 +287,7 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
         "col_tiles = tl.cdiv(cols, BLOCK_COLS)",
         "row_tiles = tl.cdiv(rows, BLOCK_ROWS)",
         "col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]",
+        "item = (tile % col_tiles).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)[None, :]",
     ]
     if len(plan.indices) == 2:
         lines.append("row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")

@@ -63,19 +63,24 @@ def _step(
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
     tail = []
     for position in step.stores:
-        access, store = plan.stores[position], plan.program.stores[position]
-        if access.strides[-1] != "1":
+        access, pair = plan.stores[position], plan.store_pair(position)
+        if not access.is_vector:
             lane.append(_store_element(plan, writer, position))
             continue
+        if position != min(pair):
+            continue  # written with the other one of the pair
         pack = writer.fresh(f"{access.operand.name}_pack")
-        head.append(f"Pack<{SCALARS[access.operand.dtype]}> {pack};")
-        code = writer.narrowed(writer.text(store.value).code, values[store.value].dtype, access.operand.dtype)
-        lane.append(f"{pack}[lane] = {code};")
+        head.append(f"{_pack(access)} {pack};")
+        for place, member in zip(("2 * lane", "2 * lane + 1") if access.is_pair else ("lane",), pair, strict=False):
+            value = plan.program.stores[member].value
+            code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
+            lane.append(f"{pack}[{place}] = {code};")
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
     head += kept([_declare(plan, writer, n) for n in per_p if writer.is_named(n)], lane)
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
-    loads = _loads(plan, writer, [n for n in step.values if n in writer.packs], is_looped=is_looped)
+    read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
+    loads = _loads(plan, writer, [n for n in read if n in writer.packs], is_looped=is_looped)
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
         "accumulators": accumulators,
@@ -88,12 +93,12 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], *, is_looped: b
     """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last."""
     packs = sorted(packs, key=lambda n: not plan.has_row(n))
     arrays = [n for n in packs if not shared_by_rows(plan, n)]
-    lines = [f"Pack<{_type(plan, n)}> {writer.packs[n]}[PACKS];" for n in arrays]
+    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
     each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
         lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
     shared = [n for n in packs if n not in arrays]
-    return [*lines, *(f"const Pack<{_type(plan, n)}> {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared)]
+    return [*lines, *(f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared)]
 
 
 def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
@@ -101,7 +106,8 @@ def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
     conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
-    return f"load_pack({address}, {' && '.join(conditions)})" if conditions else f"load_pack({address})"
+    function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
+    return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
 def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_looped: bool, skips: bool) -> list[str]:
@@ -141,8 +147,8 @@ def _declare(plan: Schedule, writer: CudaWriter, number: int) -> str:
     return f"const {COMPUTE[plan.program.values[number].dtype]} {name} = {code};"
 
 
-def _type(plan: Schedule, number: int) -> str:
-    return SCALARS[plan.loads[number].operand.dtype]
+def _pack(access: Access) -> str:
+    return f"Pack<{SCALARS[access.operand.dtype]}{', 2' if access.is_pair else ''}>"
 
 
 def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:

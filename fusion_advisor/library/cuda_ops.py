@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import ITEM_BYTES, Value
+from fusion_advisor.library.program import Value
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -24,10 +24,12 @@ _ORDERS = ("lt", "le", "gt", "ge")
 
 
 def vector_width(plan: Schedule) -> int:
-    """Columns of the widest pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most."""
-    accesses = [*plan.loads.values(), *plan.stores]
-    widths = [ITEM_BYTES[a.operand.dtype] for a in accesses if a.strides[-1] == "1"]
-    return min(8, 16 // min(widths)) if widths else 1
+    """Columns of the widest pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most.
+
+    Pairs have two columns at least: the pack of one column is read element by element.
+    """
+    widths = [a.col_bytes for a in (*plan.loads.values(), *plan.stores) if a.is_vector]
+    return min(8, max(16 // min(widths), 2 if plan.has_pairs else 1)) if widths else 1
 
 
 def moves_with_p(plan: Schedule, number: int) -> bool:
@@ -44,7 +46,8 @@ class CudaWriter(Writer):
     """Prints values as CUDA C++.
 
     Attributes:
-        packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``.
+        packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; of a pair
+            the one that comes first.
     """
 
     helper_names = frozenset(
@@ -78,11 +81,15 @@ class CudaWriter(Writer):
 
     def load(self, number: int, value: Value, access: Access) -> str:
         """A lane of a pack, or an element read by itself."""
-        if access.strides[-1] == "1" and (value.guard is None or self.pack_guard(value.guard)):
+        if access.is_vector and (value.guard is None or self.pack_guard(value.guard)):
             is_shared = shared_by_rows(self.plan, number)
-            self.packs[number] = self.fresh(f"{self._nouns[number]}_pack" + ("" if is_shared else "s"))
-            lane = "[lane]" if is_shared else "[p][lane]"
-            return self.widened(f"{self.packs[number]}{lane}", access.operand.dtype, value.dtype)
+            pair = self.plan.load_pair(number)
+            if min(pair) not in self.packs:
+                noun = access.operand.name if access.is_pair else self._nouns[number]
+                self.packs[min(pair)] = self.fresh(f"{noun}_pack" + ("" if is_shared else "s"))
+            lane = f"2 * lane{' + 1' * (number == pair[1])}" if access.is_pair else "lane"
+            place = f"[{lane}]" if is_shared else f"[p][{lane}]"
+            return self.widened(f"{self.packs[min(pair)]}{place}", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
             return code

@@ -112,16 +112,58 @@ class Program:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Loads and stores that alternate along the columns: (2c, 2c + 1), as interleaved rotary embeddings read their halves.
+
+    One access then takes both elements of every column, so that what lies side by side in memory is moved at full width.
+    """
+
+    loads: tuple[tuple[int, int], ...]
+    """Value numbers (even element, odd element)."""
+    stores: tuple[tuple[int, int], ...]
+    """Positions in :attr:`Program.stores`, likewise."""
+    places: frozenset[tuple[int, tuple[int, ...]]]
+    """(operand, strides) of all of them."""
+
+
+def find_pairs(program: Program) -> Pairs:
+    """Find two accesses of one operand with equal strides, 2 the last, at neighbouring offsets, with no guard on either."""
+    loads = [(n, v.operand, v.strides, v.offset) for n, v in enumerate(program.values) if v.op == "load" and v.guard is None]
+    stores = [(n, s.operand, s.strides, s.offset) for n, s in enumerate(program.stores)]
+    places: set[tuple[int, tuple[int, ...]]] = set()
+    found: list[tuple[tuple[int, int], ...]] = []
+    for accesses in (loads, stores):
+        at: dict[tuple[int, tuple[int, ...]], dict[int, int]] = {}
+        for number, operand, strides, offset in accesses:
+            if strides and strides[-1] == 2:
+                at.setdefault((operand, strides), {}).setdefault(offset, number)
+        matched: list[tuple[int, int]] = []
+        for place, numbers in at.items():
+            waiting = sorted(numbers)
+            while waiting:
+                offset = waiting.pop(0)
+                if waiting and waiting[0] == offset + 1:
+                    matched.append((numbers[offset], numbers[waiting.pop(0)]))
+                    places.add(place)
+        found.append(tuple(sorted(matched)))
+    return Pairs(loads=found[0], stores=found[1], places=frozenset(places))
+
+
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
     Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load or store with the strides
-    of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
+    of an earlier one of the same operand is marked ``=``: the two share their stride arguments. The odd one of a pair is marked
+    ``~``: it is read or written together with the even one.
     """
     first: dict[tuple[int, tuple[int, ...]], int] = {}
+    pairs = find_pairs(program)
+    even_load, even_store = ({odd: even for even, odd in matched} for matched in (pairs.loads, pairs.stores))
 
-    def strides(values: tuple[int, ...]) -> str:
-        return "".join(str(s) if s in (0, 1) else "s" for s in values)
+    def strides(operand: int, values: tuple[int, ...]) -> str:
+        text = "".join(str(s) if s in (0, 1) else "s" for s in values)
+        return f"{text[:-1]}2" if (operand, values) in pairs.places else text
 
     parts = [f"{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
@@ -129,11 +171,13 @@ def layout_key(program: Program) -> str:
         where = ""
         if v.op == "load":
             same = first.setdefault((v.operand, v.strides), number)
-            where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}{f'={same}' if same != number else ''}?{v.guard}"
+            offset = f"~{even_load[number]}" if number in even_load else "+" if v.offset else ""
+            where = f"@{v.operand}[{strides(v.operand, v.strides)}]{offset}{f'={same}' if same != number else ''}?{v.guard}"
         parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     written: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, s in enumerate(program.stores):
         same = written.setdefault((s.operand, s.strides), number)
         shared = f"={same}" if same != number else ""
-        parts.append(f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}{shared}")
+        offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
+        parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}]{offset}{shared}")
     return ";".join(parts)

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion_advisor.library.program import REDUCTIONS, Operand, Program
+from fusion_advisor.library.program import ITEM_BYTES, REDUCTIONS, Operand, Pairs, Program, Store, Value, find_pairs
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -29,7 +29,7 @@ _C_KEYWORDS = frozenset(
 )
 _STRUCTURE = frozenset(
     """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
-    start""".split()  # noqa: SIM905
+    start item item_mask item_col_mask""".split()  # noqa: SIM905
 )
 
 
@@ -40,9 +40,21 @@ class Access:
     operand: Operand
     pointer: str
     strides: tuple[str, ...]
-    """One per dim: ``0``, ``1`` or the name of an argument."""
+    """One per dim: ``0``, ``1``, ``2`` (the columns of pairs) or the name of an argument."""
     offset: str
-    """Name of an argument; empty when there is no offset."""
+    """Name of an argument; empty when there is no offset. That of a pair is the even element's."""
+    is_pair: bool = False
+    """Whether it takes two neighbours for every column; the last stride is the digit 2 then."""
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether what neighbouring columns take lies side by side in memory."""
+        return self.is_pair or self.strides[-1] == "1"
+
+    @property
+    def col_bytes(self) -> int:
+        """Bytes that one column takes, where that is all there is between it and the next."""
+        return ITEM_BYTES[self.operand.dtype] * (2 if self.is_pair else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +69,7 @@ class Schedule:
         sizes: names of the extents, one per dim.
         arguments: every integer argument with its value for this Program, in the order of the signature.
         varies: for each value the dims it varies over, as the layout key tells them.
+        pairs: loads and stores of neighbouring elements; one access serves both of a pair.
     """
 
     program: Program
@@ -69,6 +82,7 @@ class Schedule:
     arguments: tuple[tuple[str, int], ...]
     varies: tuple[frozenset[int], ...]
     taken: frozenset[str]
+    pairs: Pairs
 
     @property
     def col_dim(self) -> int:
@@ -78,6 +92,19 @@ class Schedule:
     def has_col(self, number: int) -> bool:
         """Whether a value differs between columns."""
         return self.col_dim in self.varies[number]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any access takes two neighbours for every column."""
+        return bool(self.pairs.loads or self.pairs.stores)
+
+    def load_pair(self, number: int) -> tuple[int, int]:
+        """The loads (even element, odd element) that a load is read with; twice itself where it is read alone."""
+        return next((pair for pair in self.pairs.loads if number in pair), (number, number))
+
+    def store_pair(self, position: int) -> tuple[int, int]:
+        """The same for a store."""
+        return next((pair for pair in self.pairs.stores if position in pair), (position, position))
 
     def has_row(self, number: int) -> bool:
         """Whether a value differs between rows."""
@@ -155,31 +182,33 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
             arguments.append((sizes[d], size))
 
     pointers = tuple(names.take(f"{name}_ptr", exact=True) for name in operand_names)
-    loads: dict[int, Access] = {}
+    pairs = find_pairs(program)
     shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
-    stores: list[Access] = []
+
+    def named(access: Value | Store, *, is_pair: bool) -> Access:
+        base, key = operand_names[access.operand], (access.operand, access.strides)
+        if key not in shared:
+            shared[key] = _stride_names(names, base, access.strides, arguments, is_paired=key in pairs.places)
+        offset = _offset_name(names, base, access.offset, arguments)
+        operand, pointer = program.operands[access.operand], pointers[access.operand]
+        return Access(operand=operand, pointer=pointer, strides=shared[key], offset=offset, is_pair=is_pair)
+
+    loads: dict[int, Access] = {}
+    load_partner = _partners(pairs.loads)
     for number, value in enumerate(program.values):
-        if value.op != "load":
-            continue
-        base = operand_names[value.operand]
-        key = (value.operand, value.strides)
-        if key not in shared:
-            shared[key] = _stride_names(names, base, value.strides, arguments)
-        offset = _offset_name(names, base, value.offset, arguments)
-        operand = program.operands[value.operand]
-        loads[number] = Access(operand=operand, pointer=pointers[value.operand], strides=shared[key], offset=offset)
-    for store in program.stores:
-        base = operand_names[store.operand]
-        key = (store.operand, store.strides)
-        if key not in shared:
-            shared[key] = _stride_names(names, base, store.strides, arguments)
-        strides = shared[key]
-        offset = _offset_name(names, base, store.offset, arguments)
-        operand = program.operands[store.operand]
-        stores.append(Access(operand=operand, pointer=pointers[store.operand], strides=strides, offset=offset))
+        even, odd = load_partner.get(number, (number, number))
+        if value.op == "load" and number not in loads:
+            loads[even] = loads[odd] = named(program.values[even], is_pair=even != odd)
+    stores: dict[int, Access] = {}
+    store_partner = _partners(pairs.stores)
+    for position in range(len(program.stores)):
+        even, odd = store_partner.get(position, (position, position))
+        if position not in stores:
+            stores[even] = stores[odd] = named(program.stores[even], is_pair=even != odd)
     return Schedule(
-        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, stores=tuple(stores),
-        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken),
+        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads,
+        stores=tuple(stores[position] for position in range(len(program.stores))),
+        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs,
     )  # fmt: skip
 
 
@@ -210,6 +239,9 @@ def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     for value in program.values:
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
+    writable = [levels[store.value] for store in program.stores]
+    for even, odd in plan.pairs.stores:  # written as one
+        writable[even] = writable[odd] = max(writable[even], writable[odd])
     row_values: dict[int, list[int]] = {}
     for number, value in enumerate(program.values):
         if not plan.has_col(number) and value.op not in REDUCTIONS:
@@ -217,7 +249,7 @@ def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     passes = []
     for level in range(max(levels, default=0) + 1):
         reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
-        stores = [n for n, s in enumerate(program.stores) if levels[s.value] == level and plan.stores_col(n)]
+        stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
         targets = [a for r in reductions for a in program.values[r].args] + [program.stores[n].value for n in stores]
         if reductions or stores:
             after = tuple(row_values.get(level + 1, ()))
@@ -253,7 +285,7 @@ def kept(definitions: list[str], body: list[str]) -> list[str]:
     found: list[str] = []
     for line in reversed(definitions):
         name = re.escape(line.split(" = ", 1)[0].split()[-1])
-        if any(re.search(rf"\b{name}\b", user) for user in (*found, *body)):
+        if any(re.search(rf"\b{name}\b(?!=)", user) for user in (*found, *body)):
             found.insert(0, line)
     return found
 
@@ -273,10 +305,16 @@ class _Names:
         return candidate
 
 
-def _stride_names(names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]]) -> tuple[str, ...]:
+def _partners(pairs: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, int]]:
+    return {member: pair for pair in pairs for member in pair}
+
+
+def _stride_names(
+    names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]], *, is_paired: bool
+) -> tuple[str, ...]:
     found: list[str] = []
     for d, stride in enumerate(strides):
-        if stride in (0, 1):
+        if stride in (0, 1) or (is_paired and d == len(strides) - 1):
             found.append(str(stride))
         else:
             found.append(names.take(f"{base}_stride{d}"))

@@ -57,6 +57,7 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
         programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
         constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+    tile *= 2 if plan.has_pairs else 1
     if programs >= 2**31 or tile > _MAX_TILE:
         cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
         raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
@@ -78,6 +79,7 @@ def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
     is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
     is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
     elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
+    elements //= 2 if plan.has_pairs else 1
     block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
     return block_rows, block_cols
 
@@ -88,7 +90,7 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
     if is_looped:
         return tuning.block_rows or 1, _power(min(tuning.block_cols or _LOOP_BLOCK, cols))
     block_cols = _power(cols)
-    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols))
+    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
     while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
         block_rows //= 2
     return block_rows, block_cols
