@@ -22,7 +22,17 @@ from fusion_advisor.library.assemble import Lowered, Result, assemble
 from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
-from fusion_advisor.library.rules import DTYPES, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule
+from fusion_advisor.library.rules import (
+    DTYPES,
+    POINTWISE,
+    RESHAPES,
+    SPECIAL,
+    VIEWS,
+    CannotLower,
+    compute_dtype,
+    piece_rule,
+    repeat_rule,
+)
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
 __all__ = ["Lowered", "Lowering", "lower"]
@@ -33,6 +43,8 @@ _FOLDED: dict[str, Callable[..., bool]] = {
 }  # fmt: skip
 """Comparisons that are folded where both sides are known whole numbers."""
 
+_ALSO_VIEWS = frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
+"""Ops that only say where an element lies, even where torch copies."""
 _BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 _STAYS_IN_RANGE = frozenset(
     ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
@@ -354,7 +366,7 @@ class Lowering:
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
         name = op.target.removeprefix("aten.").split(".")[0]
-        if op.op_class is OpClass.VIEW or ((name in VIEWS or name in RESHAPES) and name not in POINTWISE):
+        if op.op_class is OpClass.VIEW or (name in _ALSO_VIEWS and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)
         if rule is None:
@@ -383,6 +395,8 @@ class Lowering:
                 raise CannotLower("FA601", f"{splitter.target} has several outputs")
             return self.at(taken.index, piece_rule(splitter, self.meta(taken.index), number, where))
         before = self.meta(source.index)
+        if name == "repeat_interleave":
+            return self.at(source.index, repeat_rule(op, before, where, self.nest.extents))
         rule = VIEWS.get(name)
         if rule is None and name not in RESHAPES:
             raise CannotLower("FA603", f"{op.target} inside a chain cannot be folded into an address")

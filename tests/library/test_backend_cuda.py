@@ -48,7 +48,18 @@ def test_matches_float64_oracle_on_the_host(tmp_path, name):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
 @pytest.mark.parametrize(
-    "name", ["gelu_tanh-bfloat16", "rope-bfloat16", "add_layernorm-float16", "swiglu_split-float32", "five_dims"]
+    "name",
+    [
+        "gelu_tanh-bfloat16",
+        "rope-bfloat16",
+        "add_layernorm-float16",
+        "swiglu_split-float32",
+        "five_dims",
+        "rope_pairs-bfloat16",
+        "rope_pairs-float64",
+        "looped_pairs",
+        "three_of_a_kind",
+    ],
 )
 def test_single_columns_do_what_packs_do(tmp_path, name):
     program = CASES[name]
@@ -70,6 +81,12 @@ def test_single_columns_do_what_packs_do(tmp_path, name):
         (p.swiglu(4, 33, "bfloat16", is_split=True), (1, 1)),
         (p.gelu_tanh((100,), strides=(3,)), (4, 16)),
         (p.rope(1, 2, 70, 128, "bfloat16"), (8, 16)),
+        (p.rope_pairs(1, 2, 70, 64, "bfloat16"), (8, 16)),
+        (p.rope_pairs(1, 2, 70, 6, "bfloat16"), (2, 8)),
+        (p.rope_pairs(1, 2, 70, 64, "bfloat16", offset=1, row=130), (1, 1)),
+        (p.rope_pairs(1, 2, 70, 64, "float64"), (2, 16)),
+        (p.swapped_pairs(512, "bfloat16"), (4, 16)),
+        (p.swapped_pairs(511, "bfloat16"), (1, 1)),
     ],
 )
 def test_packs_are_as_wide_as_every_address_allows(program, want):
