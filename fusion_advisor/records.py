@@ -374,7 +374,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRewrite:
-    """One rewrite that needs no kernel: constant folding, attention masks, the CUDA graph around the step."""
+    """One rewrite that needs no kernel: constant folding, attention masks, merged GEMMs, the CUDA graph around the step."""
 
     id: str
     """``R1`` …"""
@@ -384,8 +384,27 @@ class GraphRewrite:
     sites: int
     step_delta_ns: int | None = None
     step_delta_ci_ns: tuple[int, int] | None = None
-    memory_bytes: int = 0
-    """Device memory that it holds as long as it stays."""
+    held_bytes: int = 0
+    """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that costs time and needs no kernel of ours to mend: a setting, a built-in, a mask."""
+
+    id: str
+    """``N1`` …, by gain."""
+    title: str
+    reason: str
+    """What was seen, with its figures."""
+    change: str
+    """One line of code, or one sentence where no line does it."""
+    gain_ns: int
+    """Device time of one step that it would save."""
+    is_measured: bool
+    """False: ``gain_ns`` is an upper bound."""
+    share: float
+    """gain_ns over the captured step's device time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +425,8 @@ class StepProfile:
     device: Timing | None = None
     """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
     peak_memory_bytes: int = 0
+    attention: tuple[tuple[str, int, int], ...] = ()
+    """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,6 +492,8 @@ class Report:
     answers: tuple[Match | NoMatch, ...]
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[GraphRewrite, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What would be faster without any kernel of ours."""
     model_check: ModelCheck | None = None
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""

@@ -17,8 +17,12 @@ import torch
 
 from fusion_advisor.bench.inputs import TensorSet, as_list
 from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.gemv import CUBLAS, GemvProblem
+from fusion_advisor.library.gemv_choose import BACKENDS, choose, launcher_for
+from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.lower import Lowered
-from fusion_advisor.library.source import Header
+from fusion_advisor.library.source import Header, Launcher
+from fusion_advisor.library.source_of import header_of
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
@@ -39,6 +43,8 @@ class Contender:
     note: str = ""
     tuning: str = ""
     build_ns: int = 0
+    draws: bool = False
+    """Whether it draws random numbers of its own, so that its results can only be compared in distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +57,13 @@ class Work:
     """The reference itself."""
     reference: Reference
     """With the manifest's constants bound."""
+    baseline: Reference | None
+    """What users run where that draws random numbers of its own."""
     lowered: Lowered | None
     refusal: str
     """Why it could not be lowered."""
+    problem: GemvProblem | None
+    """Of a linear layer on few rows, which takes the place of what would be lowered."""
     sets: Sequence[TensorSet]
     device: torch.device
     folder: Path
@@ -62,25 +72,70 @@ class Work:
 
 
 def eager(work: Work) -> Contender:
-    """The reference as written."""
-    return Contender(name="eager", call=lambda number: work.reference(*work.sets[number].inputs))
+    """The baseline, or where there is none the reference as written."""
+    if work.baseline is None:
+        return Contender(name="eager", call=lambda number: work.reference(*work.sets[number].inputs))
+    baseline, constants = work.baseline, dict(work.spec.constants)
+    return Contender(name="eager", call=lambda number: baseline(*work.sets[number].inputs, **constants), draws=True)
 
 
 def compiled(work: Work) -> Contender:
-    """The reference under ``torch.compile``, with its default mode and fixed shapes."""
+    """The same under ``torch.compile``, with its default mode and fixed shapes."""
     torch._dynamo.reset()  # shapes of earlier rows would count against the recompile limit, and turn this one into a fallback
     # The function itself, not the one with its constants bound: dynamo finds an inlined function's globals through sys.modules,
     # where references are not.
-    call, constants = torch.compile(work.function, dynamic=False), dict(work.spec.constants)
+    call, constants = torch.compile(work.baseline or work.function, dynamic=False), dict(work.spec.constants)
     started = time.perf_counter_ns()
     with torch.no_grad():
         call(*work.sets[0].inputs, **constants)
     took = time.perf_counter_ns() - started
-    return Contender(name="compile", call=lambda number: call(*work.sets[number].inputs, **constants), build_ns=took)
+    return Contender(
+        name="compile",
+        call=lambda number: call(*work.sets[number].inputs, **constants),
+        build_ns=took,
+        draws=work.baseline is not None,
+    )
+
+
+def cublas(work: Work) -> Contender:
+    """Torch's fused ops around cuBLAS, what a careful user would write: ``F.rms_norm``, ``addmm``."""
+    assert work.problem is not None
+    return _linear(work, "cublas", torch_launcher(work.problem), "")
+
+
+def chosen(work: Work) -> Contender:
+    """What the library takes by itself, cuBLAS too."""
+    return _chosen(work, "chosen", BACKENDS, with_cublas=True)
+
+
+def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bool) -> Contender:
+    assert work.problem is not None
+    header = header_of(work.spec, work.variant)
+    choice = choose(work.problem, work.device, header=header, backends=backends, with_cublas=with_cublas, store=work.store)
+    if choice.config == CUBLAS and not with_cublas:
+        return Contender(name=name, note=f"no kernel of ours for these rows and dtype in {name}")
+    started = time.perf_counter_ns()
+    launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder)
+    found = _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
+    if with_cublas:
+        found.note = "takes cuBLAS" if choice.config == CUBLAS else f"takes {choice.config.form}"
+    return found
+
+
+def _linear(work: Work, name: str, launch: Launcher, tuning: str, build_ns: int = 0) -> Contender:
+    operands = [(*s.inputs, *s.outputs) for s in work.sets]
+
+    def call(number: int) -> list[torch.Tensor]:
+        launch(*operands[number])
+        return work.sets[number].outputs
+
+    return Contender(name=name, call=call, tuning=tuning, build_ns=build_ns)
 
 
 def ours(work: Work, backend: str) -> Contender:
     """Our kernel, tuned for this shape."""
+    if work.problem is not None:
+        return _chosen(work, backend, (backend,), with_cublas=False)
     if work.lowered is None:
         return Contender(name=backend, note=work.refusal)
     program = named(work.lowered, work.spec)

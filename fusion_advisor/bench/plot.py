@@ -37,9 +37,11 @@ _STYLES = {
     "eager": _Style("#8c8c8c", "o"),
     "compile": _Style("#E69F00", "s"),
     "liger": _Style("#56B4E9", "^", size=6.0),
+    "cublas": _Style("#CC79A7", "X", size=6.0),
     "triton": _Style("#D55E00", "D", width=2.0),
     "cuda": _Style("#0072B2", "v", width=2.0, size=6.0),
     "cpp": _Style("#009E73", "P", width=2.0, size=6.5),
+    "chosen": _Style("#009E73", "*", width=2.0, size=7.0),
 }
 _INK, _FAINT = "#222222", "#d9d9d9"
 

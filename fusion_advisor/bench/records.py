@@ -13,8 +13,8 @@ from fusion_advisor.records import Bandwidth, Environment, Timing
 from fusion_advisor.serialize import dump_record, load_record
 
 SCHEMA = "fusion-advisor-bench/1"
-PEERS = ("eager", "compile", "liger")
-OURS = ("triton", "cuda", "cpp")
+PEERS = ("eager", "compile", "liger", "cublas")
+OURS = ("triton", "cuda", "cpp", "chosen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,12 @@ class Entrant:
     """One way to compute a row, and what it took."""
 
     name: str
-    """``eager`` (the reference as written), ``compile``, ``liger``, ``triton``, ``cuda`` or ``cpp``."""
+    """``eager`` (the reference as written, or the kernel's baseline), ``compile``, ``liger``, ``cublas``, ``triton``, ``cuda``,
+    ``cpp`` or ``chosen``."""
     timing: Timing | None = None
     """Of one call; None where it could not be run or its numbers were wrong, and then the note says why."""
     rel_l2: float | None = None
-    """‖out − fp64‖ / ‖fp64‖, the worst of its outputs."""
+    """‖out − fp64‖ / ‖fp64‖, the worst of its outputs; None also where it draws random numbers of its own."""
     note: str = ""
     tuning: str = ""
     """Launch parameters of one of ours, and where they come from."""

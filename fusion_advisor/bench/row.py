@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fusion_advisor.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.capture.graph import trace
 from fusion_advisor.library.accuracy import error_of
 from fusion_advisor.library.discover import load_references
+from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.patterns import example, lower_reference
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.spec import Case, KernelSpec
@@ -27,6 +28,9 @@ from fusion_advisor.timing.stopwatch import as_timing
 
 ERROR_FACTOR = 2.0
 """A contender's error against fp64 may be so many times the reference's own: all round differently, none may be wrong."""
+
+_STANDARD_ERRORS = 6.0
+DRAWS_NOTE = "draws its own random numbers: compared with fp64 in mean and mean square only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +120,16 @@ def set_up(
 ) -> Bed:
     """Make a row's tensors, lower its reference and run it once in fp64."""
     sizes, kind = dict(case.sizes), getattr(torch, dtype)
-    function, constants = dict(load_references(spec).references)[variant], dict(spec.constants)
+    kernel, constants = load_references(spec), dict(spec.constants)
+    function, baseline = dict(kernel.references)[variant], dict(kernel.baselines).get(variant)
 
     def reference(*tensors: torch.Tensor) -> Any:
         return function(*tensors, **constants)
 
     lowered, refusal = None, ""
+    problem = problem_of(spec, variant, case, dtype) if spec.gemv is not None else None
     try:
-        lowered = next(lower_reference(spec, function, sizes, dtype=kind))
+        lowered = next(lower_reference(spec, function, sizes, dtype=kind)) if problem is None else None
     except CannotLower as error:
         refusal = f"{error.code}: {error.reason}"
     first = make_inputs(spec, sizes, kind, options.device, seed=options.seed)
@@ -141,8 +147,9 @@ def set_up(
         inputs = make_inputs(spec, sizes, kind, options.device, seed=options.seed + number)
         sets.append(TensorSet(inputs=inputs, outputs=outputs_like(results)))
     work = peers.Work(
-        spec=spec, variant=variant, function=function, reference=reference, lowered=lowered, refusal=refusal, sets=sets,
-        device=options.device, folder=folder, store=options.store,
+        spec=spec, variant=variant, function=function, reference=reference, baseline=baseline, lowered=lowered, problem=problem,
+        refusal=refusal,
+        sets=sets, device=options.device, folder=folder, store=options.store,
     )  # fmt: skip
     return Bed(
         work=work, rotation=rotation, moved_bytes=moved, limit_ns=limit, oracle=oracle,
@@ -156,12 +163,16 @@ def makers(spec: KernelSpec, options: BenchOptions) -> list[tuple[str, Callable[
     found: list[tuple[str, Callable[[peers.Work], peers.Contender]]] = [("eager", peers.eager)]
     if options.with_compile:
         found.append(("compile", peers.compiled))
-    if options.with_liger and on_cuda:
+    if spec.gemv is not None and on_cuda:
+        found.append(("cublas", peers.cublas))
+    elif options.with_liger and on_cuda:
         found.append(("liger", peers.liger))
     wanted = options.backends or spec.backends
     for backend in ("triton", "cuda") if on_cuda else ("cpp",):
         if backend in wanted and backend in spec.backends:
             found.append((backend, lambda work, backend=backend: peers.ours(work, backend)))  # type: ignore[misc]
+    if spec.gemv is not None and on_cuda:
+        found.append(("chosen", peers.chosen))
     return found
 
 
@@ -175,8 +186,13 @@ def _made_ready(
         if contender.call is None:
             return entrant, None
         with torch.no_grad():
-            error, complaint = _numbers(contender.outputs(contender.call(0)), bed)
-        entrant = replace(entrant, rel_l2=error)
+            results = contender.outputs(contender.call(0))
+        if contender.draws:
+            complaint = _distribution(results, bed)
+            entrant = replace(entrant, note=entrant.note or DRAWS_NOTE)
+        else:
+            error, complaint = _numbers(results, bed)
+            entrant = replace(entrant, rel_l2=error)
         if complaint and name != "eager":
             return replace(entrant, note=complaint), None
         return entrant, clock.prepare(contender.call, bed.rotation)
@@ -189,11 +205,9 @@ def _numbers(results: Iterable[torch.Tensor], bed: Bed) -> tuple[float, str]:
     """Return the worst relative error against fp64, and a complaint when it is too large to time what made it."""
     worst, nonfinite, unit = 0.0, 0, 0.0
     results = list(results)
-    if len(results) != len(bed.oracle):
-        return float("inf"), f"returned {len(results)} tensors, the reference {len(bed.oracle)}"
+    if complaint := _shapes(results, bed):
+        return float("inf"), complaint
     for result, truth in zip(results, bed.oracle, strict=True):
-        if result.shape != truth.shape:
-            return float("inf"), f"returned shape {tuple(result.shape)}, the reference {tuple(truth.shape)}"
         error = error_of(result, truth)
         worst, nonfinite = max(worst, error.rel_l2), nonfinite + error.nonfinite
         unit = max(unit, torch.finfo(result.dtype).eps if result.is_floating_point() else 0.0)
@@ -203,6 +217,36 @@ def _numbers(results: Iterable[torch.Tensor], bed: Bed) -> tuple[float, str]:
     if worst > allowed:
         return worst, f"wrong numbers: relative error {worst:.1e} against fp64, at most {allowed:.1e} is allowed"
     return worst, ""
+
+
+def _distribution(results: Iterable[torch.Tensor], bed: Bed) -> str:
+    """A complaint when results that were drawn cannot come from the reference's distribution.
+
+    The mean and the mean square of each output are compared with those of fp64, whose random numbers are others: the difference
+    of two such means is within 6 of its standard errors but for one in 10^8.
+    """
+    results = list(results)
+    if complaint := _shapes(results, bed):
+        return complaint
+    for result, truth in zip(results, bed.oracle, strict=True):
+        got, want = result.double(), truth.double()
+        for what, one, other in (("mean", got, want), ("mean square", got.square(), want.square())):
+            spread = (one.var(correction=0) + other.var(correction=0)).div(max(one.numel(), 1)).sqrt()
+            difference = (one.mean() - other.mean()).abs()
+            rounding = torch.finfo(result.dtype).eps * other.abs().mean()
+            if not float(difference) <= _STANDARD_ERRORS * float(spread) + float(rounding):
+                usual = f"its standard error is {float(spread):.1e}"
+                return f"wrong numbers: the {what} differs by {float(difference):.1e} from that of fp64, {usual}"
+    return ""
+
+
+def _shapes(results: Sequence[torch.Tensor], bed: Bed) -> str:
+    if len(results) != len(bed.oracle):
+        return f"returned {len(results)} tensors, the reference {len(bed.oracle)}"
+    for result, truth in zip(results, bed.oracle, strict=True):
+        if result.shape != truth.shape:
+            return f"returned shape {tuple(result.shape)}, the reference {tuple(truth.shape)}"
+    return ""
 
 
 def release(device: torch.device) -> None:

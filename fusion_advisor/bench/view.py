@@ -18,9 +18,11 @@ NAMES = {
     "eager": "eager",
     "compile": "torch.compile",
     "liger": "Liger",
+    "cublas": "cuBLAS",
     "triton": "our Triton",
     "cuda": "our CUDA",
     "cpp": "our C++",
+    "chosen": "our choice",
 }
 _DROP = {"Wins": 6, "Moves": 5, "Limit µs": 4, "eager": 3, "compile": 2, "Liger": 1}
 """What a narrow terminal loses, the largest first: the last two columns say how we stand to all of them."""

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.capture.classify import COMPOSITE, base_name, class_of
+from fusion_advisor.capture.classify import COMPOSITE, MATH_ATTENTION, base_name, class_of
 from fusion_advisor.capture.timeline import Event, Trace
 from fusion_advisor.records import Launch, OpClass
 
@@ -47,7 +47,7 @@ def _steps(trace: Trace, *, on_cuda: bool) -> Iterator[Step]:
 
 
 class _Ranges:
-    """Finds the op range that covers a moment on a thread; op ranges never overlap."""
+    """Finds the range that covers a moment on a thread, among ranges of one kind that never overlap."""
 
     def __init__(self, ranges: Sequence[Event]) -> None:
         self._by_thread: dict[str, tuple[list[int], list[Event]]] = {}
@@ -56,22 +56,27 @@ class _Ranges:
             starts.append(event.start_ns)
             events.append(event)
 
-    def op_at(self, thread: str, moment_ns: int) -> int | None:
+    def at(self, thread: str, moment_ns: int) -> Event | None:
         starts, events = self._by_thread.get(thread, ([], []))
         position = bisect.bisect_right(starts, moment_ns) - 1
-        if position < 0 or moment_ns > events[position].end_ns:
-            return None
-        return int(events[position].name.removeprefix(OP_RANGE))
+        return None if position < 0 or moment_ns > events[position].end_ns else events[position]
+
+    def op_at(self, thread: str, moment_ns: int) -> int | None:
+        found = self.at(thread, moment_ns)
+        return None if found is None else int(found.name.removeprefix(OP_RANGE))
 
 
 def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
     calls = {event.correlation: event for event in trace.launches if step.start_ns <= event.start_ns <= step.end_ns}
     op_names = {event.external: event.name for event in trace.cpu_ops}
+    math = _Ranges([event for event in trace.cpu_ops if event.name.startswith(MATH_ATTENTION)])
     kernels = [event for event in trace.kernels if event.correlation in calls]
     first_ns = min((event.start_ns for event in kernels), default=0)
     launches = []
     for kernel in kernels:
         call = calls[kernel.correlation]
+        is_math = math.at(call.thread, call.start_ns) is not None
+        category = OpClass.ATTENTION.value if is_math else _category(kernel.name, op_names.get(kernel.external, ""))
         launches.append(
             Launch(
                 kernel_name=kernel.name,
@@ -81,7 +86,7 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
                 stream=kernel.stream,
                 grid=kernel.grid,
                 block=kernel.block,
-                category=_category(kernel.name, op_names.get(kernel.external, "")),
+                category=category,
             )
         )
     return Step(launches=tuple(launches), calls=len(calls))

@@ -169,6 +169,7 @@ _POINTWISE_UNTAGGED = frozenset(
         "xor",
         "dropout",
         "native_dropout",
+        "seeded_dropout",
         "softplus",
         "glu",
         "hardswish",
@@ -219,13 +220,16 @@ _VIEWS = frozenset(
         "unfold",
     ]
 )
-COMPOSITE = frozenset(["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half"])
+COMPOSITE = frozenset(
+    ["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half", "scaled_dot_product_attention"]
+)
 """Ops whose class depends on what they had to do; in a CPU trace their children tell."""
 
 
 def base_name(target: str) -> str:
-    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``."""
-    name = target.replace("aten::", "").removeprefix("aten.").split(".")[0]
+    """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``; our own ops lose their namespace likewise."""
+    name = target.replace("aten::", "").replace("fusion_advisor::", "")
+    name = name.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
     return name if name.startswith("__") or not name.endswith("_") or name in _MEMORY else name.rstrip("_")
 
 
@@ -249,3 +253,26 @@ def class_of(name: str) -> OpClass:
         return OpClass.OTHER
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return OpClass.POINTWISE if any(torch.Tag.pointwise in overload.tags for overload in overloads) else OpClass.OTHER
+
+
+MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"
+"""Prefix of the op that runs attention as GEMMs and a softmax: its kernels are attention's, whatever their own ops are."""
+
+
+def attention_backend(kernel_name: str) -> str:
+    """Return which backend of ``scaled_dot_product_attention`` a launch of category ``attention`` belongs to.
+
+    This is the one place that reads kernel names: torch tells nowhere else which backend it chose. What is none of the fused
+    kernels is the math path, attention in separate ops.
+
+    Args:
+        kernel_name: of the kernel; on a CPU the ATen op's name.
+    """
+    name = kernel_name.lower()
+    if "cudnn" in name:  # first: cuDNN's own kernels have "flash" in their names
+        return "cudnn"
+    if "flash" in name:
+        return "flash"
+    if "fmha" in name or "memeffattention" in name or "efficient_attention" in name:
+        return "efficient"
+    return "math"

@@ -76,6 +76,21 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    """Return what a node of a traced graph returns on its inputs' fake tensors (``meta["val"]``); nothing is computed."""
+    mode = fake_mode_of([source.meta.get("val") for source in node.all_input_nodes])
+
+    def value_of(source: torch.fx.Node) -> Any:
+        if "val" in source.meta or source.op != "get_attr":
+            return source.meta["val"]
+        return mode.from_tensor(getattr(graph_module, str(source.target)))  # type: ignore[attr-defined]
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+    assert callable(node.target)
+    with torch.no_grad(), mode:
+        return node.target(*args, **kwargs)
+
+
 def storage_key(value: torch.Tensor) -> int:
     """Return a key that two (fake or real) tensors share exactly when they share storage."""
     return int(value.untyped_storage()._cdata)

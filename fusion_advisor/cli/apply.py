@@ -48,6 +48,7 @@ def apply(
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = False,
+    merge_copies: options.MergeCopiesOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
@@ -75,6 +76,7 @@ def apply(
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        merge_copies=merge_copies,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
     asked = options.workload_fields(

@@ -26,6 +26,8 @@ class Which(enum.StrEnum):
     TRITON = "triton"
     CUDA = "cuda"
     CPP = "cpp"
+    CUBLAS = "cublas"
+    CHOSEN = "chosen"
 
 
 def bench_command(

@@ -151,6 +151,11 @@ CompileOpt = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Also measure torch.compile's default mode.", rich_help_panel=_KEEP)
 ]
 
+MergeCopiesOpt = Annotated[
+    bool,
+    typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),
+]
+
 OutputOpt = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of ./fusion-runs/<run id>.", rich_help_panel=_OUTPUT)
 ]

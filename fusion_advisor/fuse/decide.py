@@ -69,7 +69,7 @@ def decide(
         budget_s: seconds for the tournament; the confirmation takes a third of it again.
         note: told how the step is timed.
     """
-    runner = _Runner(bench)
+    runner = StepRunner(bench)
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
@@ -117,8 +117,12 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
 
 
-class _Runner:
-    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded."""
+class StepRunner:
+    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
+
+    Attributes:
+        method: ``cuda_graph``, ``cuda_events`` or ``wall``: how the calls made so far must be timed.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -126,6 +130,7 @@ class _Runner:
         self.method = "cuda_graph" if bench.on_cuda else "wall"
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
+        """Return one call per set of rewrites."""
         variants = []
         for chosen in sets:
             fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
@@ -135,7 +140,10 @@ class _Runner:
         def runner(variant: Any) -> Callable[[], Any]:
             return lambda: self._bench.run(variant)
 
-        plain = [runner(variant) for variant in variants]
+        return self.recorded([runner(variant) for variant in variants])
+
+    def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Return replays of steps, or the steps themselves where one cannot be recorded."""
         if self.method != "cuda_graph":
             return plain
         try:

@@ -94,5 +94,5 @@ def choose_graph(
         sites=1,
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
-        memory_bytes=held,
+        held_bytes=held,
     )

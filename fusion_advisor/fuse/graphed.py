@@ -11,6 +11,7 @@ A graph repeats kernels on the addresses it was recorded with, so everything it 
 - Tensors that the call passes are copied into static ones. All other inputs (parameters, buffers, what a cache object holds) are
   used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
   tensor of the call that the step writes to.
+- Values that were folded from buffers are good as long as nothing is written to these: the buffers' version counts are compared.
 - Flags that kernels were chosen by and that dynamo does not guard (SDPA backends, cuDNN, TF32) are part of the record.
 
 Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064);
@@ -34,6 +35,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph import source_of, storages, written_storages
 from fusion_advisor.fuse.chain import extent
+from fusion_advisor.fuse.held import Held
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.timing.measure import CannotRecord
 
@@ -143,6 +145,7 @@ class Recording:
         copies: inputs that are copied in.
         held: inputs that are read where they are, ``addresses`` their addresses and ``slots`` their places among the inputs.
         others: inputs that are no tensors, by place.
+        folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         is_pure: whether it writes to nothing that outlives the call.
         memories: the graph's own memory that results lie in.
@@ -157,6 +160,7 @@ class Recording:
     addresses: list[int]
     slots: tuple[int, ...]
     others: tuple[tuple[int, Any], ...]
+    folded_from: tuple[tuple[torch.Tensor, int], ...]
     flags: tuple[Any, ...]
     is_pure: bool
     memories: tuple[torch.Tensor, ...]
@@ -166,7 +170,15 @@ class Recording:
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        return [tensor.data_ptr() for tensor in self.held] == self.addresses and backend_flags() == self.flags
+        return (
+            [tensor.data_ptr() for tensor in self.held] == self.addresses
+            and self.is_unwritten()
+            and backend_flags() == self.flags
+        )
+
+    def is_unwritten(self) -> bool:
+        """Whether folded values are still those of their sources."""
+        return all(tensor._version == version for tensor, version in self.folded_from)
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
@@ -175,6 +187,7 @@ class Recording:
             [args[slot].data_ptr() for slot in self.slots] + [tensor.data_ptr() for tensor in own] == self.addresses
             and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
             and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
+            and self.is_unwritten()
             and backend_flags() == self.flags
         )
 
@@ -288,6 +301,8 @@ class Graphs:
         recording = self._recordings.get(region)
         if recording is not None and not recording.fits(args, call.leaves):
             del self._recordings[region]
+            # Folded values whose sources were written to are computed again by a plain call, outside any graph.
+            region.is_warm = recording.is_unwritten()
             recording = None
             region.moves += 1
             if region.moves > _MOST_MOVES:
@@ -381,8 +396,13 @@ class GraphedRegion:
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
             play=play, copies=tuple(copies), held=held, addresses=[tensor.data_ptr() for tensor in held], slots=tuple(slots),
-            others=tuple(others), flags=backend_flags(), is_pure=self._is_pure, memories=memories, results=results, kind=kind,
+            others=tuple(others), folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            memories=memories, results=results, kind=kind,
         )  # fmt: skip
+
+
+def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
+    return tuple(version for node in module.graph.nodes if isinstance(node.target, Held) for version in node.target.versions)
 
 
 class _Watched(torch.fx.Interpreter):

@@ -71,6 +71,7 @@ def install(
         clock: of the phases.
     """
     passes = kept_passes(report.rewrites)
+    has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
     variant = bench.build(built, passes)
     measured = replace(
         report,
@@ -101,20 +102,20 @@ def install(
 
     graph: GraphRewrite | None = None
     if recorder is not None:
-        name = f"R{len(PASSES) + 1}"
+        name = f"R{len(PASSES) + 2}"  # after the passes and the merging of GEMMs
         if fused.graphs is None:
             graph = GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=no_graph or "", sites=0)
         else:
             with clock.phase("CUDA graph"):
                 graph = choose_graph(
-                    fused, fused_call, fused_call if built or passes else eager_call, name=name, min_gain=options.min_gain,
+                    fused, fused_call, fused_call if built or has_rewrites else eager_call, name=name, min_gain=options.min_gain,
                     confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S, wait=bench.wait,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
         measured = replace(measured, rewrites=report.rewrites)
     is_graphed = graph is not None and graph.status is Status.KEPT
-    if not built and not passes and not is_graphed:
+    if not built and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
         unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
         fused.report = unchanged
@@ -140,7 +141,7 @@ def install(
             wall=wall_after,
             device=decision.after if decision.method == "cuda_graph" else None,
             peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda)
-            + (graph.memory_bytes if graph is not None and is_graphed else 0),
+            + (graph.held_bytes if graph is not None and is_graphed else 0),
         )
     if options.compile:
         with clock.phase("torch.compile"):

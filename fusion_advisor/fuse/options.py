@@ -54,6 +54,7 @@ class ApplyOptions(ProfileOptions):
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
         compile: Measure torch.compile's default mode beside ours.
+        merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
         graph_outputs: ``clone`` copies results out of the graph's memory; ``static`` hands out that memory, which the next call
             overwrites.
@@ -66,6 +67,7 @@ class ApplyOptions(ProfileOptions):
     strict: bool = False
     dry_run: bool = False
     compile: bool = False
+    merge_copies: bool = False
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"

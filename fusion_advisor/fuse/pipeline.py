@@ -18,14 +18,16 @@ from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
+from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.progress import PhaseClock, Progress
-from fusion_advisor.fuse.select import choose, try_all
+from fusion_advisor.fuse.select import choose, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, Report
-from fusion_advisor.workload.device import is_out_of_memory, out_of_memory
+from fusion_advisor.records import Capture, Finding, Report
+from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 8.0, "cpu": 45.0}
@@ -41,8 +43,9 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "profiling"):
-        capture, _, plan = _profile(loaded, options, progress, clock)
-    return _report(capture, plan, options, clock, status="profiled"), capture
+        capture, live, plan = _profile(loaded, options, progress, clock)
+        findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
+    return _report(capture, plan, findings, options, clock, status="profiled"), capture
 
 
 def apply_workload(
@@ -67,7 +70,8 @@ def apply_workload(
     clock = PhaseClock(progress)
     with _memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
-        report = _report(capture, plan, options, clock, status="interrupted")
+        findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
+        report = _report(capture, plan, findings, options, clock, status="interrupted")
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -75,9 +79,13 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-        report = replace(report, fusions=tuple(fusions), rewrites=rewrites)
+            kept = Kept(bench=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
+            free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
+            with kernel_dir_of(options) as kernel_dir:
+                kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
+        report = replace(report, fusions=tuple(kept.fusions), rewrites=kept.rewrites)
         on_report(report)
-        return install(loaded, capture, bench, report, decision, built, options, progress, clock)
+        return install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock)
 
 
 def _profile(
@@ -122,7 +130,9 @@ def _profile(
     return capture, live, plan
 
 
-def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseClock, *, status: str) -> Report:
+def _report(
+    capture: Capture, plan: Plan, findings: tuple[Finding, ...], options: ProfileOptions, clock: PhaseClock, *, status: str
+) -> Report:
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
@@ -145,6 +155,7 @@ def _report(capture: Capture, plan: Plan, options: ProfileOptions, clock: PhaseC
         after=None,
         chains=plan.chains,
         answers=plan.answers,
+        findings=findings,
         launch_verdict=judge_launches(capture, plan.chains, plan.answers),
         durations_s=tuple(clock.durations_s),
         notes=notes,

@@ -6,24 +6,27 @@ sites and kernels of that run are those of this one. If it does not, nothing is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.bench import PASSES, Bench
-from fusion_advisor.fuse.graph_choice import TITLE
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
+from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, mover, on_merged
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, make_plan
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, OpNode, Report, Status
+from fusion_advisor.records import Capture, GraphRewrite, OpNode, Report, Status, TensorMeta
 from fusion_advisor.serialize import read_capture, read_report
+from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -38,6 +41,8 @@ class SavedPlan:
     """Kept chain fusions, with their programs and sites."""
     passes: tuple[str, ...]
     """Kept graph passes."""
+    merge: GraphRewrite | None = None
+    """The merging of GEMMs, if it was kept."""
     has_graph: bool = False
     """Whether a CUDA graph around the step was kept."""
 
@@ -58,13 +63,15 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     plan = make_plan(capture, patterns, min_share=0.0, top=len(capture.ops), sources=sources)
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
     fusions = tuple(fusion for fusion in plan.fusions if fusion.chain.id in kept)
+    merge = next((row for row in report.rewrites if row.name == TITLE and row.status is Status.KEPT), None)
     return SavedPlan(
         run_dir=folder,
         capture=capture,
         report=report,
         fusions=fusions,
         passes=tuple(kept_passes(report.rewrites)),
-        has_graph=any(rewrite.name == TITLE and rewrite.status is Status.KEPT for rewrite in report.rewrites),
+        merge=merge,
+        has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
     )
 
 
@@ -100,20 +107,53 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
         if trial.built is None:
             raise PlanMismatch(run=saved.run_dir.name, detail=f"{planned.match.kernel}: {trial.fusion.reason}")
         built.append(trial.built)
+    if saved.merge is not None:
+        bench, built = _merged(bench, built, saved, saved.merge, loaded, kernel_dir, backends)
     variant = bench.build(built, [name for name in PASSES if name in saved.passes])
     kept = Kept(fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda)
     graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
-    fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept)
+    fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept)
     fused.report = saved.report
     return fused.apply()
 
 
+def _merged(
+    bench: Bench,
+    built: list[BuiltFusion],
+    saved: SavedPlan,
+    merge: GraphRewrite,
+    loaded: LoadedWorkload,
+    kernel_dir: Path,
+    backends: Mapping[str, str],
+) -> tuple[Bench, list[BuiltFusion]]:
+    free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
+    regions = merge_all(bench, may_copy=merge.held_bytes > 0, free_bytes=free_bytes)
+    if sum(one.merged for one in regions) != merge.sites:
+        reasons = [reason for one in regions for reason in one.refusals]
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"GEMMs that it merged cannot be merged here: {reasons[0]}")
+    try:
+        backend = next(iter(backends.values()), "")
+        merged = on_merged(bench, regions, built, mover(kernel_dir, backend=backend, fast_math=False))
+    except CannotMove as refusal:
+        raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
+    return merged.bench, merged.built
+
+
 def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:
-    """Say where two captured graphs differ, or None when they are the same ops on the same layouts."""
+    """Say where two captured graphs differ, or None when they are the same ops on the same layouts.
+
+    Where in its storage a model's own tensor begins is no part of its layout: a weight may lie beside others or alone.
+    """
     for old, new in zip(before, now, strict=False):
         same = (old.target, old.args, old.kwargs, old.alias_of) == (new.target, new.args, new.kwargs, new.alias_of)
-        if not same or old.outputs != new.outputs:
+        if not same or _layouts(before, old) != _layouts(now, new):
             return f"op {new.index} is {new.target} with {new.outputs}, the plan has {old.target} with {old.outputs}"
     if len(before) != len(now):
         return f"this graph has {len(now)} ops, the plan's has {len(before)}"
     return None
+
+
+def _layouts(ops: Sequence[OpNode], op: OpNode) -> list[TensorMeta]:
+    owner = op if op.alias_of is None else ops[op.alias_of]
+    begins = owner.outputs[0].offset if owner.outputs else 0
+    return [replace(meta, offset=meta.offset - begins) for meta in op.outputs]

@@ -11,6 +11,7 @@ from pathlib import Path
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
 from fusion_advisor.fuse.decide import Candidate, Decision, decide
 from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.passes.fold import held_bytes
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trial import try_fusion
@@ -36,7 +37,7 @@ def try_all(
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
-    with _kernel_dir(options) as kernel_dir:
+    with kernel_dir_of(options) as kernel_dir:
         for number, planned in enumerate(plan.fusions):
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
             trial = try_fusion(
@@ -59,7 +60,7 @@ def try_all(
 
 
 @contextmanager
-def _kernel_dir(options: ApplyOptions) -> Iterator[Path]:
+def kernel_dir_of(options: ApplyOptions) -> Iterator[Path]:
     """Where sources are built: in the run directory; without one where they are gone afterwards, as compilers read them once."""
     if options.run_dir is None:
         with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
@@ -86,7 +87,9 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    changed = bench.build((), tuple(PASSES)).changed
+    every = bench.build((), tuple(PASSES))
+    changed = every.changed
+    held = {"fold_constants": sum(held_bytes(module.graph) for module in every.modules)}
     passes = [Candidate(id=f"R{number}", graph_pass=name) for number, name in enumerate(PASSES, start=1) if changed[name]]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
@@ -96,15 +99,17 @@ def choose(
     rewrites = []
     for candidate in passes:
         verdict = decision.verdicts[candidate.id]
+        held_for = held.get(candidate.graph_pass, 0)
         rewrites.append(
             GraphRewrite(
                 id=candidate.id,
                 name=PASSES[candidate.graph_pass][0],
                 status=verdict.status,
-                reason=verdict.reason,
+                reason=f"{verdict.reason}; {held_for:,} bytes are held" if held_for else verdict.reason,
                 sites=changed[candidate.graph_pass],
                 step_delta_ns=verdict.delta_ns,
                 step_delta_ci_ns=verdict.interval_ns,
+                held_bytes=held_for if verdict.status is Status.KEPT else 0,
             )
         )
     judged = []
@@ -131,6 +136,7 @@ def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
 
 
 def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:
-    """Return the graph passes that were kept, by name."""
+    """Return the graph passes that were kept, by name; the merging of GEMMs is no pass of :data:`PASSES`."""
     by_title = {title: name for name, (title, _) in PASSES.items()}
-    return [by_title[rewrite.name] for rewrite in rewrites if rewrite.status is Status.KEPT and rewrite.name in by_title]
+    kept = [rewrite.name for rewrite in rewrites if rewrite.status is Status.KEPT]
+    return [by_title[title] for title in kept if title in by_title]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 
 from fusion_advisor.capture import timeline, torch_internals
 from fusion_advisor.capture.attribute import Step, median_step
+from fusion_advisor.capture.classify import attention_backend
 from fusion_advisor.fuse.bench import Bench, Variant
-from fusion_advisor.records import Launch, StepProfile, Timing
+from fusion_advisor.records import Launch, OpClass, StepProfile, Timing
 from fusion_advisor.timing.measure import interleave
 from fusion_advisor.timing.stopwatch import as_timing, wall_times
 
@@ -35,8 +36,20 @@ def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepP
         kernels=tuple(
             (str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"])
         ),
+        attention=attention_of(launches),
         **more,
     )
+
+
+def attention_of(launches: Iterable[Launch]) -> tuple[tuple[str, int, int], ...]:
+    """Count a step's attention kernels by backend: (backend, kernels, ns), largest first."""
+    found: dict[str, tuple[int, int]] = {}
+    for launch in launches:
+        if launch.category == OpClass.ATTENTION:
+            backend = attention_backend(launch.kernel_name)
+            count, ns = found.get(backend, (0, 0))
+            found[backend] = (count + 1, ns + launch.duration_ns)
+    return tuple(sorted(((name, count, ns) for name, (count, ns) in found.items()), key=lambda row: -row[2]))
 
 
 def _ranked(frame: pandas.DataFrame, by: list[str]) -> list[tuple[Any, ...]]:

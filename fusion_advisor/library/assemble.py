@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
-from fusion_advisor.library.program import REDUCTIONS, Operand, Program, Store, Value
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     """
     results, loops = _written_out(lowering, list(results))
     stores = [(result.index, _store(lowering, loops, result), result.value) for result in results]
-    addresses = [value.strides for value in lowering.values if value.op == "load"] + [address[0] for _, address, _ in stores]
+    addresses = [value.strides for value in lowering.values if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
     kept = {value.dim for value in lowering.values if value.op == "index"}
     order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
     order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
@@ -118,7 +118,7 @@ def _write_out(lowering: Lowering, results: list[Result], variable: int, count: 
 
 
 def _moves(value: Value, variable: int) -> bool:
-    if value.op == "load":
+    if value.op in ADDRESSED:
         return value.strides[variable] != 0
     return value.op == "index" and value.dim == variable
 
@@ -128,7 +128,7 @@ def _repeat(lowering: Lowering, value: Value, number: int, variable: int, turn: 
     guard = None if value.guard is None else turns[value.guard][turn % len(turns[value.guard])]
     if value.op == "index":
         return lowering.const(turn, "int64") if value.dim == variable else number
-    if value.op == "load":
+    if value.op in ADDRESSED:
         holds = None if guard is None else lowering.constant_of(guard)
         if holds is False:
             return lowering.const(0, value.dtype)
@@ -211,7 +211,7 @@ def _finish(
                 value,
                 args=tuple(renumber[arg] for arg in value.args),
                 operand=inputs[value.operand] if value.op == "load" else -1,
-                strides=collapse(value.strides) if value.op == "load" else (),
+                strides=collapse(value.strides) if value.op in ADDRESSED else (),
                 guard=None if value.guard is None else renumber[value.guard],
                 dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
             )
@@ -279,11 +279,16 @@ def _with_columns(program: Program) -> Program:
     """Let one column be walked like many: its stride may be any number, and 1 says that there are columns."""
     values: list[Value] = []
     has_col: list[bool] = []
-    for value in program.values:
+    seeds = {arg for value in program.values if value.op == "dropout" for arg in value.args}  # one number, however many columns
+    for number, value in enumerate(program.values):
+        if number in seeds:
+            values.append(value)
+            has_col.append(False)
+            continue
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         is_index = value.op == "index" and value.dim == len(program.dims) - 1
-        has_col.append(value.op == "load" or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
-        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op == "load" else value)
+        has_col.append(value.op in ADDRESSED or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
+        values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op in ADDRESSED else value)
     stores = tuple(
         replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
         for store in program.stores

@@ -26,7 +26,7 @@ from typing import ClassVar
 from fusion_advisor.library.cpp_emit import Kernel
 from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
 from fusion_advisor.library.cpp_layout import Layout
-from fusion_advisor.library.heading import wrap
+from fusion_advisor.library.heading import dropout_notes, wrap
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import (
     Header,
@@ -152,7 +152,7 @@ def _nothing(*_tensors: object) -> None:
 def _header(program: Program, header: Header, fast_math: bool) -> list[str]:
     shape = " x ".join(map(str, program.dims))
     moved = f"Moves {program.moved_bytes:,} bytes at {shape}: every input is read once and every output written once."
-    lines = [f"{header.title}: {header.summary}", moved, f"Origin: {header.origin}"]
+    lines = [f"{header.title}: {header.summary}", moved, *dropout_notes(program), f"Origin: {header.origin}"]
     lines += [f"Source: {header.source}"] if header.source else []
     lines += [_FAST_NOTE] if fast_math else []
     # A trailing backslash would continue the comment over the next line.

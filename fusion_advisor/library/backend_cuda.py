@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 from fusion_advisor.library.cuda_body import body
 from fusion_advisor.library.cuda_ops import CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
-from fusion_advisor.library.heading import heading, tuning_note, tuning_of
+from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, schedule
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
 
 _BLOCK = 256
@@ -71,7 +71,7 @@ class CudaBackend:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
         bits = 64 if any(v.dtype == "float64" for v in plan.program.values) else 32
         source = environment().get_template(f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=tuning_note(tuning)),
+            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
             macros=macros, entry=entry, fast_math=fast_math, bits=bits,
             bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
             is_looped=is_looped, has_pairs=plan.has_pairs, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
@@ -121,9 +121,9 @@ class CudaKernel:
         width, alignment = pack_width(plan)
         first = self._launch_of(plan, tuning, width)
         self.tuning = first.text
-        return _launcher(first, functools.cache(lambda: self._launch_of(plan, tuning, 1)), alignment)
+        return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(plan, tuning, 1))), alignment)
 
-    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> _Launch:
+    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> CudaLaunch:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
@@ -131,7 +131,7 @@ class CudaKernel:
         if grid[0] >= 2**31:
             raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
-        return _Launch(
+        return CudaLaunch(
             kernel=self._variant(macros),
             config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
             scalars=[scalar(value) for _, value in plan.arguments],
@@ -191,9 +191,12 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
             for access, strides, offset in along
             for move in (offset, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
-        if program.dims[-1] % width == 0 and all(
+        # A pack's elements take whole calls of the random numbers, which make four.
+        is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
+        is_aligned = all(
             move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
-        ):
+        )
+        if program.dims[-1] % width == 0 and is_whole and is_aligned:
             return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
     return 1, 1
@@ -264,7 +267,7 @@ def _packs(plan: Schedule, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
+class CudaLaunch:
     """One variant with everything of its launch but the tensors."""
 
     kernel: Any
@@ -273,12 +276,12 @@ class _Launch:
     text: str
 
 
-def _launcher(first: _Launch, unaligned: Callable[[], _Launch], alignment: int) -> Launcher:
+def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = None, alignment: int = 1) -> Launcher:
     """Launch on the current stream of the device that the tensors are on, as torch's own ops do.
 
     Args:
         first: for tensors that start at a multiple of ``alignment`` bytes.
-        unaligned: for any others; called when the first of those comes.
+        unaligned: for any others; called whenever some of those come.
         alignment: a power of two.
     """
     import torch
@@ -301,8 +304,10 @@ def _launcher(first: _Launch, unaligned: Callable[[], _Launch], alignment: int) 
         if stream is None:
             stream = streams[handle] = Stream.from_handle(handle)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        variant = unaligned() if mask and functools.reduce(operator.or_, pointers) & mask else first
-        launch(stream, variant.config, variant.kernel, *pointers, *variant.scalars)
+        if unaligned is not None and functools.reduce(operator.or_, pointers) & mask:
+            unaligned()(*tensors)
+            return
+        launch(stream, first.config, first.kernel, *pointers, *first.scalars)
 
     return start
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.source import Backend
+
+if TYPE_CHECKING:
+    from fusion_advisor.library.gemv_cuda import GemvCuda
+    from fusion_advisor.library.gemv_triton import GemvTriton
 
 BACKENDS = ("triton", "cuda", "cpp")
 
@@ -27,3 +33,20 @@ def backend(name: str) -> Backend:
 
         return CppBackend()
     raise UsageError(detail=f"there is no backend `{name}`", help=f"one of: {', '.join(BACKENDS)}")
+
+
+def gemv_backend(name: str) -> GemvCuda | GemvTriton:
+    """Return the backend ``triton`` or ``cuda`` for linear layers on few rows.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name == "triton":
+        from fusion_advisor.library.gemv_triton import GemvTriton
+
+        return GemvTriton()
+    if name == "cuda":
+        from fusion_advisor.library.gemv_cuda import GemvCuda
+
+        return GemvCuda()
+    raise UsageError(detail=f"there is no GEMV in `{name}`", help="one of: triton, cuda")

@@ -28,9 +28,10 @@ import torch
 
 from fusion_advisor.library.accuracy import Error, error_of, is_within
 from fusion_advisor.library.build import backend as backend_of
+from fusion_advisor.library.build import gemv_backend
 from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracle
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
-from fusion_advisor.library.lower import Lowered
+from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinel, trace_reference
 from fusion_advisor.library.program import Program
@@ -69,8 +70,17 @@ class _Job:
 
     variant: str
     graph: torch.fx.GraphModule
-    lowered: Lowered
-    program: Program
+    inputs: tuple[int, ...]
+    """Of the reference's parameters, in the order of the kernel's operands."""
+    output_count: int
+    problem: Program | GemvProblem
+
+    @property
+    def elements(self) -> int:
+        """What the kernel walks over."""
+        if isinstance(self.problem, GemvProblem):
+            return self.problem.weight_rows * self.problem.k
+        return math.prod(self.problem.dims)
 
 
 def check_kernel(
@@ -101,7 +111,8 @@ class _Checker:
         self.folder = Path()
 
     def run(self, backends: Sequence[str], *, with_patterns: bool = True) -> list[CheckRow]:
-        rows = [self._pattern_row(variant) for variant, _ in self.kernel.references] if with_patterns else []
+        has_patterns = with_patterns and self.spec.gemv is None
+        rows = [self._pattern_row(variant) for variant, _ in self.kernel.references] if has_patterns else []
         modes = {backend: _mode(backend) for backend in backends}
         interpreted = {}
         if "interpret" in modes.values():
@@ -159,8 +170,15 @@ class _Checker:
         kind = getattr(torch, dtype)
         for variant, function in self.kernel.references:
             graph = trace_reference(self.spec, function, dict(case.sizes), dtype=kind)
+            if self.spec.gemv is not None:
+                inputs = tuple(range(len(self.spec.inputs)))
+                problem = problem_of(self.spec, variant, case, dtype)
+                yield _Job(variant=variant, graph=graph, inputs=inputs, output_count=1, problem=problem)
+                continue
             for lowered in lower_reference(self.spec, function, dict(case.sizes), dtype=kind):
-                yield _Job(variant=variant, graph=graph, lowered=lowered, program=named_program(lowered.program, self.own))
+                program = named_program(lowered.program, self.own)
+                count = len(lowered.outputs)
+                yield _Job(variant=variant, graph=graph, inputs=lowered.inputs, output_count=count, problem=program)
 
     # ------------------------------------------------------------------ one case of one backend
 
@@ -168,6 +186,8 @@ class _Checker:
         self, backend: str, mode: str, jobs: list[_Job], case: Case, dtype: str, interpreted: CheckRow | None
     ) -> tuple[str, str]:
         try:
+            if all(isinstance(job.problem, GemvProblem) and not candidates(job.problem, (backend,)) for job in jobs):
+                return "skipped", f"{backend} has no kernel for this; cuBLAS computes it"
             if mode == "run":
                 return self._run_case(backend, jobs, case, dtype)
             if mode not in ("interpret", "compile"):
@@ -181,14 +201,14 @@ class _Checker:
 
     def _run_case(self, backend: str, jobs: list[_Job], case: Case, dtype: str) -> tuple[str, str]:
         device = "cuda" if backend != "cpp" and torch.cuda.is_available() else "cpu"
-        elements = max(math.prod(job.program.dims) for job in jobs)
+        elements = max(job.elements for job in jobs)
         if backend == "triton" and device == "cpu" and elements > _INTERPRETED_ELEMENTS:
             return "skipped", f"{elements:,} elements are too many for Triton's interpreter"
         worst, failures = (-1.0, ""), []
-        launchers = [self._launcher(backend, job) for job in jobs]
+        launchers = [(job, launch) for job in jobs for launch in self._launchers(backend, job)]
         for kind in KINDS:
             inputs = make_inputs(self.spec, case, dtype, kind, device)
-            for job, launch in zip(jobs, launchers, strict=True):
+            for job, launch in launchers:
                 for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=backend == "triton" and device == "cpu"):
                     told = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
                     if not kept:
@@ -200,30 +220,43 @@ class _Checker:
         where = " in Triton's interpreter" if backend == "triton" and device == "cpu" else ""
         return "passed", f"relative error {worst[1]}{where}"
 
-    def _launcher(self, backend: str, job: _Job) -> Launcher:
-        rendered = self._render(backend, job)
-        key = (backend, rendered.entry)
-        if key not in self._built:
+    def _launchers(self, backend: str, job: _Job) -> Iterator[Launcher]:
+        """The kernel for a job; of a GEMV, every configuration that could be chosen."""
+        for rendered, config in self._rendered(backend, job):
             path = self.folder / f"{rendered.entry}{rendered.suffix}"
-            self._built[key] = backend_of(backend).build(rendered, path)
-        return self._built[key].bind(job.program)
+            if isinstance(job.problem, GemvProblem):
+                yield gemv_backend(backend).build(rendered, path).bind(job.problem, config)
+                continue
+            key = (backend, rendered.entry)
+            if key not in self._built:
+                self._built[key] = backend_of(backend).build(rendered, path)
+            yield self._built[key].bind(job.problem)
 
-    def _render(self, backend: str, job: _Job) -> Rendered:
+    def _rendered(self, backend: str, job: _Job) -> Iterator[tuple[Rendered, GemvConfig | None]]:
         header = header_of(self.spec, job.variant)
-        return backend_of(backend).render(job.program, header, tuning=Tuning(), fast_math=False)
+        if isinstance(job.problem, GemvProblem):
+            for config in candidates(job.problem, (backend,)):
+                yield gemv_backend(backend).render(job.problem, header, config=config), config
+        else:
+            yield backend_of(backend).render(job.problem, header, tuning=Tuning(), fast_math=False), None
 
     def _compile_case(self, backend: str, jobs: list[_Job]) -> str:
-        from fusion_advisor.library import backend_cuda, backend_triton
+        from fusion_advisor.library import backend_cuda, backend_triton, gemv_cuda, gemv_triton
 
         for job in jobs:
-            rendered = self._render(backend, job)
-            if rendered.entry in self._compiled:
-                continue
-            if backend == "triton":
-                backend_triton.compile_for(job.program, rendered, _ARCH)
-            else:
-                backend_cuda.compile_for(rendered, _ARCH, program=job.program)
-            self._compiled[rendered.entry] = backend
+            for rendered, config in self._rendered(backend, job):
+                if rendered.entry in self._compiled:
+                    continue
+                if isinstance(job.problem, GemvProblem):
+                    if backend == "triton":
+                        gemv_triton.compile_for(job.problem, rendered, _ARCH, config=config)
+                    else:
+                        gemv_cuda.compile_for(rendered, _ARCH)
+                elif backend == "triton":
+                    backend_triton.compile_for(job.problem, rendered, _ARCH)
+                else:
+                    backend_cuda.compile_for(rendered, _ARCH, program=job.problem)
+                self._compiled[rendered.entry] = backend
         return f"compiles for sm_{_ARCH}"
 
     def _interpret(self) -> dict[tuple[str, str], CheckRow]:
@@ -253,7 +286,7 @@ def _errors(
     job: _Job, launch: Launcher, inputs: list[torch.Tensor], *, is_interpreted: bool
 ) -> Iterator[tuple[Error, Error, bool]]:
     """Error of every output, eager's own error there, and whether the limit is kept."""
-    count = len(job.lowered.outputs)
+    count = job.output_count
     original, truth = eager(job.graph, inputs)[-count:], oracle(job.graph, inputs)[-count:]
     outputs = []
     for tensor in original:
@@ -261,7 +294,7 @@ def _errors(
         dtype = torch.float32 if is_interpreted and tensor.dtype == torch.bfloat16 else tensor.dtype
         # Filled with what no kernel writes, so that an element that is left out shows.
         outputs.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device).fill_(3))
-    launch(*(inputs[index] for index in job.lowered.inputs), *outputs)
+    launch(*(inputs[index] for index in job.inputs), *outputs)
     for ours, theirs, exact in zip(outputs, original, truth, strict=True):
         error, own = error_of(ours.to(theirs.dtype), exact), error_of(theirs, exact)
         yield error, own, is_within(error, own, theirs.dtype)

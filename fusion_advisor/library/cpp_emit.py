@@ -15,7 +15,7 @@ from fusion_advisor.library.cpp_expr import C_TYPES, COST, Expr, Prelude, comput
 from fusion_advisor.library.cpp_layout import Layout
 from fusion_advisor.library.cpp_names import describe
 from fusion_advisor.library.cpp_scope import Scope
-from fusion_advisor.library.program import REDUCTIONS, Program, Store
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Program, Store
 
 CACHED_FROM = 10
 """Cost of a value from which a later pass reads it from a buffer instead of computing it again (see ``COST``)."""
@@ -90,7 +90,7 @@ class Kernel:
                 inner.append(False)
                 stage.append(stage[value.args[0]] + 1)
             else:
-                varies = value.op == "load" and value.strides[self.last] != 0
+                varies = value.op in ADDRESSED and value.strides[self.last] != 0
                 varies |= value.op == "index" and value.dim == self.last
                 inner.append(varies or any(inner[n] for n in needs))
                 stage.append(max((stage[n] for n in needs), default=0))

@@ -57,7 +57,7 @@ _OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "
 
 COST = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
-    **dict.fromkeys(("sin", "cos", "pow", "remainder"), 40),
+    **dict.fromkeys(("sin", "cos", "pow", "remainder", "dropout"), 40),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
     **dict.fromkeys(("const", "size", "index"), 0),
 }

@@ -62,6 +62,7 @@ class Layout:
         self.load_views = self._views(reads, self._pairs.loads, repeated)
         written = self._views(dict(enumerate(program.stores)), self._pairs.stores, repeated)
         self.store_views = [written[position] for position in range(len(program.stores))]
+        self.numbers = {i: self._number(v) for i, v in enumerate(program.values) if v.op == "dropout"}
         self.row_pointers: list[str] = []
 
     @property
@@ -100,6 +101,16 @@ class Layout:
                 terms.append((dim, self._parameter(f"{name}_{self.loops[dim]}_stride", stride)))
         offset = self._parameter(f"{name}_offset", access.offset) if access.offset else ""
         return View(name=name, operand=access.operand, terms=terms, offset=offset)
+
+    def _number(self, value: Value) -> str:
+        """The row-major number of the element that a dropout decides on."""
+        terms = [self._parameter("element_offset", value.offset)] if value.offset else []
+        for loop, stride in zip(self.loops, value.strides, strict=True):
+            if stride == 1:
+                terms.append(loop)
+            elif stride != 0:
+                terms.append(f"{loop} * {self._parameter(f'element_{loop}_stride', stride)}")
+        return " + ".join(terms) or "0"
 
     def _parameter(self, name: str, value: int) -> str:
         taken = self.names.take(name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fusion_advisor.library.cpp_expr import C_TYPES, TERNARY, Expr, Prelude, computed_in, convert, literal, operation
 from fusion_advisor.library.cpp_layout import Layout, View
 from fusion_advisor.library.cpp_names import describe
-from fusion_advisor.library.program import Store, Value
+from fusion_advisor.library.program import Store, Value, dropout_constants
 
 FOLDED = 44
 """A value used once is written inside its user's expression up to this length; longer ones get a line and a name."""
@@ -86,6 +86,10 @@ class Scope:
             return convert(Expr(layout.sizes[value.dim]), "int64", held, self.prelude)
         if value.op == "load":
             return self._load(number, value, held)
+        if value.op == "dropout":
+            threshold, scale = dropout_constants(float(value.constant or 0))
+            kept = self.prelude.call("fa_is_kept", self.known[value.args[0]], Expr(layout.numbers[number]), Expr(f"{threshold}u"))
+            return Expr(f"{kept.text} ? {literal(scale, held).text} : {literal(0.0, held).text}", TERNARY)
         args = [self.known[a] for a in value.args]
         while sum(len(a.text) for a in args) > ARGUMENTS:
             longest = max(value.args, key=lambda a: 0 if self.known[a].text.isidentifier() else len(self.known[a].text))

@@ -90,15 +90,26 @@ def _step(
 
 
 def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], *, is_looped: bool) -> list[str]:
-    """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last."""
-    packs = sorted(packs, key=lambda n: not plan.has_row(n))
+    """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last.
+
+    What dropout keeps is decided next: it needs no operand but the seed, and that work is done while the loads are under way.
+    """
+    decided = [n for n in packs if n in plan.numbers]
+    packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
     arrays = [n for n in packs if not shared_by_rows(plan, n)]
     lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
     each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
         lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
     shared = [n for n in packs if n not in arrays]
-    return [*lines, *(f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared)]
+    lines += [f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
+    lines += [f"const unsigned {writer.packs[n]} = {writer.kept_bits(n)};" for n in decided if shared_by_rows(plan, n)]
+    arrays = [n for n in decided if not shared_by_rows(plan, n)]
+    if arrays:
+        lines += [f"unsigned {writer.packs[n]}[PACKS];  // a bit for each column" for n in arrays]
+        each = [f"{writer.packs[n]}[p] = {writer.kept_bits(n)};" for n in arrays]
+        lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
+    return lines
 
 
 def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
@@ -202,5 +213,5 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
         store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt row_reduce""".split()  # noqa: SIM905
+        fast_sqrt philox kept_bits is_kept row_reduce""".split()  # noqa: SIM905
     return [name for name in order if name in wanted]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import Value
+from fusion_advisor.library.program import Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -47,14 +47,14 @@ class CudaWriter(Writer):
 
     Attributes:
         packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; of a pair
-            the one that comes first.
+            the one that comes first; and the dropouts that are decided for a pack at once, with the name of its bits.
     """
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
          "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
-         "half_bits", "bfloat16_bits"}
+         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
@@ -117,6 +117,25 @@ class CudaWriter(Writer):
             return f"{self.plan.indices[left.dim]} {COMPARE[value.op]} {self.literal(right)}"
         edge = int(right.constant or 0) + (value.op in ("le", "gt"))
         return f"first {COMPARE[value.op]} {self.literal(right)}" if value.op in _ORDERS and edge % width == 0 else ""
+
+    def dropout(self, number: int, value: Value) -> Text:
+        """A bit of a pack's decisions, made before anything waits for memory; or a decision of its own."""
+        numbering, (threshold, scale) = self.plan.numbers[number], dropout_constants(float(value.constant or 0))
+        self.helpers |= {"philox", "kept_bits" if numbering.strides[-1] == "1" else "is_kept"}
+        kept, zero = f"{scale!r}f" if value.dtype == "float32" else repr(scale), "0.0f" if value.dtype == "float32" else "0.0"
+        if numbering.strides[-1] == "1":
+            is_shared = shared_by_rows(self.plan, number)
+            self.packs[number] = self.fresh("kept")
+            return Text(f"{self.packs[number]}{'' if is_shared else '[p]'} >> lane & 1 ? {kept} : {zero}", LOOSE)
+        col = "" if numbering.strides[-1] == "0" else f" + {self.plan.indices[-1]} * {numbering.strides[-1]}"
+        element = f"{self.number_base(numbering)}{col}".removeprefix("0 + ")
+        return Text(f"is_kept({self.text(value.args[0]).code}, {element}, {threshold}u) ? {kept} : {zero}", LOOSE)
+
+    def kept_bits(self, number: int) -> str:
+        """The decisions of the pack that starts at ``first``."""
+        value, base = self.plan.program.values[number], self.number_base(self.plan.numbers[number])
+        element = "first" if base == "0" else f"{base} + first"
+        return f"kept_bits({self.text(value.args[0]).code}, {element}, {dropout_constants(float(value.constant or 0))[0]}u)"
 
     @staticmethod
     def widened(code: str, dtype: str, compute: str) -> str:

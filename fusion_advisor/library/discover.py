@@ -21,7 +21,7 @@ from fusion_advisor.errors import AdvisorError, UsageError
 from fusion_advisor.library.source import environment, identifier
 from fusion_advisor.library.spec import BadManifest, KernelSpec, read_spec
 
-_PREFIX = "reference_"
+_PREFIX, _BASELINE = "reference_", "baseline_"
 
 
 class UnknownKernel(AdvisorError):
@@ -39,7 +39,10 @@ class BadReference(AdvisorError):
 
     code = "FA412"
     message = "{file}: {detail}"
-    hint = "each variant is a function `reference_<variant>(tensor, …, *, constant=default)` with the manifest's names"
+    hint = (
+        "each variant is a function `reference_<variant>(tensor, …, *, constant=default)` with the manifest's names; "
+        "`baseline_<variant>` takes the same"
+    )
     exit_code = 9
 
 
@@ -50,6 +53,9 @@ class Kernel:
     spec: KernelSpec
     references: tuple[tuple[str, Callable[..., Any]], ...]
     """(variant, function), in the order of the file."""
+    baselines: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    """(variant, function) where users run something else than the reference, with other numbers: torch's own dropout draws from
+    its own generator. The bench times these as eager and under torch.compile."""
 
 
 def list_kernels(extra: Iterable[Path] = ()) -> tuple[KernelSpec, ...]:
@@ -100,14 +106,19 @@ def load_references(spec: KernelSpec) -> Kernel:
     """
     file = spec.folder / "reference.py"
     module = _import(file, spec.name)
-    found = []
+    found: list[tuple[str, Callable[..., Any]]] = []
+    baselines: list[tuple[str, Callable[..., Any]]] = []
     for attribute, function in vars(module).items():
-        if attribute.startswith(_PREFIX) and inspect.isfunction(function):
+        if attribute.startswith((_PREFIX, _BASELINE)) and inspect.isfunction(function):
             _check_signature(file, attribute, function, spec)
-            found.append((attribute.removeprefix(_PREFIX), function))
+            prefix, chosen = (_PREFIX, found) if attribute.startswith(_PREFIX) else (_BASELINE, baselines)
+            chosen.append((attribute.removeprefix(prefix), function))
     if not found:
         raise BadReference(file=file, detail=f"has no function whose name starts with {_PREFIX}")
-    return Kernel(spec=spec, references=tuple(found))
+    for variant, function in baselines:
+        if variant not in dict(found):
+            raise BadReference(file=file, detail=f"{function.__name__} has no {_PREFIX}{variant}")
+    return Kernel(spec=spec, references=tuple(found), baselines=tuple(baselines))
 
 
 def scaffold(name: str, target_dir: Path) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor.library.program import REDUCTIONS, Value
-from fusion_advisor.library.schedule import Access, Schedule
+from fusion_advisor.library.schedule import Access, Numbering, Schedule
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
 """How tightly an expression holds together. Comparisons and logic are LOOSE: Python and C disagree about them."""
@@ -88,6 +88,10 @@ class Writer:
         """The expression of a reduced value; empty where the skeleton accumulates it."""
         raise NotImplementedError
 
+    def dropout(self, number: int, value: Value) -> Text:
+        """The factor of a dropout's element."""
+        raise NotImplementedError
+
     def call(self, value: Value, args: list[Text]) -> Text:
         """Every op that :meth:`_expression` does not know."""
         raise NotImplementedError
@@ -135,6 +139,11 @@ class Writer:
             terms = _terms(indices[-1:], strides[-1:])
         return " + ".join([*terms, access.offset] if access.offset else terms) or "0"
 
+    def number_base(self, numbering: Numbering) -> str:
+        """The part of an element's number that all columns share; ``0`` when that is nothing."""
+        terms = _terms(self.plan.indices[:-1], numbering.strides[:-1])
+        return " + ".join([*terms, numbering.offset] if numbering.offset else terms) or "0"
+
     # Naming and folding.
 
     def _count_users(self) -> list[list[int]]:
@@ -155,6 +164,8 @@ class Writer:
                 even, odd = self.plan.load_pair(len(nouns))
                 if even != odd:
                     noun = f"{program.operands[value.operand].name}_{'odd' if len(nouns) == odd else 'even'}"
+            elif value.op == "dropout":
+                noun = "factor"
             elif value.constant_name:
                 noun = value.constant_name
             elif value.op in REDUCTIONS:
@@ -210,7 +221,7 @@ class Writer:
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
-        if value.op in REDUCTIONS or value.op in ("load", "const"):
+        if value.op in REDUCTIONS or value.op in ("load", "const", "dropout"):
             return False
         if len(self._users[number]) != 1 or any(s.value == number for s in self.plan.program.stores):
             return False
@@ -232,6 +243,8 @@ class Writer:
             if value.dtype == "bool":
                 raise Unsupported(f"{value.op} of bool")
             return Text(self.reduction(number, value))
+        if value.op == "dropout":
+            return self.dropout(number, value)
         if value.op == "index":
             return self.index(number, value)
         args = [self._texts[a] for a in value.args]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from fusion_advisor.library.program import ITEM_BYTES
+from fusion_advisor.library.program import ITEM_BYTES, Program, dropout_constants
 from fusion_advisor.library.schedule import Schedule
 from fusion_advisor.library.source import Header, Tuning
 
@@ -28,6 +28,11 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
     lines += [f"Maths in {maths}, {accuracy}.", *notes, f"Origin: {header.origin}."]
     if header.source:
         lines.append(f"Source: {header.source}")
+    return comment(lines)
+
+
+def comment(lines: list[str]) -> list[str]:
+    """Lines of a comment: printable ASCII, wrapped."""
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
@@ -63,6 +68,16 @@ def tuning_note(tuning: Tuning) -> tuple[str, ...]:
     names = ("block_cols", "block_rows", "num_warps", "packs")
     given = [f"{name}={getattr(tuning, name)}" for name in names if getattr(tuning, name)]
     return (f"Tuning: {' '.join(given)}",) if given else ()
+
+
+def dropout_notes(program: Program) -> tuple[str, ...]:
+    """The head comment's line about what is dropped."""
+    chances = dict.fromkeys(v.constant for v in program.values if v.op == "dropout")
+    return tuple(
+        f"Drops the elements whose random word (Philox4x32-10 of the seed and the row-major element number) is below "
+        f"{dropout_constants(float(p or 0))[0]}, p = {p} of 2**32; the others are scaled by 1 / (1 - p)."
+        for p in chances
+    )
 
 
 def tuning_of(source: str) -> Tuning:

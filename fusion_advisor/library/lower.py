@@ -325,6 +325,11 @@ class Lowering:
         with self._guarding(None):
             return self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype))
 
+    def the_number(self, index: int, dtype: str) -> int:
+        """The one element of a tensor that every reader may read, such as a seed: no guard applies."""
+        with self._guarding(None):
+            return self.cast(self.at(index, (ORIGIN,) * len(self.meta(index).shape)), dtype)
+
     @contextmanager
     def _guarding(self, guard: int | None) -> Iterator[None]:
         outer, self._guard = self._guard, guard
@@ -365,7 +370,7 @@ class Lowering:
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
-        name = op.target.removeprefix("aten.").split(".")[0]
+        name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
         if op.op_class is OpClass.VIEW or (name in _ALSO_VIEWS and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)

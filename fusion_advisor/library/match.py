@@ -129,6 +129,8 @@ class _Canonical:
             guard = "" if value.guard is None else f"?{self.hashes[value.guard]}"
             return f"load[{self._varies(value.strides)}{self._shift(value)}]{guard}"
         arguments = [self.hashes[arg] for arg in value.args]
+        if value.op == "dropout":
+            arguments.append(self._varies(value.strides))
         if value.op in COMMUTATIVE:
             arguments.sort()
         text = f"{value.op}.{value.dtype}({','.join(arguments)})"
@@ -146,6 +148,9 @@ class _Canonical:
             operand = self.operands.setdefault(value.operand, len(self.operands))
             guard = "" if value.guard is None else f"?{self._show(value.guard)}"
             return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+        if value.op == "dropout":
+            self._show_constant(number, value)
+            return f"{name}dropout.{value.dtype}[{self._varies(value.strides)}]({self._show(value.args[0])})"
         if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
             return f"{name}{value.op}(index,{place})"
         return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))})"

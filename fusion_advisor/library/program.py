@@ -17,6 +17,8 @@ Op names (``Value.op``):
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
+- ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
+  offset give the element's number; that and the seed decide, see ``library.philox``
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
 
 Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``, ``bool``.
@@ -28,6 +30,8 @@ from dataclasses import dataclass
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ADDRESSED = frozenset({"load", "dropout"})
+"""Values that vary with a linear function of the loop variables: their strides and offset."""
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
@@ -102,7 +106,7 @@ class Program:
             dims: set[int] = set()
             for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
                 dims |= found[arg]
-            if value.op == "load":
+            if value.op in ADDRESSED:
                 dims |= {i for i, stride in enumerate(value.strides) if stride != 0 and self.dims[i] != 1}
             elif value.op == "index":
                 dims.add(value.dim)
@@ -173,6 +177,8 @@ def layout_key(program: Program) -> str:
             same = first.setdefault((v.operand, v.strides), number)
             offset = f"~{even_load[number]}" if number in even_load else "+" if v.offset else ""
             where = f"@{v.operand}[{strides(v.operand, v.strides)}]{offset}{f'={same}' if same != number else ''}?{v.guard}"
+        elif v.op == "dropout":
+            where = f"[{strides(-1, v.strides)}]{'+' if v.offset else ''}"
         parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     written: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, s in enumerate(program.stores):
@@ -181,3 +187,8 @@ def layout_key(program: Program) -> str:
         offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
         parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}]{offset}{shared}")
     return ";".join(parts)
+
+
+def dropout_constants(p: float) -> tuple[int, float]:
+    """The random word from which an element is kept (0 to 2**32), and what it is scaled by then."""
+    return round(p * 2**32), 0.0 if p == 1 else 1 / (1 - p)

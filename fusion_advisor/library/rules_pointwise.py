@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.library.index import Index
 from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
+from fusion_advisor.library.rules_random import RANDOM
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -213,5 +214,5 @@ POINTWISE: dict[str, Rule] = {
     "masked_fill": _masked_fill, "square": _square, "clamp_min": _clamp_side("maximum"), "clamp_max": _clamp_side("minimum"),
     "clip": _clamp, "addcdiv": _addcdiv, "lerp": _lerp, **{name: _fraction(name) for name in ("isnan", "isinf", "isfinite")},
     "logical_xor": _logical("xor"), "bitwise_xor": _logical("xor"), **ACTIVATIONS,
-    "addcmul": _addcmul,
+    "addcmul": _addcmul, **RANDOM,
 }  # fmt: skip

@@ -100,7 +100,11 @@ def shifted(where: Index, dim: int, start: int) -> Index:
 
 def _same_rule(op: OpNode, _before: TensorMeta, where: Index) -> Index:
     if op.target.startswith("aten.dropout") and len(op.args) > 2 and op.args[2]:
-        raise CannotLower("FA601", "live dropout draws random numbers that no kernel of ours reproduces")
+        raise CannotLower(
+            "FA601",
+            "live dropout draws from torch's own generator, which no kernel of ours reproduces; the library's dropout kernels "
+            "take a seed (fusion_advisor.library.philox.seeded_dropout)",
+        )
     return where
 
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion_advisor.library.program import ITEM_BYTES, REDUCTIONS, Operand, Pairs, Program, Store, Value, find_pairs
+from fusion_advisor.library.program import ADDRESSED, ITEM_BYTES, REDUCTIONS, Operand, Pairs, Program, Store, Value, find_pairs
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -58,6 +58,14 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """The number of an element that a ``dropout`` decides on: names of kernel arguments, or the digits 0 and 1."""
+
+    strides: tuple[str, ...]
+    offset: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A Program with names for everything that its kernel's signature holds.
 
@@ -78,6 +86,7 @@ class Schedule:
     indices: tuple[str, ...]
     sizes: tuple[str, ...]
     loads: dict[int, Access]
+    numbers: dict[int, Numbering]
     stores: tuple[Access, ...]
     arguments: tuple[tuple[str, int], ...]
     varies: tuple[frozenset[int], ...]
@@ -133,7 +142,7 @@ class Schedule:
         """Whether an index or an address may pass 32 bits."""
         program = self.program
         extents = [prod(program.dims)]
-        places = [(v.strides, v.offset) for v in program.values if v.op == "load"]
+        places = [(v.strides, v.offset) for v in program.values if v.op in ADDRESSED]
         places += [(s.strides, s.offset) for s in program.stores]
         for strides, offset in places:
             reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, strides, strict=True))
@@ -194,10 +203,14 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         return Access(operand=operand, pointer=pointer, strides=shared[key], offset=offset, is_pair=is_pair)
 
     loads: dict[int, Access] = {}
+    numbers: dict[int, Numbering] = {}
     load_partner = _partners(pairs.loads)
     for number, value in enumerate(program.values):
         even, odd = load_partner.get(number, (number, number))
-        if value.op == "load" and number not in loads:
+        if value.op == "dropout":
+            strides = _stride_names(names, "element", value.strides, arguments, is_paired=False)
+            numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
+        elif value.op == "load" and number not in loads:
             loads[even] = loads[odd] = named(program.values[even], is_pair=even != odd)
     stores: dict[int, Access] = {}
     store_partner = _partners(pairs.stores)
@@ -206,7 +219,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         if position not in stores:
             stores[even] = stores[odd] = named(program.stores[even], is_pair=even != odd)
     return Schedule(
-        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads,
+        program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
         stores=tuple(stores[position] for position in range(len(program.stores))),
         arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs,
     )  # fmt: skip
@@ -269,6 +282,13 @@ def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
         value = plan.program.values[number]
         waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
     return sorted(found)
+
+
+def base_is_multiple(program: Program, number: int, of: int) -> bool:
+    """Whether the number of the element in the first column is a multiple of ``of`` in every row."""
+    value = program.values[number]
+    moves = [stride for stride, size in zip(value.strides[:-1], program.dims[:-1], strict=True) if size > 1]
+    return all(move % of == 0 for move in (value.offset, *moves))
 
 
 def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
@@ -336,7 +356,7 @@ def _with_rows(program: Program) -> Program:
     if missing <= 0:
         return program
     values = tuple(
-        replace(v, strides=(0,) * missing + v.strides) if v.op == "load"
+        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
         else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
         for v in program.values
     )  # fmt: skip
@@ -351,7 +371,7 @@ def _varies(program: Program) -> tuple[frozenset[int], ...]:
         dims: set[int] = set()
         for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
             dims |= found[arg]
-        if value.op == "load":
+        if value.op in ADDRESSED:
             dims |= {d for d, stride in enumerate(value.strides) if stride != 0}
         elif value.op == "index":
             dims.add(value.dim)

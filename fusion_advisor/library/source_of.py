@@ -6,7 +6,9 @@ import torch
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.build import backend as backend_of
+from fusion_advisor.library.build import gemv_backend
 from fusion_advisor.library.discover import Kernel
+from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.library.program import Program
@@ -34,6 +36,8 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         if asked not in known:
             raise UsageError(detail=f"`{spec.name}` has no {what} `{asked}`", help=f"one of: {', '.join(known)}")
     case = next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
+    if spec.gemv is not None:
+        return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
     lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))
     program = named_program(lowered.program, tuple(kernel_patterns(spec)))
     return backend_of(backend).render(program, header_of(spec, chosen), tuning=Tuning(), fast_math=False)

@@ -18,7 +18,7 @@ from fusion_advisor.library.source import Tuning, identifier
 
 BACKENDS = ("triton", "cuda", "cpp")
 _KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
-         "tunables", "check", "bench", "preset")  # fmt: skip
+         "tunables", "check", "bench", "preset", "gemv")  # fmt: skip
 
 
 class BadManifest(AdvisorError):
@@ -67,6 +67,16 @@ class Preset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gemv:
+    """A kernel that is written by hand: a linear layer on few rows, see ``library.gemv``."""
+
+    is_gated: bool
+    """The weight holds gate and up rows; the result is ``silu(gate) * up``."""
+    norm_offsets: tuple[tuple[str, float], ...]
+    """(reference's variant, what it adds to the norm's weight)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSpec:
     """A kernel's manifest."""
 
@@ -90,6 +100,8 @@ class KernelSpec:
     bench: tuple[Case, ...]
     folder: Path
     presets: tuple[Preset, ...] = ()
+    gemv: Gemv | None = None
+    """Set where the kernel comes from the GEMV templates, not from its reference's ops."""
 
     def shape_of(self, tensor: Input, case: Case) -> tuple[int, ...]:
         """An input's shape in a case."""
@@ -144,6 +156,7 @@ class _Reader:
             outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
             check=self._cases("check", letters, dtypes),
             bench=self._cases("bench", letters, dtypes), folder=self.file.parent, presets=self._presets(letters, dtypes),
+            gemv=self._gemv(inputs, letters),
         )  # fmt: skip
 
     def _refuse(self, key: str, detail: str) -> None:
@@ -215,6 +228,30 @@ class _Reader:
         if not found:
             self._refuse("inputs", "needs at least one tensor")
         return tuple(found)
+
+    def _gemv(self, inputs: tuple[Input, ...], letters: set[str]) -> Gemv | None:
+        if "gemv" not in self.data:
+            return None
+        table = self._table("gemv")
+        self._known("gemv", table, ("is_gated", "norm_offsets"))
+        is_gated, offsets = table.get("is_gated", False), table.get("norm_offsets", {})
+        if not isinstance(is_gated, bool):
+            self._refuse("gemv.is_gated", "must be true or false")
+        if not isinstance(offsets, dict) or not all(isinstance(v, float) for v in offsets.values()):
+            self._refuse("gemv.norm_offsets", "needs a number for each variant that it names")
+        halves: tuple[int, ...] = (2,) if is_gated else ()
+        known: dict[str, tuple[str | int, ...]] = {
+            "x": ("M", "K"), "norm_weight": ("K",), "weight": (*halves, "N", "K"), "bias": (*halves, "N"), "residual": ("M", "N"),
+        }  # fmt: skip
+        for tensor in inputs:
+            if known.get(tensor.name) != tensor.shape or tensor.order != tensor.shape or tensor.dtype:
+                shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in known.items())
+                self._refuse(f"inputs.{tensor.name}", f"a [gemv] kernel's tensors are {shapes}")
+        if [tensor.name for tensor in inputs] != [name for name in known if name in {t.name for t in inputs}]:
+            self._refuse("inputs", f"must come in the order {', '.join(known)}")
+        if not {"x", "weight"} <= {tensor.name for tensor in inputs} or letters != {"M", "N", "K"}:
+            self._refuse("inputs", "a [gemv] kernel needs x and weight")
+        return Gemv(is_gated=is_gated, norm_offsets=tuple(offsets.items()))
 
     def _constants(self) -> tuple[tuple[str, float], ...]:
         found = []

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import Value
+from fusion_advisor.library.program import Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 _PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
@@ -39,7 +39,7 @@ class TritonWriter(Writer):
         is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
     """
 
-    helper_names = frozenset(_HELPERS | {"exp", "erfc", "maximum", "minimum"})
+    helper_names = frozenset(_HELPERS | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor"})
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
@@ -167,6 +167,18 @@ class TritonWriter(Writer):
         if value.op == "reduce_sum" and arg in self.zero_past_end:
             return self.text(arg).code
         return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.text(arg).code}, {identity(value)})"
+
+    def dropout(self, number: int, value: Value) -> Text:
+        """A call of the helper, with what columns share of the element's number and what they do not."""
+        self.helpers |= {"philox", "dropout_factor"}
+        numbering, (threshold, scale) = self.plan.numbers[number], dropout_constants(float(value.constant or 0))
+        seed, base = self.text(value.args[0]).code, self.number_base(numbering)
+        index, stride = self.plan.indices[-1], numbering.strides[-1]
+        col = {"0": "0", "1": index}.get(stride, f"{index} * {stride}")
+        if base == col == "0":
+            base = "tl.full([], 0, INDEX)"
+        code = f"dropout_factor({seed}, {base}, {col}, {threshold}, {scale!r}, BY_FOUR)"
+        return Text(f"{code}.to(tl.float32)" if self.is_float64 and value.dtype == "float32" else code)
 
     def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
         """A reduced tile; empty in a loop, whose skeleton accumulates it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fusion_advisor.library.schedule import Schedule
+from fusion_advisor.library.schedule import Schedule, base_is_multiple
 from fusion_advisor.library.source import KernelBuildFailed, Tuning
 
 _FLAT_BLOCK = 1024
@@ -31,7 +31,7 @@ class Shape:
     @property
     def text(self) -> str:
         """What the report shows: ``BLOCK_ROWS=1 BLOCK_COLS=4096 num_warps=8``."""
-        blocks = [f"{name}={value}" for name, value in self.constants.items() if name != "INDEX"]
+        blocks = [f"{name}={value}" for name, value in self.constants.items() if name.startswith("BLOCK")]
         return " ".join([*blocks, f"num_warps={self.num_warps}"])
 
 
@@ -58,6 +58,8 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
         constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
     tile *= 2 if plan.has_pairs else 1
+    if plan.numbers:
+        constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
     if programs >= 2**31 or tile > _MAX_TILE:
         cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
         raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.timing.clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6
-_MUST_GAIN = 0.02
+MUST_GAIN = 0.02
 """A choice that is faster by less than this may be so by chance; the backend's own then stays, and runs stay alike."""
 _BUDGET_S = 1.4
 """No further configuration is built after this; the last one may take another 0.3 s."""
@@ -38,6 +38,7 @@ _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
 
 Build = Callable[[Tuning], Launcher]
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +137,14 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
         bucket,
         backend,
         device_name,
-        _version(),
+        version(),
         *(["fast_math"] if fast_math else []),
     )
     return "|".join(parts)
 
 
-def _version() -> str:
+def version() -> str:
+    """This package's version; empty in a bare checkout."""
     try:
         return importlib.metadata.version("fusion-advisor")
     except importlib.metadata.PackageNotFoundError:
@@ -222,12 +224,34 @@ def _builder(program: Program, header: Header, backend: str, fast_math: bool, fo
 def _times(
     program: Program, built: Sequence[tuple[Tuning, str, Launcher]], device: torch.device, clock: Clock
 ) -> list[tuple[Tuning, str, int]]:
-    """Median nanoseconds of one call; a configuration that cannot be launched is left out."""
     inputs = sum(ITEM_BYTES[o.dtype] * o.element_count for o in program.operands if not o.is_output)
     outputs = program.moved_bytes - inputs
-    least_ns = max(program.moved_bytes / _GUESSED_BYTES_PER_NS, 1000.0)
-    rotation = plan_rotation(inputs, outputs, cache_bytes(device), least_ns, free_bytes(device) // 4, most_sets=_MOST_SETS)
-    sets = [list(allocate(program, device, seed=number)) for number in range(rotation.sets)]
+    return time_launchers(built, lambda seed: list(allocate(program, device, seed=seed)), inputs, outputs, device, clock)
+
+
+def time_launchers(
+    built: Sequence[tuple[Choice, str, Launcher]],
+    make_set: Callable[[int], list[torch.Tensor]],
+    input_bytes: int,
+    output_bytes: int,
+    device: torch.device,
+    clock: Clock,
+) -> list[tuple[Choice, str, int]]:
+    """Median nanoseconds of one call over sets of operands larger than the cache; what cannot be launched is left out.
+
+    Args:
+        built: (choice, its name, launcher).
+        make_set: makes the operands of the set with this number.
+        input_bytes: of one set.
+        output_bytes: of one set.
+        device: where they are.
+        clock: of the device.
+    """
+    least_ns = max((input_bytes + output_bytes) / _GUESSED_BYTES_PER_NS, 1000.0)
+    rotation = plan_rotation(
+        input_bytes, output_bytes, cache_bytes(device), least_ns, free_bytes(device) // 4, most_sets=_MOST_SETS
+    )
+    sets = [make_set(number) for number in range(rotation.sets)]
 
     def call_of(launch: Launcher) -> Callable[[int], Any]:
         return lambda number: launch(*sets[number])
@@ -247,7 +271,7 @@ def _choose(timed: Sequence[tuple[Tuning, int]]) -> tuple[Tuning, int, int]:
     """Return the choice, its time and the time of the backend's own choice."""
     own_ns = next((ns for tuning, ns in timed if tuning == Tuning()), 0)
     best, best_ns = min(timed, key=lambda item: item[1])
-    if own_ns and best_ns > own_ns * (1 - _MUST_GAIN):
+    if own_ns and best_ns > own_ns * (1 - MUST_GAIN):
         return Tuning(), own_ns, own_ns
     return best, best_ns, own_ns
 

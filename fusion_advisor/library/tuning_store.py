@@ -10,15 +10,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion_advisor.library.source import Tuning
 from fusion_advisor.serialize import write_atomic
 
 SCHEMA = "fusion-advisor-tuning/1"
 _LARGEST = 2**20
+_Record = TypeVar("_Record")
 
 
 def default_path() -> Path:
@@ -41,17 +42,21 @@ class TuningStore:
 
     def get(self, key: str) -> Tuning | None:
         """Return what was stored, or None."""
+        return self.get_as(Tuning, key)
+
+    def get_as(self, kind: type[_Record], key: str) -> _Record | None:
+        """Return what was stored as a dataclass of numbers and names, or None."""
         entry = self._entries().get(key)
         if entry is None:
             return None
-        tuning = _tuning(entry)
+        tuning = _read(kind, entry)
         if tuning is None:
             self._warn(f"{self.path}: the entry of {key} is damaged and was ignored")
         return tuning
 
-    def put(self, key: str, tuning: Tuning, *, median_ns: int, default_ns: int) -> None:
-        """Store a tuning, with its time and that of the backend's own choice beside it for the reader."""
-        given = {name: value for name, value in asdict(tuning).items() if value is not None}
+    def put(self, key: str, tuning: Any, *, median_ns: int, default_ns: int) -> None:
+        """Store a dataclass of launch parameters, with its time and that of the backend's own choice beside it for the reader."""
+        given = {name: value for name, value in asdict(tuning).items() if value}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.with_name(self.path.name + ".lock")):
@@ -76,13 +81,18 @@ class TuningStore:
         return dict(document["entries"])
 
 
-def _tuning(entry: object) -> Tuning | None:
+def _read(kind: type[_Record], entry: object) -> _Record | None:
     given = entry.get("tuning") if isinstance(entry, dict) else None
-    if not isinstance(given, dict) or not set(given) <= {field.name for field in fields(Tuning)}:
+    if not isinstance(given, dict):
         return None
-    if not all(type(value) is int and 0 < value <= _LARGEST for value in given.values()):
+    names = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if not set(given) <= set(names) or any(field.default is MISSING and name not in given for name, field in names.items()):
         return None
-    return Tuning(**given)
+    for name, value in given.items():
+        is_name = names[name].default is MISSING  # the one field without a default says which kernel it is
+        if is_name != isinstance(value, str) or not (is_name or (type(value) is int and 0 < value <= _LARGEST)):
+            return None
+    return kind(**given)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def render_html(report: Report) -> str:
         context=view.context_line(report),
         device=view.device_word(report),
         quality=view.quality(report),
+        findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),
         steps=view.steps(report),

@@ -86,6 +86,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             context=view.context_line(report),
             device=view.device_word(report),
             quality=view.quality(report),
+            findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
             fusions=report.fusions[:MAX_ROWS],

@@ -46,8 +46,7 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     lines.append(_line(view.headline(report).text, console))
     if report.chains:
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
-    lines += _launches(report, console)
-    return Group(*lines)
+    return Group(*lines, *_launches(report, console), *_findings(report, console))
 
 
 def apply_table(report: Report, console: Console) -> RenderableType:
@@ -94,6 +93,18 @@ def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
     lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
+    return lines
+
+
+def _findings(report: Report, console: Console) -> list[RenderableType]:
+    """What needs no kernel; the change stands on a line of its own, so that it can be copied."""
+    lines: list[RenderableType] = []
+    for title, reason, change in view.finding_lines(report):
+        lines += [_line(f"{title}. {reason}.", console), _line(f"   {change}", console, "cyan")]
+    if lines:
+        lines.insert(0, _line("Without any kernel:", console, "bold"))
+    if view.attention_line(report):
+        lines.append(_line(view.attention_line(report), console, "dim"))
     return lines
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Chain, Fusion, Match, NoMatch, Report, Status, StepProfile, Timing
+from fusion_advisor.records import Chain, Finding, Fusion, Match, NoMatch, Report, Status, StepProfile, Timing
 from fusion_advisor.report.text import plural, visible
 
 
@@ -215,6 +215,28 @@ def _result(report: Report) -> tuple[str, str]:
     return "warn", f"No measurable change against eager, {units.speedup(ratio)} {spread}: {times}."
 
 
+def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
+    """What needs no kernel, dearest first: the title with its gain, what was seen, and the change."""
+    return tuple(
+        (f"{one.id} {one.title}: {_gain(one)} of device time ({units.share(one.share)})", one.reason, one.change)
+        for one in report.findings
+    )
+
+
+def _gain(one: Finding) -> str:
+    return f"{units.duration(one.gain_ns)} measured" if one.is_measured else f"at most {units.duration(one.gain_ns)}"
+
+
+def attention_line(report: Report) -> str:
+    """Which backends ran attention on each side; empty where none did."""
+    parts = []
+    for step in steps(report):
+        names = ", ".join(f"{name} ({plural(count, 'kernel')}, {units.duration(ns)})" for name, count, ns in step.attention)
+        if names:
+            parts.append(f"{step.label} {names}")
+    return f"Attention ran as: {'; '.join(parts)}." if parts else ""
+
+
 def comparisons(report: Report) -> tuple[Comparison, ...]:
     """The before/after table; empty for a profile."""
     before, after = report.before, report.after
@@ -278,6 +300,8 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
     rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
+    if attention_line(report):
+        rows.append((False, attention_line(report)))
     if report.noise_share is not None:
         noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
         rows.append((report.noise_share > 0.02, noise))

@@ -12,6 +12,7 @@ from torch import nn
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import TensorMeta, Workload
+from fusion_advisor.workload.adjacent import lay_out_siblings
 from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
 from fusion_advisor.workload.device import (
     TORCH_DTYPES,
@@ -96,6 +97,7 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         )
     else:
         model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
+    lay_out_siblings(model)
     model.eval()
     inputs = make_inputs(model, request, device=device, dtype=dtype)
     record = _record(

@@ -1,5 +1,4 @@
-"""Bias add, split into queries, keys and values, and heads moved before the sequence: what lies between a packed projection and
-attention."""
+"""From a packed projection to attention: bias add, split into query, key and value, heads moved before the sequence."""
 
 from __future__ import annotations
 

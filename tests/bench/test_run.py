@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from fusion_advisor.cli.bench import parse_shape
 from fusion_advisor.cli.console import build_console
 from fusion_advisor.errors import UnknownSchema, UsageError
 from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.spec import Case
 from fusion_advisor.records import Bandwidth, Environment, Timing
 from fusion_advisor.timing.clock import WallClock, cache_bytes, interleaved, plan_rotation
@@ -180,6 +182,33 @@ def test_wrong_numbers_are_never_timed(ceilings, monkeypatch):
     assert (found.winner, found.best_ours, found.of_limit, found.speedup) == ("eager", "", None, None)
 
 
+DROPOUT = Case(sizes=(("R", 256), ("C", 256)), dtypes=("float32",))
+
+
+@pytest.mark.parametrize("name", ["dropout_add", "dropout_add_rmsnorm", "dropout_add_layernorm"])
+def test_torch_s_own_dropout_is_what_ours_is_timed_against(name, ceilings):
+    (found,) = bench([(load_kernel(name).spec, DROPOUT)], OPTIONS, Silent()).rows
+    eager, cpp = found.entrants
+    assert eager.timing is not None and cpp.timing is not None
+    assert (eager.rel_l2, eager.note) == (None, bench_row.DRAWS_NOTE)
+    assert cpp.rel_l2 < 1e-6 and not cpp.note
+
+
+@pytest.mark.parametrize(("wrong", "what"), [
+    (lambda x, residual, _seed, **_: residual + torch.nn.functional.dropout(x, 0.2), "mean square"),
+    (lambda x, residual, _seed, **_: residual + x, "mean square"),
+    (lambda x, residual, _seed, p: residual + 0.1 + torch.nn.functional.dropout(x, p), "mean"),
+    (lambda x, residual, _seed, **_: residual * float("nan"), "mean"),
+    (lambda x, _residual, _seed, p: torch.nn.functional.dropout(x, p)[0], "shape"),
+])  # fmt: skip
+def test_a_baseline_of_another_distribution_is_found_out(wrong, what, ceilings, tmp_path):
+    bed = bench_row.set_up(load_kernel("dropout_add").spec, "seeded", DROPOUT, "float32", OPTIONS, ceilings, tmp_path)
+    assert bed.work.baseline is not None
+    right = bed.work.baseline(*bed.work.sets[0].inputs)
+    assert bench_row._distribution([right], bed) == ""
+    assert what in bench_row._distribution([wrong(*bed.work.sets[0].inputs, p=0.1)], bed)
+
+
 def test_a_contender_that_fails_is_a_note(ceilings, monkeypatch):
     def fail(work, backend):
         raise RuntimeError("no such instruction\nand a trace")
@@ -201,6 +230,28 @@ def test_who_takes_part_on_which_device():
     assert names(device=cuda) == ["eager", "compile", "liger", "triton", "cuda"]
     assert names(device=cuda, backends=("cuda",), with_compile=False) == ["eager", "liger", "cuda"]
     assert names(device=CPU) == ["eager", "compile", "cpp"]
+    spec = load_kernel("rmsnorm_linear").spec
+    assert names(device=cuda) == ["eager", "compile", "cublas", "triton", "cuda", "chosen"]
+    assert names(device=CPU) == ["eager", "compile"]
+
+
+def test_linear_layers_against_torch_s_own_ops(ceilings, monkeypatch):
+    """The contenders of a GPU, with cuBLAS's place taken by the CPU's GEMM: all of them call it, ours too."""
+    options = BenchOptions(device=CPU, with_compile=False, rounds=3, budget_s=0.0)
+    monkeypatch.setattr(bench_row, "makers", lambda spec, options: [
+        ("eager", bench_peers.eager), ("cublas", bench_peers.cublas), ("chosen", bench_peers.chosen),
+        ("triton", lambda work: bench_peers.ours(work, "triton")),
+    ])  # fmt: skip
+    for name in ("rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual"):
+        jobs = [(load_kernel(name).spec, Case(sizes=(("M", 80), ("N", 24), ("K", 40)), dtypes=("bfloat16",)))]
+        (found,) = bench(jobs, options, Silent()).rows
+        eager, cublas, chosen, triton = found.entrants
+        assert eager.timing is not None and cublas.timing is not None and chosen.timing is not None
+        assert cublas.rel_l2 <= 2 * eager.rel_l2
+        assert (chosen.note, chosen.tuning) == ("takes cuBLAS", "cublas (default)")
+        assert triton.timing is None and triton.note.startswith("no kernel of ours")
+        operands = problem_of(*jobs[0][:1], "llama", jobs[0][1], "bfloat16").operands
+        assert found.moved_bytes == 2 * sum(math.prod(shape) for _, shape in operands)
 
 
 def fake_ops():

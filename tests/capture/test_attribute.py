@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture.attribute import median_step
+from fusion_advisor.capture.classify import attention_backend
 from fusion_advisor.capture.timeline import read_events, record
 from tests.capture.test_timeline import event
 
@@ -148,3 +149,39 @@ def test_nearly_all_time_is_joined_to_op_module_and_line(name):
         for launch in capture.launches
         if launch.category in ("gemm", "attention")
     )
+
+
+def test_kernels_of_attention_in_separate_ops_are_attention():
+    kernels = [("gemm", 2.0, "aten::bmm"), ("softmax", 3.0, "aten::_softmax"), ("gemm", 5.0, "aten::linear")]
+    events = cuda_step(0, 0.0, kernels)
+    events.append(event("cpu_op", "aten::_scaled_dot_product_attention_math", 1.0, 19.0, tid=1, **{"External id": 77}))
+    step = median_step(read_events(events), on_cuda=True)
+    assert [launch.category for launch in step.launches] == ["attention", "attention", "gemm"]
+
+
+@pytest.mark.parametrize(("has_gradient_mask", "backend"), [(False, "flash"), (True, "math")])
+def test_a_cpu_trace_names_the_backend_of_attention(has_gradient_mask, backend):
+    q = torch.randn(1, 2, 16, 8)
+    mask = torch.zeros(16, 16, requires_grad=True) if has_gradient_mask else None
+
+    def call():
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    step = median_step(record(call, steps=1, on_cuda=False), on_cuda=False)
+    names = [attention_backend(launch.kernel_name) for launch in step.launches if launch.category == "attention"]
+    assert set(names) == {backend}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+def test_a_gpu_trace_names_the_backend_that_torch_was_told_to_use(backend):
+    q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16)
+
+    def call():
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    call()
+    step = median_step(record(call, steps=1, on_cuda=True), on_cuda=True)
+    names = {attention_backend(launch.kernel_name) for launch in step.launches if launch.category == "attention"}
+    assert names == {backend.split("_")[0].lower()}

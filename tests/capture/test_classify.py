@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.capture.classify import attention_backend, base_name, class_of
 from fusion_advisor.library.rules import POINTWISE, SPECIAL
 from fusion_advisor.records import OpClass
 
@@ -41,3 +41,20 @@ def test_every_op_with_a_lowering_may_stand_in_a_chain():
     for name in (*POINTWISE, *SPECIAL):
         if name not in ("cat", "_to_copy"):  # a choice by index; a cast only in post-dispatch graphs
             assert class_of(name) in (OpClass.POINTWISE, OpClass.REDUCTION), name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "backend"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "cudnn"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "flash"),
+        ("void pytorch_flash::flash_fwd_splitkv_combine_kernel<...>", "flash"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>)", "efficient"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "flash"),
+        ("aten::_scaled_dot_product_attention_math", "math"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_gemm>", "math"),
+        ("void (anonymous namespace)::softmax_warp_forward<float>", "math"),
+    ],
+)
+def test_attention_backends(kernel, backend):
+    assert attention_backend(kernel) == backend

@@ -165,6 +165,18 @@ def test_raise_recompile_limit_is_undone():
     assert torch._dynamo.config.recompile_limit == before
 
 
+def test_fake_result_runs_a_node_on_the_layouts_of_its_inputs():
+    module = torch_internals.retrace_to_aten(lambda x: (x + 1).view(6, 2), torch_internals.fake_tensors([torch.randn(3, 4)]))
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    added, viewed = nodes["aten.add.Tensor"], nodes["aten.view.default"]
+    again = torch_internals.fake_result(module, viewed)
+    assert (type(again).__name__, tuple(again.shape)) == ("FakeTensor", (6, 2))
+    assert torch_internals.storage_key(again) == torch_internals.storage_key(added.meta["val"])
+    added.meta["val"] = added.meta["val"].new_empty(3, 8)[:, :4]
+    with pytest.raises((RuntimeError, ValueError)):
+        torch_internals.fake_result(module, viewed)
+
+
 def test_hook_tables_hold_every_forward_hook() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     tables = torch_internals.hook_tables(module)

@@ -51,7 +51,7 @@ def test_a_graph_that_saves_wall_time_stays(chosen):
     fused, row = chosen(10_000_000, 2_000_000)
     assert row.status is Status.KEPT and row.step_delta_ns == -8_000_000
     assert "wall time" in row.reason and row.name == TITLE
-    assert row.memory_bytes > 1 << 20
+    assert row.held_bytes > 1 << 20
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
 
 
@@ -84,7 +84,7 @@ def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):
     monkeypatch.setattr(install, "choose_graph", kept_graph)
     run = apply_workload(loaded, quick)
     row = run.report.rewrites[-1]
-    assert row.name == TITLE and row.status is Status.KEPT and row.memory_bytes > 0
+    assert row.name == TITLE and row.status is Status.KEPT and row.held_bytes > 0
     assert TITLE not in kept_passes(run.report.rewrites)
     assert load_report(dump_report(run.report)) == run.report
     assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)

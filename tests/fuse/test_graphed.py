@@ -149,6 +149,29 @@ def test_weights_written_in_place_are_used_without_recording_again(fused, record
     assert recorder.recorded == 1
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x):
+        return x * torch.tanh(self.table)
+
+
+def test_a_value_folded_from_a_buffer_is_computed_again_when_the_buffer_is_written_to(recorder):
+    model, x = Scaled().eval(), torch.randn(3, 8)
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=False).build((), ("fold_constants",))
+    assert variant.changed["fold_constants"]
+    fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
+    with torch.no_grad():
+        for _ in range(3):
+            for value in others(x, 3):
+                assert torch.equal(fused(value), fused._original(value))
+            model.table.add_(1.0)
+    assert recorder.recorded == 3, (fused.fallbacks, fused.graphs.refusals)
+
+
 def test_a_transposed_weight_at_the_same_address_is_seen(fused, x):
     for value in others(x, 3):
         fused(value)

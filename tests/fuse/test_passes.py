@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from fusion_advisor.fuse.passes import fold
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads
-from fusion_advisor.fuse.passes.fold import fold_constants
+from fusion_advisor.fuse.passes.fold import fold_constants, held_bytes
 from fusion_advisor.fuse.rewrite import rewrite_region
 from tests.tiny import profiled, region_of
 
@@ -245,3 +246,84 @@ def test_what_depends_on_an_input_is_not_folded():
     module, changed = rewritten(lambda x: torch.tanh(x * 0 + 1) * 2, (Q,), fold_constants)
     assert changed == [0]
     assert len(targets(module)) == 4
+
+
+# ---------------------------------------------------------------------- constants that depend on buffers
+
+
+def folded_over(function, table):
+    """Fold a function of (x, buffer); return the rewritten module and how many ops went."""
+    region, _, index_of = region_of(function, Q, table)
+    region.roles = ("input", "buffer")
+    module, changed = rewrite_region(region, index_of, [], [fold_constants])
+    torch.testing.assert_close(module(Q, table), function(Q, table))
+    return module, changed[0]
+
+
+def rotary(x, frequencies):
+    angles = torch.arange(6.0).unsqueeze(1) * frequencies
+    return x * torch.cos(angles) + torch.sin(angles)
+
+
+def test_what_depends_on_a_buffer_alone_is_computed_once():
+    module, changed = folded_over(rotary, torch.rand(8))
+    assert changed >= 5
+    assert [target for target in targets(module) if "aten" in target] == ["aten.mul.Tensor", "aten.add.Tensor"]
+    assert held_bytes(module.graph) == 2 * 6 * 8 * 4
+
+
+def test_it_is_computed_again_when_the_buffer_changes():
+    table = torch.rand(8)
+    module, _ = folded_over(rotary, table)
+    table.mul_(2)
+    torch.testing.assert_close(module(Q, table), rotary(Q, table))
+    other = torch.rand(8)
+    torch.testing.assert_close(module(Q, other), rotary(Q, other))
+
+
+def test_a_view_of_a_buffer_is_not_stored():
+    assert folded_over(lambda x, table: x + table.view(1, 8), torch.rand(8))[1] == 0
+
+
+def test_what_depends_on_a_parameter_or_a_written_buffer_is_not_folded():
+    region, _, index_of = region_of(rotary, Q, torch.rand(8))
+    region.roles = ("input", "parameter")
+    graph = rewrite_region(region, index_of, [], [fold_constants])[0].graph
+    assert any("cos" in str(node.target) for node in graph.nodes)
+
+    def counting(x, count):
+        count.add_(1)
+        return x * (count * 2)
+
+    region, _, index_of = region_of(counting, Q, torch.zeros(8))
+    region.roles = ("input", "buffer")
+    module, changed = rewrite_region(region, index_of, [], [fold_constants])
+    assert changed == [0]
+    count = torch.zeros(8)
+    torch.testing.assert_close(module(Q, count), Q * 2)
+    torch.testing.assert_close(module(Q, count), Q * 4)
+
+
+def test_an_inference_tensor_counts_no_writes_and_is_not_folded():
+    with torch.inference_mode():
+        table = torch.rand(8)
+    region, _, index_of = region_of(rotary, Q, torch.rand(8))
+    region.roles, region.example_args = ("input", "buffer"), (Q, table)
+    module = rewrite_region(region, index_of, [], [fold_constants])[0]
+    assert any("cos" in target for target in targets(module))
+
+
+def test_values_past_the_limit_are_computed_at_every_call(monkeypatch):
+    monkeypatch.setattr(fold, "HELD_LIMIT_BYTES", 6 * 8 * 4)
+    module, changed = folded_over(rotary, torch.rand(8))
+    assert changed > 0
+    assert held_bytes(module.graph) == 6 * 8 * 4
+    assert sum("cos" in target or "sin" in target for target in targets(module)) >= 1
+
+
+def test_the_rotary_tables_of_a_real_model_are_folded():
+    _, _, live = profiled("qwen2")
+    region = live.regions[0]
+    module, _ = rewrite_region(region, _indices(region), [], [drop_masks, group_query_heads, fold_constants])
+    assert not any(word in target for target in targets(module) for word in ("cos", "sin", "arange"))
+    torch.testing.assert_close(module(*region.example_args), region.original.forward(*region.example_args), rtol=1e-5, atol=1e-5)

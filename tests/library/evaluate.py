@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fusion_advisor.library.philox import philox4x32
+
 _BINARY = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,
     "maximum": torch.maximum, "minimum": torch.minimum,
@@ -72,6 +74,8 @@ def _one(program, value, args, guard, inputs):
         shape = [1] * len(dims)
         shape[value.dim] = dims[value.dim]
         return torch.arange(dims[value.dim]).reshape(shape)
+    if op == "dropout":
+        return _dropout(value, args[0], _address(dims, value)).to(dtype)
     if op == "size":
         return torch.tensor(dims[value.dim], dtype=dtype)
     if op.startswith("reduce_"):
@@ -94,12 +98,7 @@ def _one(program, value, args, guard, inputs):
 
 def _load(program, value, guard, tensor):
     """Gather by address, so that a guarded element is never touched."""
-    address = torch.tensor(value.offset)
-    for d, (size, stride) in enumerate(zip(program.dims, value.strides, strict=True)):
-        shape = [1] * len(program.dims)
-        if stride:
-            shape[d] = size
-            address = address + (torch.arange(size) * stride).reshape(shape)
+    address = _address(program.dims, value)
     if not address.dim():
         address = address.reshape([1] * len(program.dims))
     if guard is None:
@@ -108,3 +107,23 @@ def _load(program, value, guard, tensor):
     found = torch.zeros(address.shape, dtype=tensor.dtype)
     found[guard] = tensor[address[guard]]
     return found
+
+
+def _address(dims, value):
+    address = torch.tensor(value.offset)
+    for d, (size, stride) in enumerate(zip(dims, value.strides, strict=True)):
+        shape = [1] * len(dims)
+        if stride:
+            shape[d] = size
+            address = address + (torch.arange(size) * stride).reshape(shape)
+    return address
+
+
+def _dropout(value, seed, number):
+    """One Philox call for each element, and the word that is its own."""
+    seed, counter = seed.reshape(()), number >> 2
+    words = philox4x32(
+        (counter & 0xFFFFFFFF, counter >> 32, 0 * counter, 0 * counter), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    )
+    word = torch.stack(words).gather(0, (number & 3)[None])[0]
+    return (word >= round(value.constant * 2**32)).double() / (1 - value.constant)

@@ -40,7 +40,7 @@ def functions():
     }  # fmt: skip
     found = {name: (function, 1) for name, function in found.items()}
     for spec in list_kernels():
-        if all(tensor.shape == spec.inputs[0].shape and len(tensor.shape) == 2 for tensor in spec.inputs):
+        if spec.gemv is None and all(tensor.shape == spec.inputs[0].shape and len(tensor.shape) == 2 for tensor in spec.inputs):
             for variant, function in load_references(spec).references:
                 found[f"{spec.name}-{variant}"] = (function, len(spec.inputs))
     return found

@@ -44,6 +44,10 @@ class Build:
     def const(self, value, name="", dtype=None):
         return self.add("const", dtype=dtype or self.compute, constant=value, constant_name=name)
 
+    def dropout(self, p, numbers=None, offset=0):
+        seed = self.load("seed", (0,) * len(self.dims), dtype="int64", value_dtype="int64")
+        return self.add("dropout", seed, constant=p, strides=tuple(numbers or self.contiguous()), offset=offset)
+
     def store(self, name, value, strides=None, dtype=None, offset=0):
         strides = self.contiguous() if strides is None else tuple(strides)
         count = 1
@@ -281,4 +285,30 @@ def one_row_dim(cols=37):
     b = Build((cols,), is_reduced=True)
     x = b.load("x")
     b.store("out", b.add("sub", x, b.add("div", b.add("reduce_sum", x), b.add("size", dim=0))))
+    return b.program()
+
+
+def dropout_add(dims=(1001,), dtype="float32", strides=None, numbers=None, offset=0, p=0.25):
+    """residual + x dropped; ``numbers`` are the strides of the element's number where it is not the place in memory."""
+    b = Build(dims, dtype)
+    x, residual = b.load("x", strides), b.load("residual")
+    factor = b.dropout(p, numbers, offset)
+    b.store("out", b.add("add", residual, b.add("mul", x, factor)))
+    return b.program()
+
+
+def dropout_add_rmsnorm(rows=5, cols=24, dtype="float32"):
+    b = Build((rows, cols), dtype, is_reduced=True)
+    total = b.add("add", b.load("residual"), b.add("mul", b.load("x"), b.dropout(0.25)))
+    mean = b.add("div", b.add("reduce_sum", b.add("mul", total, total)), b.add("size", dim=1))
+    scale = b.add("rsqrt", b.add("add", mean, b.const(1e-6, "eps")))
+    b.store("total", total)
+    b.store("out", b.add("mul", b.load("weight", (0, 1)), b.add("mul", total, scale)))
+    return b.program()
+
+
+def row_dropout(rows=6, cols=40):
+    """One decision for a whole row."""
+    b = Build((rows, cols))
+    b.store("out", b.add("mul", b.load("x"), b.dropout(0.5, (1, 0))))
     return b.program()

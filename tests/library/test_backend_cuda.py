@@ -49,18 +49,10 @@ def test_matches_float64_oracle_on_the_host(tmp_path, name):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
 @pytest.mark.parametrize(
     "name",
-    [
-        "gelu_tanh-bfloat16",
-        "rope-bfloat16",
-        "add_layernorm-float16",
-        "swiglu_split-float32",
-        "five_dims",
-        "rope_pairs-bfloat16",
-        "rope_pairs-float64",
-        "looped_pairs",
-        "three_of_a_kind",
-    ],
-)
+    ["gelu_tanh-bfloat16", "rope-bfloat16", "add_layernorm-float16", "swiglu_split-float32", "five_dims", "dropout_wide",
+     "dropout_add_rmsnorm-bfloat16", "dropout_past_32_bits", "rope_pairs-bfloat16", "rope_pairs-float64", "looped_pairs",
+     "three_of_a_kind"],
+)  # fmt: skip
 def test_single_columns_do_what_packs_do(tmp_path, name):
     program = CASES[name]
     tensors, outputs = inputs(name, program), allocate(program)
@@ -91,6 +83,21 @@ def test_single_columns_do_what_packs_do(tmp_path, name):
 )
 def test_packs_are_as_wide_as_every_address_allows(program, want):
     assert pack_width(schedule(program, flatten_rows=True)) == want
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_dropout_is_the_same_in_packs_of_every_width(tmp_path, width):
+    program = CASES["dropout_wide"]
+    tensors, outputs = inputs("dropout_wide", program), allocate(program)
+    cuda_on_host.run(render(program), program, tensors, outputs, tmp_path, width=width)
+    assert distance("dropout_wide", outputs[0], evaluate(program, *tensors)[0]) <= 1
+
+
+def test_a_pack_takes_whole_calls_of_the_random_numbers():
+    widths = [pack_width(schedule(CASES[f"dropout_{name}"], flatten_rows=True))[0]
+              for name in ("wide", "past_32_bits", "rows_off_by_2", "rows_off_by_1")]  # fmt: skip
+    assert widths == [8, 4, 2, 1]
 
 
 def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():

@@ -20,7 +20,7 @@ from fusion_advisor.library.source import Tuning
 from fusion_advisor.library.source_of import header_of, named_program
 
 ARCHITECTURES = (80, 90, 100)
-SPECS = {spec.name: spec for spec in list_kernels()}
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
 HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 

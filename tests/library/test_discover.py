@@ -19,6 +19,9 @@ def arguments(spec, case, dtype=torch.float64):
     found = []
     for tensor in spec.inputs:
         sizes = dict(case.sizes)
+        if tensor.dtype == "int64":
+            found.append(torch.zeros(spec.shape_of(tensor, case), dtype=torch.int64))
+            continue
         by_dim = dict(zip(tensor.shape, spec.shape_of(tensor, case), strict=True))
         stored = torch.randn(
             [by_dim[dim] if isinstance(dim, str) else dim for dim in tensor.order], generator=generator, dtype=dtype
@@ -56,6 +59,17 @@ def test_references_keep_dtype_and_take_the_constants(name):
 
 def test_rmsnorm_variants_are_found_in_order():
     assert [variant for variant, _ in load_kernel("rmsnorm").references] == ["llama", "t5", "gemma", "builtin"]
+
+
+def test_a_baseline_belongs_to_a_reference(tmp_path):
+    kernel = load_kernel("dropout_add")
+    assert [variant for variant, _ in kernel.baselines] == ["seeded"]
+    assert load_kernel("rmsnorm").baselines == ()
+    folder = scaffold("mine", tmp_path)
+    with (folder / "reference.py").open("a") as file:
+        file.write("\n\ndef baseline_other(x, weight, *, eps=1e-6):\n    return x\n")
+    with pytest.raises(BadReference, match="baseline_other has no reference_other"):
+        load_kernel("mine", (tmp_path,))
 
 
 def test_loading_leaves_no_module_behind():

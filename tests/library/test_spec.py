@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion_advisor.library.source import Tuning
-from fusion_advisor.library.spec import BadManifest, Case, Input, read_spec
+from fusion_advisor.library.spec import BadManifest, Case, Gemv, Input, read_spec
 
 GOOD = """
 name = "thing"
@@ -87,3 +87,54 @@ def test_refuses_with_file_and_key(tmp_path, old, new, key, words):
 def test_a_missing_manifest_is_refused(tmp_path):
     with pytest.raises(BadManifest, match="No such file"):
         read_spec(tmp_path)
+
+
+GEMV = """
+name = "layer"
+summary = "s"
+source = "u"
+dtypes = ["bfloat16"]
+backends = ["cuda"]
+outputs = ["out"]
+
+[gemv]
+{gemv}
+
+[inputs]
+{inputs}
+
+[[check]]
+sizes = {{ M = 1, N = 2, K = 3 }}
+
+[[bench]]
+sizes = {{ M = 1, N = 2, K = 3 }}
+"""
+X, WEIGHT = 'x = ["M", "K"]', 'weight = ["N", "K"]'
+
+
+def gemv_manifest(tmp_path, gemv="", inputs=(X, WEIGHT)):
+    (tmp_path / "layer").mkdir()
+    (tmp_path / "layer/kernel.toml").write_text(GEMV.format(gemv=gemv, inputs="\n".join(inputs)))
+    return read_spec(tmp_path / "layer")
+
+
+def test_a_kernel_written_by_hand(tmp_path):
+    spec = gemv_manifest(tmp_path, "is_gated = true\nnorm_offsets = { gemma = 1.0 }", (X, 'weight = [2, "N", "K"]'))
+    assert spec.gemv == Gemv(is_gated=True, norm_offsets=(("gemma", 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("gemv", "inputs", "complaint"),
+    [
+        ("is_gated = 1", (X, WEIGHT), "gemv.is_gated: must be true or false"),
+        ("gated = true", (X, WEIGHT), "gemv.gated: unknown key; did you mean `is_gated`?"),
+        ('norm_offsets = { gemma = "1" }', (X, WEIGHT), "gemv.norm_offsets: needs a number"),
+        ("is_gated = true", (X, WEIGHT), "inputs.weight: a .gemv. kernel's tensors are"),
+        ("", (WEIGHT, X), "inputs: must come in the order x, norm_weight, weight"),
+        ("", (X, WEIGHT, 'scale = ["N"]'), "inputs.scale: a .gemv. kernel's tensors are"),
+        ("", (X, 'residual = ["M", "N"]'), "inputs: a .gemv. kernel needs x and weight"),
+    ],
+)
+def test_a_kernel_written_by_hand_that_is_wrong(tmp_path, gemv, inputs, complaint):
+    with pytest.raises(BadManifest, match=complaint):
+        gemv_manifest(tmp_path, gemv, inputs)

@@ -24,21 +24,27 @@ def drop_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor
 
     Must run before the masks are folded into stored tensors.
     """
-    calls = [node for node in graph.nodes if node.target is _SDPA and isinstance(_argument(node, "attn_mask"), Node)]
-    foldable = foldable_nodes(graph)
-    masks = [mask for mask in {_argument(node, "attn_mask"): None for node in calls} if mask in foldable]
-    meaning = {mask: _meaning(value) for mask, value in evaluate(masks).items()}
-    changed = 0
-    for node in calls:
-        found = meaning.get(_argument(node, "attn_mask"))
-        if found is None or bool(_argument(node, "is_causal")):
-            continue
+    meanings = mask_meanings(graph)
+    for node, found in meanings.items():
         arguments = [_argument(node, name) for name in _ARGUMENTS]
         arguments[3], arguments[5] = None, found == "causal"
         arguments[4] = arguments[4] or 0.0
         node.args, node.kwargs = tuple(arguments), {name: value for name, value in node.kwargs.items() if name not in _ARGUMENTS}
-        changed += 1
-    return changed
+    return len(meanings)
+
+
+def mask_meanings(graph: Graph) -> dict[Node, str]:
+    """Return the attention calls whose mask depends on no input and says no more than a flag: ``causal`` or ``all true``."""
+    calls = [
+        node
+        for node in graph.nodes
+        if node.target is _SDPA and isinstance(_argument(node, "attn_mask"), Node) and not _argument(node, "is_causal")
+    ]
+    foldable = foldable_nodes(graph)
+    masks = [mask for mask in {_argument(node, "attn_mask"): None for node in calls} if mask in foldable]
+    meaning = {mask: _meaning(value) for mask, value in evaluate(masks).items()}
+    found = {node: meaning.get(_argument(node, "attn_mask")) for node in calls}
+    return {node: text for node, text in found.items() if text is not None}
 
 
 def group_query_heads(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:

@@ -1,0 +1,114 @@
+"""Tensors that a rewritten graph keeps between calls, and how it notices that what they were made from has changed.
+
+A value computed once from buffers or parameters would be stale after somebody exchanged or wrote to one of them. So the graph
+hands the sources to a call at every step, which compares them with those it knows (a few hundred nanoseconds on the host, nothing
+on the device) and computes again where they differ. What torch itself cannot see stays unseen: a write through ``tensor.data``
+counts no version. A view of the sources' own memory needs no such care, because it is them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_advisor.fuse.rewrite import LayoutChanged
+
+Compute = Callable[..., torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Known:
+    """One source as it was when the value was computed."""
+
+    tensor: torch.Tensor
+    address: int
+    version: int
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return tensor is self.tensor and tensor.data_ptr() == self.address and tensor._version == self.version
+
+
+class Held:
+    """A function of source tensors that computes only when one of them is another tensor or was written to.
+
+    Args:
+        name: stands in the graph's code.
+        compute: makes the value from the sources.
+        sources: the tensors of now; the value is computed from them at once.
+
+    Raises:
+        RuntimeError: a source is an inference tensor, which counts no writes.
+    """
+
+    def __init__(self, name: str, compute: Compute, sources: Sequence[torch.Tensor]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._compute = compute
+        self._update(sources)
+
+    def __call__(self, *now: torch.Tensor) -> torch.Tensor:
+        """Return the value for the sources of this call."""
+        if not all(one.is_still(source) for one, source in zip(self._known, now, strict=True)):
+            self._update(now)
+        return self._value
+
+    @property
+    def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Each source with the count of writes that the value was computed after."""
+        return tuple((one.tensor, one.version) for one in self._known)
+
+    def _update(self, sources: Sequence[torch.Tensor]) -> None:
+        self._value = self._compute(*sources)
+        self._known = tuple(_Known(tensor=source, address=source.data_ptr(), version=source._version) for source in sources)
+
+
+def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of tensors that lie one after the other in memory that views them as one, along their first dim.
+
+    The view is made again when a source is another tensor or moved; nothing is copied, so what is written to a source is seen.
+
+    Args:
+        name: stands in the graph's code.
+        sources: contiguous tensors for which :func:`lie_together` holds.
+
+    Raises:
+        LayoutChanged: (when called) they no longer lie together.
+    """
+    view: torch.Tensor | None = _view(sources)
+    known: tuple[tuple[torch.Tensor, int], ...] = tuple((source, source.data_ptr()) for source in sources)
+
+    def call(*now: torch.Tensor) -> torch.Tensor:
+        nonlocal view, known
+        if view is not None and all(
+            source is tensor and source.data_ptr() == address for (tensor, address), source in zip(known, now, strict=True)
+        ):
+            return view
+        view, known = None, ()  # a fallback for good must not keep old weights alive
+        view = _view(now)
+        known = tuple((source, source.data_ptr()) for source in now)
+        return view
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def lie_together(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether contiguous tensors of one dtype lie one after the other in one storage, so that one view covers them."""
+    first = sources[0]
+    storage = first.untyped_storage().data_ptr()
+    place = first.data_ptr()
+    for source in sources:
+        is_plain = source.is_contiguous() and source.dtype == first.dtype and source.shape[1:] == first.shape[1:]
+        if not is_plain or source.untyped_storage().data_ptr() != storage or source.data_ptr() != place:
+            return False
+        place += source.numel() * source.element_size()
+    return True
+
+
+def _view(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not lie_together(sources):
+        raise LayoutChanged("weights that lay one after the other in memory no longer do")
+    first = sources[0].detach()
+    rows = sum(source.shape[0] for source in sources)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,0 +1,239 @@
+"""Merged GEMMs, tried last: the step with every kept rewrite against the same step with its q/k/v and gate/up GEMMs merged.
+
+The chains behind a merged GEMM read slices of a wider tensor. Original pointwise ops lose their vector loads on such slices,
+fused kernels do not, so a merge that is timed before the chains would look worse than it is. It is therefore timed on top of
+everything that was kept, with those kernels bound (and checked) on the new layouts; its row is the last of the cumulative ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.decide import Decision, StepRunner, Verdict, verdict_of
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.passes.merge import MergedRegion, merge_linears
+from fusion_advisor.fuse.plan import PlannedFusion
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.relocate import merged_bench, relocate
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.library.rule import CannotLower
+from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.stopwatch import as_timing, median_interval
+
+TITLE = "linears that read one input run as one GEMM"
+_ID = f"R{len(PASSES) + 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What stays in the model, and the bench whose graphs it is written into."""
+
+    bench: Bench
+    decision: Decision
+    rewrites: tuple[GraphRewrite, ...]
+    fusions: list[Fusion]
+    built: list[BuiltFusion]
+
+
+class CannotMove(Exception):
+    """A kept fusion has no passing kernel on the merged layout; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedStep:
+    """A bench over merged graphs with the kept fusions on it."""
+
+    bench: Bench
+    built: list[BuiltFusion]
+    kernels: dict[str, tuple[RenderedKernel, ...]]
+    """What was rendered anew, by fusion id."""
+    merged: int
+    held_bytes: int
+
+
+def merge_gemms(
+    kept: Kept,
+    options: ApplyOptions,
+    kernel_dir: Path,
+    progress: Progress,
+    *,
+    budget_s: float,
+    free_bytes: int,
+) -> Kept:
+    """Merge GEMMs where that pays on top of what was kept.
+
+    Args:
+        kept: what was decided without merging.
+        options: the keep rule's thresholds; ``merge_copies`` allows a merged copy of weights that lie apart.
+        kernel_dir: where kernels for the new layouts are built.
+        progress: told what is found.
+        budget_s: seconds for the timing.
+        free_bytes: of the device, for copies.
+
+    Returns:
+        The same with one more row, and on the merged graphs when merging stays; unchanged when no two linears share an input.
+    """
+    regions = merge_all(kept.bench, may_copy=options.merge_copies, free_bytes=free_bytes)
+    refusals = [refusal for one in regions for refusal in one.refusals]
+    if not any(one.merged for one in regions):
+        if not refusals:
+            return kept
+        return _refused(kept, f"{len(refusals)} groups were found, none was merged: {refusals[0]}", len(refusals))
+    backend = options.backend or ("triton" if kept.bench.on_cuda else "cpp")
+    try:
+        merged = on_merged(kept.bench, regions, kept.built, mover(kernel_dir, backend=backend, fast_math=options.fast_math))
+    except CannotMove as refusal:
+        return _refused(kept, str(refusal), sum(one.merged for one in regions))
+    progress.note(f"{merged.merged} merged GEMMs, timed on top of what was kept")
+    return _judged(kept, merged, refusals, options, budget_s)
+
+
+def merge_all(bench: Bench, *, may_copy: bool, free_bytes: int) -> list[MergedRegion]:
+    """Merge linears in a copy of every region.
+
+    Args:
+        bench: its regions stay as they are.
+        may_copy: hold merged copies of weights that lie apart, where all of them fit.
+        free_bytes: of the device.
+    """
+    weights = sum(
+        value.numel() * value.element_size()
+        for region in bench.live.regions
+        for value, role in zip(region.example_args, region.roles, strict=True)
+        if role == "parameter"
+    )
+    return [merge_linears(region, may_copy=may_copy and weights < free_bytes) for region in bench.live.regions]
+
+
+Move = Callable[[Bench, PlannedFusion, int], tuple[BuiltFusion, RenderedKernel]]
+
+
+def mover(kernel_dir: Path, *, backend: str, fast_math: bool) -> Move:
+    """Return what builds and checks a fusion on a new layout.
+
+    Args:
+        kernel_dir: where its source goes, beside the kernel of the layout before.
+        backend: ``triton``, ``cuda`` or ``cpp``.
+        fast_math: let the kernel approximate.
+    """
+
+    def move(bench: Bench, planned: PlannedFusion, number: int) -> tuple[BuiltFusion, RenderedKernel]:
+        named = replace(planned, id=f"{planned.id}_merged{number}")
+        trial = try_fusion(bench, named, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, seed=number, is_timed=False)
+        if trial.built is None:
+            raise CannotMove(f"{planned.id} on the merged layout: {trial.fusion.reason}")
+        return bench.install(planned, trial.built.kernel, trial.built.built), trial.built.kernel
+
+    return move
+
+
+def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[BuiltFusion], move: Move) -> MergedStep:
+    """Bind fusions on merged graphs; those whose layouts did not change keep their kernels.
+
+    Args:
+        bench: over the graphs before merging.
+        regions: from :func:`merge_all`.
+        built: fusions of ``bench`` that stay.
+        move: builds a fusion whose layout changed.
+
+    Raises:
+        CannotMove: a fusion cannot be had on the new layout.
+    """
+    new, moved = merged_bench(bench, regions)
+    pairs = []
+    for item in built:
+        try:
+            pairs += [(item, planned) for planned in relocate(item.planned, new, moved)]
+        except CannotLower as refusal:
+            raise CannotMove(f"{item.planned.id} on the merged layout: {refusal.reason}") from refusal
+    new.observe([planned for _, planned in pairs])
+    result: list[BuiltFusion] = []
+    kernels: dict[str, tuple[RenderedKernel, ...]] = {}
+    for number, (item, planned) in enumerate(pairs):
+        if planned.program == item.planned.program:
+            fresh = new.install(planned, item.kernel, item.built)
+        else:
+            fresh, rendered = move(new, planned, number)
+            kernels[planned.id] = (*kernels.get(planned.id, ()), rendered)
+        if fresh.refusals:
+            raise CannotMove(f"{planned.id} on the merged layout: {fresh.refusals[0]}")
+        result.append(fresh)
+    return MergedStep(
+        bench=new,
+        built=result,
+        kernels=kernels,
+        merged=sum(one.merged for one in regions),
+        held_bytes=sum(one.held_bytes for one in regions),
+    )
+
+
+def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: ApplyOptions, budget_s: float) -> Kept:
+    passes = kept_passes(kept.rewrites)
+    plain, with_merge = kept.bench.build(kept.built, passes), merged.bench.build(merged.built, passes)
+    on_cuda = kept.bench.on_cuda
+
+    def before() -> Any:
+        return kept.bench.run(plain)
+
+    def after() -> Any:
+        return merged.bench.run(with_merge)
+
+    runner = StepRunner(kept.bench)
+    calls = runner.recorded([before, before, after])
+    control, separate, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=on_cuda)
+    same = measure.difference(control, separate, options.confidence)
+    verdict = verdict_of(
+        _ID,
+        measure.difference(separate, together, options.confidence),
+        step_ns=median_interval(separate)[0],
+        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
+        min_gain=options.min_gain,
+    )
+    row = _row(verdict, merged, refusals)
+    rewrites = (*kept.rewrites, row)
+    if verdict.status is not Status.KEPT:
+        return replace(kept, rewrites=rewrites)
+    del calls
+    runner.forget()
+    untouched = kept.bench.build((), ())
+
+    def original() -> Any:
+        return kept.bench.run(untouched)
+
+    confirm = measure.interleave(runner.recorded([original, after]), rounds=100, budget_s=budget_s / 3, on_cuda=on_cuda)
+    decision = replace(
+        kept.decision,
+        before=as_timing(confirm[0], runner.method),
+        after=as_timing(confirm[1], runner.method),
+        method=runner.method,
+    )
+    fusions = [
+        replace(fusion, rendered=merged.kernels[fusion.id]) if fusion.id in merged.kernels else fusion for fusion in kept.fusions
+    ]
+    return Kept(bench=merged.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=merged.built)
+
+
+def _row(verdict: Verdict, merged: MergedStep, refusals: Sequence[str]) -> GraphRewrite:
+    memory = f"copies of {merged.held_bytes:,} bytes are held" if merged.held_bytes else "no weight is copied"
+    left = f"; {len(refusals)} groups were left alone: {refusals[0]}" if refusals else ""
+    return GraphRewrite(
+        id=verdict.id,
+        name=TITLE,
+        status=verdict.status,
+        reason=f"{verdict.reason} (timed last, on top of all that was kept); {memory}{left}",
+        sites=merged.merged,
+        step_delta_ns=verdict.delta_ns,
+        step_delta_ci_ns=verdict.interval_ns,
+        held_bytes=merged.held_bytes if verdict.status is Status.KEPT else 0,
+    )
+
+
+def _refused(kept: Kept, reason: str, sites: int) -> Kept:
+    row = GraphRewrite(id=_ID, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=sites)
+    return replace(kept, rewrites=(*kept.rewrites, row))

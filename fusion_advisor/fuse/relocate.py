@@ -1,0 +1,78 @@
+"""Planned fusions on another layout: the same chains in a graph whose GEMMs were merged, lowered and bound anew.
+
+The nodes of a chain have copies in the merged graph, but what they read may now be a slice of a wider tensor, so each site is
+lowered again from the new layouts. Sites that had equal programs may differ then (the slice of k starts elsewhere than that of
+q): one fusion becomes one per program, under the same id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from fusion_advisor.capture.graph import LiveCapture
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.passes.merge import MergedRegion
+from fusion_advisor.fuse.plan import PlannedFusion
+from fusion_advisor.library.lower import Lowered, lower
+from fusion_advisor.library.program import Program
+from fusion_advisor.records import Site
+
+
+def merged_bench(bench: Bench, merged: Sequence[MergedRegion]) -> tuple[Bench, dict[int, int]]:
+    """Return a bench over merged regions, and the new index of each op that is still there.
+
+    Args:
+        bench: over the regions that ``merged`` was made from.
+        merged: one per region of the bench.
+    """
+    live = LiveCapture(regions=[one.region for one in merged], breaks=bench.live.breaks, output=bench.live.output)
+    new = Bench(live, on_cuda=bench.on_cuda)
+    moved: dict[int, int] = {}
+    for one, before, after in zip(merged, bench.index_of, new.index_of, strict=True):
+        moved.update(_moved(one.copies, before, after))
+    return new, moved
+
+
+def _moved(copies: Mapping[Node, Node], before: Mapping[Node, int], after: Mapping[Node, int]) -> dict[int, int]:
+    return {before[old]: after[new] for old, new in copies.items() if new in after}
+
+
+def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> list[PlannedFusion]:
+    """Return a fusion's sites in the merged graph, as one fusion per program.
+
+    Args:
+        planned: of the graph before merging.
+        bench: over the merged regions.
+        moved: from :func:`merged_bench`.
+
+    Raises:
+        CannotLower: a site is no single kernel in the new layout.
+    """
+    by_program: dict[Program, list[tuple[Site, Lowered]]] = {}
+    for site, lowered in zip(planned.chain.sites, planned.sites, strict=True):
+        members = tuple(moved[index] for index in site.op_indices)
+        fresh = lower(bench.ops, members, tuple(moved[index] for index in lowered.outputs))
+        program = _named_like(fresh.program, planned.program)
+        by_program.setdefault(program, []).append((replace(site, op_indices=members), replace(fresh, program=program)))
+    return [
+        replace(
+            planned,
+            chain=replace(planned.chain, sites=tuple(site for site, _ in pairs)),
+            program=program,
+            sites=tuple(lowered for _, lowered in pairs),
+        )
+        for program, pairs in by_program.items()
+    ]
+
+
+def _named_like(program: Program, model: Program) -> Program:
+    """Give a program the names that the library's kernel gave to operands and constants; only layouts differ between the two."""
+    mine, theirs = program.values, model.values
+    if len(program.operands) != len(model.operands) or [value.op for value in mine] != [value.op for value in theirs]:
+        return program
+    operands = tuple(replace(own, name=named.name) for own, named in zip(program.operands, model.operands, strict=True))
+    values = tuple(replace(own, constant_name=named.constant_name) for own, named in zip(mine, theirs, strict=True))
+    return replace(program, operands=operands, values=values)

@@ -1,0 +1,232 @@
+"""A linear layer on few rows, with what stands around it: the problem, and the launch parameters of its hand-written kernels.
+
+``out = epilogue(prologue(x) @ weight.T)``: RMSNorm before, bias, gate and residual after. Up to some 16 rows the time goes into
+reading the weight, so a kernel is as good as its loads; beyond, a GEMM is. A GEMV is no loop over one output row's elements and
+so no :class:`~fusion_advisor.library.program.Program`; these records take its place between choosing, rendering and launching.
+
+The norm costs no pass of its own: a row's ``rsqrt(mean(x²) + eps)`` is one factor for all its results, so the kernels sum up
+``x²`` beside ``x * norm_weight`` and multiply at the end. Eager rounds the normed row twice, this rounds it once or never.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+from fusion_advisor.library.program import ITEM_BYTES
+from fusion_advisor.library.source import Header, identifier
+from fusion_advisor.library.spec import Case, KernelSpec
+
+Form = Literal["cuda_fma", "cuda_mma", "triton_fma", "triton_dot", "cublas"]
+FORMS: dict[str, tuple[Form, ...]] = {"cuda": ("cuda_fma", "cuda_mma"), "triton": ("triton_fma", "triton_dot")}
+MOST_ROWS = 64
+"""Above, cuBLAS is at its limit, and no kernel of ours is offered."""
+CROSSOVER_ROWS = 16
+"""Up to here one of ours is taken where nothing was measured."""
+_FMA_ROWS = 8
+_HALF = ("float16", "bfloat16")
+_SHARED_BYTES = 48 * 1024
+"""Static shared memory of a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemvProblem:
+    """What is computed. All tensors are contiguous and of one dtype; sums are float32.
+
+    Operands, in order: ``x (m, k)``, ``norm_weight (k)``, ``weight (n, k)``, ``bias (n)``, ``residual (m, n)``, ``out (m, n)``,
+    less those that the problem lacks. Gated, weight and bias have ``2 n`` rows, the gate's first: ``out = silu(gate) * up``.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    has_norm: bool = False
+    eps: float = 1e-6
+    norm_offset: float = 0.0
+    """Added to the norm's weight: 1 for Gemma."""
+    has_bias: bool = False
+    is_gated: bool = False
+    has_residual: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight."""
+        return 2 * self.n if self.is_gated else self.n
+
+    @property
+    def operands(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(name, shape) in the order of a launch; the output is last."""
+        found: list[tuple[str, tuple[int, ...]]] = [("x", (self.m, self.k))]
+        if self.has_norm:
+            found.append(("norm_weight", (self.k,)))
+        found.append(("weight", (self.weight_rows, self.k)))
+        if self.has_bias:
+            found.append(("bias", (self.weight_rows,)))
+        if self.has_residual:
+            found.append(("residual", (self.m, self.n)))
+        return (*found, ("out", (self.m, self.n)))
+
+    @property
+    def weight_bytes(self) -> int:
+        """What has to be read at least."""
+        return self.weight_rows * self.k * ITEM_BYTES[self.dtype]
+
+    @property
+    def text(self) -> str:
+        """``rmsnorm, linear, residual``."""
+        parts = ("rmsnorm" * self.has_norm, "linear", "bias" * self.has_bias, "silu gate" * self.is_gated)
+        return ", ".join(part for part in (*parts, "residual" * self.has_residual) if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemvConfig:
+    """Which kernel, and its launch parameters; those of the other kernels are 0.
+
+    ``cuda_fma``  a thread owns columns and multiplies them with every row of its block in float32; any dtype
+    ``cuda_mma``  a warp multiplies 16 rows of x by 8 of the weight in tensor cores, from registers to registers
+    ``triton_fma``, ``triton_dot``  the same two ideas in Triton
+    ``cublas``  torch's own ops
+    """
+
+    form: Form
+    rows: int = 0
+    """Rows of the weight for a block."""
+    warps: int = 0
+    unroll: int = 0
+    """CUDA: 16-byte loads of a thread from each row that are under way together."""
+    block_k: int = 0
+    """Triton: columns of a tile."""
+    stages: int = 0
+    """Triton: tiles under way together."""
+    overlap: int = 0
+    """CUDA, 1: the first loads of the weight do not wait for the kernel before (programmatic dependent launch, sm_90)."""
+
+    @property
+    def text(self) -> str:
+        """``cuda_mma rows=16 warps=4 unroll=4``."""
+        names = ("rows", "warps", "unroll", "block_k", "stages", "overlap")
+        return " ".join([self.form, *(f"{name}={getattr(self, name)}" for name in names if getattr(self, name))])
+
+
+CUBLAS = GemvConfig(form="cublas")
+
+_CONFIGS: dict[Form, tuple[GemvConfig, ...]] = {
+    "cuda_fma": (
+        GemvConfig(form="cuda_fma", rows=2, warps=4, unroll=4),
+        GemvConfig(form="cuda_fma", rows=4, warps=4, unroll=2),
+    ),
+    "cuda_mma": (
+        GemvConfig(form="cuda_mma", rows=16, warps=4, unroll=4),
+        GemvConfig(form="cuda_mma", rows=8, warps=4, unroll=4),
+    ),
+    "triton_fma": (
+        GemvConfig(form="triton_fma", rows=2, warps=4, block_k=1024, stages=2),
+        GemvConfig(form="triton_fma", rows=4, warps=4, block_k=512, stages=2),
+    ),
+    "triton_dot": (
+        GemvConfig(form="triton_dot", rows=16, warps=4, block_k=256, stages=4),
+        GemvConfig(form="triton_dot", rows=32, warps=4, block_k=128, stages=4),
+    ),
+}  # fmt: skip
+"""The first of each is taken where nothing was measured."""
+
+
+def refusal(problem: GemvProblem, form: Form) -> str:
+    """Why a kernel does not serve a problem; empty when it does."""
+    if form == "cublas":
+        return ""
+    most = {"cuda_fma": _FMA_ROWS, "triton_fma": 1}.get(form, MOST_ROWS)
+    if problem.m > most:
+        return f"{form} takes up to {most} rows, not {problem.m}"
+    if min(problem.m, problem.n, problem.k) < 1:
+        return "there is nothing to read"
+    if problem.dtype not in (*_HALF, "float32"):
+        return f"{form} does not take {problem.dtype}"
+    if form in ("cuda_fma", "triton_fma"):
+        return ""
+    if problem.dtype not in _HALF:
+        return f"{form} multiplies in tensor cores, which round {problem.dtype}"
+    if problem.has_norm and problem.dtype == "float16":
+        return f"{form} rounds x * norm_weight before the norm's factor is known, and float16 might overflow"
+    if form == "cuda_mma" and problem.k % 8:
+        return f"cuda_mma reads 8 columns at once, and {problem.k} is no multiple of 8"
+    return ""
+
+
+def candidates(problem: GemvProblem, backends: tuple[str, ...] = ("cuda", "triton")) -> tuple[GemvConfig, ...]:
+    """Configurations of ours that serve a problem, each backend's own choice first; cuBLAS is not among them."""
+    found = []
+    for backend in backends:
+        forms = [form for form in FORMS[backend] if not refusal(problem, form)]
+        # Beyond a few rows the tensor cores' form has nothing to fear from the other, and is taken first.
+        forms.sort(key=lambda form: (form in ("cuda_mma", "triton_dot")) != (problem.m > 4))
+        found += [config for form in forms for config in _CONFIGS[form] if fits(problem, config)]
+    return tuple(found)
+
+
+def default_config(problem: GemvProblem, backends: tuple[str, ...] = ("cuda", "triton")) -> GemvConfig:
+    """The choice where nothing was measured: ours up to CROSSOVER_ROWS, cuBLAS above."""
+    ours = candidates(problem, backends) if problem.m <= CROSSOVER_ROWS else ()
+    return ours[0] if ours else CUBLAS
+
+
+def fits(problem: GemvProblem, config: GemvConfig) -> bool:
+    """Whether a block's partial sums fit into static shared memory."""
+    if config.form != "cuda_mma":
+        return True
+    lines = config.rows * (2 if problem.is_gated else 1)
+    tokens = 16 * token_tiles(problem)
+    return config.warps * tokens * (lines + 1) * 4 <= _SHARED_BYTES
+
+
+def token_tiles(problem: GemvProblem) -> int:
+    """Tiles of 16 rows of x."""
+    return -(-problem.m // 16)
+
+
+def entry_of(problem: GemvProblem, header: Header, config: GemvConfig) -> str:
+    """Name a kernel after what it computes, with six hex digits that change with all that is constant in it."""
+    digest = hashlib.sha256(repr((astuple(problem), astuple(config))).encode()).hexdigest()[:6]
+    return identifier(f"fa_{header.title[:54]}_{digest}")
+
+
+def heading_lines(problem: GemvProblem, header: Header, config: GemvConfig) -> list[str]:
+    """What the head comment says."""
+    read = f"{problem.weight_rows} x {problem.k} {problem.dtype}"
+    lines = [
+        f"{header.title}: {header.summary}",
+        "",
+        f"Reads the weight ({read}, {problem.weight_bytes / 1e6:.1f} MB) once, for {problem.m} row{'s' * (problem.m != 1)} of x.",
+    ]
+    is_rounded = config.form in ("cuda_mma", "triton_dot") and problem.has_norm
+    lines.append("Sums in float32, rounded once, at the store" + ("; x * norm_weight is rounded before." if is_rounded else "."))
+    if problem.has_norm:
+        lines.append("The norm's factor of a row is one for all its results: the squares are summed up along the way.")
+    lines.append(f"Launch: {config.text}")
+    lines.append(f"Origin: {header.origin}.")
+    if header.source:
+        lines.append(f"Source: {header.source}")
+    return lines
+
+
+def problem_of(spec: KernelSpec, variant: str, case: Case, dtype: str) -> GemvProblem:
+    """The problem that a manifest with a ``[gemv]`` table declares, at one of its sizes.
+
+    The manifest's sizes are ``M``, ``N`` and ``K``; its inputs have the names of :class:`GemvProblem`'s operands, in their order.
+    """
+    assert spec.gemv is not None, spec.name
+    sizes, names = dict(case.sizes), {tensor.name for tensor in spec.inputs}
+    return GemvProblem(
+        m=sizes["M"],
+        n=sizes["N"],
+        k=sizes["K"],
+        dtype=dtype,
+        has_norm="norm_weight" in names,
+        eps=dict(spec.constants).get("eps", 0.0),
+        norm_offset=dict(spec.gemv.norm_offsets).get(variant, 0.0),
+        has_bias="bias" in names,
+        is_gated=spec.gemv.is_gated,
+        has_residual="residual" in names,
+    )

@@ -1,0 +1,46 @@
+"""The same problem through torch's own ops: cuBLAS, and what a call of ours falls back to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusion_advisor.library.gemv import GemvProblem
+from fusion_advisor.library.source import Launcher
+
+if TYPE_CHECKING:
+    import torch
+
+
+def torch_launcher(problem: GemvProblem) -> Launcher:
+    """Return a launcher of torch's ops, with as much of the epilogue in the GEMM as ``addmm`` takes."""
+    import torch
+    from torch.nn import functional
+
+    names = [name for name, _ in problem.operands]
+
+    def normed(x: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+        if not problem.norm_offset:
+            return functional.rms_norm(x, (problem.k,), norm_weight, problem.eps)
+        return functional.rms_norm(x.float(), (problem.k,), norm_weight.float() + problem.norm_offset, problem.eps).to(x.dtype)
+
+    def launch(*tensors: torch.Tensor) -> None:
+        given = dict(zip(names, tensors, strict=True))
+        x, weight, out = given["x"], given["weight"].view(problem.weight_rows, problem.k).t(), given["out"]
+        if problem.has_norm:
+            x = normed(x, given["norm_weight"])
+        bias, residual = given.get("bias"), given.get("residual")
+        bias = None if bias is None else bias.view(problem.weight_rows)
+        if problem.is_gated:
+            both = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+            torch.mul(functional.silu(both[:, : problem.n]), both[:, problem.n :], out=out)
+        elif bias is not None:
+            torch.addmm(bias, x, weight, out=out)
+        elif residual is not None:
+            torch.addmm(residual, x, weight, out=out)
+            return
+        else:
+            torch.mm(x, weight, out=out)
+        if residual is not None:
+            out.add_(residual)
+
+    return launch

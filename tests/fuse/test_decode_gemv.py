@@ -1,0 +1,139 @@
+"""Linears on few rows: what is taken in with them, what is not, and that a call written there computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from fusion_advisor.fuse.passes.decode_gemv import MOST_ROWS, find_gemv_sites, replace_gemvs
+from fusion_advisor.fuse.passes.merge import merge_linears
+from fusion_advisor.workload.adjacent import lay_out_siblings
+from tests.tiny import profile_live, qwen2, region_of
+
+X, W, NORM, BIAS, R = torch.randn(1, 4, 16), torch.randn(24, 16), torch.randn(16), torch.randn(24), torch.randn(1, 4, 24)
+
+
+def rmsnorm(x, weight, eps=1e-6):
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def sites_of(function, *inputs):
+    region, _, _ = region_of(function, *inputs)
+    return region, find_gemv_sites(region.graph.graph)
+
+
+def reference(site):
+    """What a kernel has to compute, in plain ops."""
+
+    def call(*operands):
+        rest = list(operands)
+        x = rest.pop(0)
+        if site.norm is not None:
+            x = rmsnorm(x, rest.pop(0), site.norm.eps)
+        weight = rest.pop(0)
+        bias = rest.pop(0) if len(site.linear.args) > 2 else None
+        out = F.linear(x, weight, bias)
+        if site.is_gated:
+            gate, up = out.chunk(2, -1)
+            out = F.silu(gate) * up
+        return out + rest.pop(0) if site.residual is not None else out
+
+    call.__name__ = "reference"
+    return call
+
+
+def gated(x, w):
+    out = F.linear(x, w)
+    return F.silu(torch.ops.aten.slice(out, -1, 0, 12)) * torch.ops.aten.slice(out, -1, 12, 24)
+
+
+CASES = {
+    "linear": (F.linear, (X, W), (False, False, False)),
+    "bias": (F.linear, (X, W, BIAS), (False, False, False)),
+    "norm": (lambda x, n, w: F.linear(rmsnorm(x, n), w), (X, NORM, W), (True, False, False)),
+    "torch's norm": (lambda x, n, w: F.linear(F.rms_norm(x, (16,), n, 1e-6), w), (X, NORM, W), (True, False, False)),
+    "residual": (lambda x, w, r: r + F.linear(x, w), (X, W, R), (False, False, True)),
+    "gate": (gated, (X, W), (False, True, False)),
+    "all": (
+        lambda x, n, w, b, r: F.linear(rmsnorm(x, n), w, b) + r,
+        (X, NORM, W, BIAS, R),
+        (True, False, True),
+    ),
+    "a norm that others read": (lambda x, n, w: (F.linear(y := rmsnorm(x, n), w), y * 2), (X, NORM, W), (False, False, False)),
+    "a sum with alpha": (lambda x, w, r: torch.add(F.linear(x, w), r, alpha=2), (X, W, R), (False, False, False)),
+    "a row that is added": (lambda x, w, r: F.linear(x, w) + r[:, :1], (X, W, R), (False, False, False)),
+    "a result that others read": (lambda x, w, r: ((y := F.linear(x, w)) + r, y * 2), (X, W, R), (False, False, False)),
+    "not a norm: mean of cubes": (
+        lambda x, n, w: F.linear(n * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True).abs() + 1e-6)), w),
+        (X, NORM, W),
+        (False, False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_site_takes_in_what_one_kernel_can(name):
+    function, inputs, expected = CASES[name]
+    region, (site,) = sites_of(function, *inputs)
+    assert (site.norm is not None, site.is_gated, site.residual is not None) == expected
+    assert (site.rows, site.inner, site.columns) == (4, 16, 12 if site.is_gated else 24)
+    graph = region.graph.graph
+    before = region.graph(*inputs)
+    assert replace_gemvs(graph, reference) == 1
+    graph.eliminate_dead_code()
+    graph.lint()
+    region.graph.recompile()
+    torch.testing.assert_close(region.graph(*inputs), before)
+    assert not any(node.target is torch.ops.aten.linear.default for node in graph.nodes)
+
+
+def test_many_rows_are_left_to_cublas():
+    assert sites_of(F.linear, torch.randn(MOST_ROWS + 1, 16), W)[1] == []
+    assert len(sites_of(F.linear, torch.randn(MOST_ROWS, 16), W)[1]) == 1
+
+
+def test_a_residual_that_is_written_to_in_between_stays_outside():
+    def function(x, w, r):
+        y = F.linear(x, w)
+        r.mul_(2)
+        return y + r
+
+    _, (site,) = sites_of(function, X, W, R.clone())
+    assert site.residual is None
+
+
+def test_a_norm_whose_input_is_written_to_stays_outside():
+    def function(x, n, w):
+        y = rmsnorm(x, n)
+        x.mul_(2)
+        return F.linear(y, w)
+
+    _, (site,) = sites_of(function, X.clone(), NORM, W)
+    assert site.norm is None
+
+
+def test_a_site_without_a_kernel_is_left_alone():
+    region, _ = sites_of(F.linear, X, W)
+    code = region.graph.graph.python_code("self").src
+    assert replace_gemvs(region.graph.graph, lambda _: None) == 0
+    assert region.graph.graph.python_code("self").src == code
+
+
+def test_a_merged_decoder_is_gemvs_with_norms_gates_and_residuals():
+    model, inputs = qwen2()
+    lay_out_siblings(model)
+    inputs["input_ids"] = inputs["input_ids"][:, :1]
+    _, live = profile_live(model, (), inputs)
+    merged = merge_linears(live.regions[0])
+    sites = find_gemv_sites(merged.region.graph.graph)
+    # per layer: qkv (norm), o (residual), gate and up (norm, gate), down (residual); then the head
+    kinds = [(site.norm is not None, site.is_gated, site.residual is not None) for site in sites]
+    layer = [(True, False, False), (False, False, True), (True, True, False), (False, False, True)]
+    assert kinds[:8] == layer * 2
+    expected = merged.region.graph(*merged.region.example_args)
+    assert replace_gemvs(merged.region.graph.graph, reference) == len(sites) == 9
+    merged.region.graph.graph.eliminate_dead_code()
+    merged.region.graph.recompile()
+    torch.testing.assert_close(merged.region.graph(*merged.region.example_args), expected)

@@ -1,0 +1,43 @@
+# rmsnorm_linear_bias: RMSNorm and one linear layer with bias for query, key and value together, for the few
+# rows of decoding
+#
+# Reads the weight (4608 x 3584 float32, 66.1 MB) once, for 1 row of x.
+# Sums in float32, rounded once, at the store.
+# The norm's factor of a row is one for all its results: the squares are summed up along the way.
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Origin: library kernel rmsnorm_linear_bias, variant llama.
+# Source: https://arxiv.org/abs/1910.07467
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_rmsnorm_linear_bias_e8ae2f(
+    x, norm_weight, weight, bias, out,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = row < N
+    value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        col = start + tl.arange(0, BLOCK_K)
+        col_mask = col < K
+        weight_mask = row_mask[:, None] & col_mask[None, :]
+        value_place = row[:, None] * K + col[None, :]
+        value_tile = tl.load(weight + value_place, mask=weight_mask, other=0.0, eviction_policy="evict_first")
+        x_tile = tl.load(x + col, mask=col_mask, other=0.0)
+        norm = tl.load(norm_weight + col, mask=col_mask, other=0.0).to(tl.float32)
+        wide = x_tile.to(tl.float32)
+        squares += wide * wide
+        x_tile = wide * norm
+        value += x_tile[None, :] * value_tile.to(tl.float32)
+
+    value = tl.sum(value, axis=1)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / K + 1e-06)
+    value *= scale
+    value += tl.load(bias + row, mask=row_mask, other=0.0).to(tl.float32)
+    place = row
+    mask = row_mask
+    tl.store(out + place, value, mask=mask)

@@ -1,0 +1,147 @@
+"""Run a CUDA kernel on the host with all threads of a block: warp shuffles, tensor cores and barriers, checked without a GPU.
+
+Threads are fibers that take turns. Where the lanes of a warp meet (a shuffle, an mma) each leaves its operands, lets all others
+run up to the same point, and goes on with what they left: lanes must meet equally often, as they must on a GPU. Fragments of an
+mma are laid out as the PTX ISA says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+
+_PRELUDE = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <ucontext.h>
+#include <vector>
+using namespace std;
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+#define __shared__ static
+#define __restrict__
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct Dim { unsigned x, y, z; };
+static Dim blockIdx, threadIdx;
+static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
+static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
+static int min(int a, int b) { return a < b ? a : b; }
+
+static ucontext_t scheduler;
+static vector<ucontext_t> fibers;
+static vector<bool> is_done;
+static unsigned meetings[1024];
+static unsigned slots[2][1024][6];
+static void meet() {
+    const unsigned self = threadIdx.x;
+    swapcontext(&fibers[self], &scheduler);
+    threadIdx.x = self;
+}
+static unsigned (*leave(const unsigned (&operands)[6]))[6] {
+    unsigned (*slot)[6] = slots[meetings[threadIdx.x]++ % 2];
+    memcpy(slot[threadIdx.x], operands, sizeof operands);
+    meet();
+    return slot;
+}
+static unsigned barriers[1024];
+static void __syncthreads() {
+    const unsigned own = ++barriers[threadIdx.x];
+    for (bool is_alone = true; is_alone;) {
+        meet();
+        is_alone = false;
+        for (int n = 0; n < (int)fibers.size(); ++n) is_alone |= !is_done[n] && barriers[n] < own;
+    }
+}
+static float __shfl_xor_sync(unsigned, float value, int distance) {
+    unsigned bits; memcpy(&bits, &value, 4);
+    return __uint_as_float(leave({bits})[threadIdx.x ^ distance][0]);
+}
+static float of_half(unsigned bits) { _Float16 h; const unsigned short b = bits; memcpy(&h, &b, 2); return (float)h; }
+static float of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
+template <float (*WIDE)(unsigned)>
+static void host_mma(float (&sums)[4], const unsigned (&operands)[6]) {
+    unsigned (*slot)[6] = leave(operands);
+    const int warp = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    for (int place = 0; place < 4; ++place) {
+        const int row = g + place / 2 * 8, col = 2 * q + place % 2;
+        for (int k = 0; k < 16; ++k) {
+            const int shift = k % 2 * 16;
+            const unsigned a = slot[warp + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> shift & 0xffff;
+            const unsigned b = slot[warp + col * 4 + k % 8 / 2][4 + k / 8] >> shift & 0xffff;
+            sums[place] += WIDE(a) * WIDE(b);
+        }
+    }
+}
+static unsigned short to_bfloat16(float x) {
+    unsigned bits; memcpy(&bits, &x, 4);
+    return (x != x ? 0x7fc00000u : bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+"""
+_BODIES = {
+    "float wide(half_bits x) {": "return of_half(x.bits);",
+    "half_bits narrow(float x) {": "const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;",
+    "bfloat16_bits narrow(float x) {": "return bfloat16_bits{to_bfloat16(x)};",
+    "unsigned long long stream_policy() {": "return 0;",
+    "unsigned narrow_pair(float low, float high) {": "return to_bfloat16(high) << 16 | to_bfloat16(low);",
+}
+
+
+def run(rendered, tensors, grid, threads, folder):
+    """Compile with the system's compiler and run; what the kernel writes is written in place."""
+    source = rendered.source
+    for head, body in _BODIES.items():
+        source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
+    source = re.sub(r"asm volatile\(\"ld\.global.*?\);", "word = *(const uint4*)from;", source, flags=re.DOTALL)
+    kind = "of_half" if ".f16.f16" in source else "of_bfloat16"
+    mma = rf"    host_mma<{kind}>(sums, {{a0, a1, a2, a3, b0, b1}});\n}}"
+    source = re.sub(r"    asm\(\"mma\.sync.*?\n}", mma, source, flags=re.DOTALL)
+    assert not re.search(r"asm\(|asm volatile\(\"(?!griddep)", source), "PTX that the host does not know"
+    kinds = re.findall(r"^    ((?:const )?\w+\*) (?:__restrict__ )?\w+[,)]", source, re.MULTILINE)
+    assert len(kinds) == len(tensors)
+    source = f"""{_PRELUDE}{source}
+static void** arguments;
+static void fiber() {{
+    {rendered.entry}({", ".join(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds))});
+    is_done[threadIdx.x] = true;
+    swapcontext(&fibers[threadIdx.x], &scheduler);
+}}
+extern "C" void run_all(void** given, int grid, int threads) {{
+    arguments = given;
+    const size_t bytes = 1 << 17;
+    vector<char> stacks(bytes * threads);
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
+        fibers.assign(threads, ucontext_t{{}});
+        is_done.assign(threads, false);
+        memset(meetings, 0, sizeof meetings);
+        memset(barriers, 0, sizeof barriers);
+        for (int n = 0; n < threads; ++n) {{
+            getcontext(&fibers[n]);
+            fibers[n].uc_stack.ss_sp = &stacks[n * bytes];
+            fibers[n].uc_stack.ss_size = bytes;
+            makecontext(&fibers[n], fiber, 0);
+        }}
+        for (bool is_left = true; is_left;) {{
+            is_left = false;
+            for (int n = 0; n < threads; ++n)
+                if (!is_done[n]) {{
+                    is_left = true;
+                    threadIdx.x = n;
+                    swapcontext(&scheduler, &fibers[n]);
+                }}
+        }}
+    }}
+}}
+"""
+    path, library = folder / f"{rendered.entry}.cpp", folder / f"{rendered.entry}.so"
+    path.write_text(source, encoding="utf-8")
+    command = ["g++", "-O1", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    ctypes.CDLL(str(library)).run_all(pointers, grid, threads)

@@ -1,0 +1,328 @@
+"""Linear layers on few rows: every form against fp64 with eager's own error beside it, and who is chosen when.
+
+CUDA kernels run on the host, all threads of a block (see simt_on_host.py), Triton's in its interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import simt_on_host
+import torch
+from gemv_cases import EPILOGUES, HEADER, complaint, problems, tensors
+
+from fusion_advisor.library import gemv_choose, gemv_cuda, gemv_triton, tuning
+from fusion_advisor.library.check import check_kernel
+from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.gemv import (
+    CROSSOVER_ROWS,
+    CUBLAS,
+    GemvConfig,
+    GemvProblem,
+    candidates,
+    default_config,
+    fits,
+    problem_of,
+    refusal,
+)
+from fusion_advisor.library.gemv_choose import choose, launcher_for, operands, tensors_refusal
+from fusion_advisor.library.gemv_cuda import GemvCuda
+from fusion_advisor.library.gemv_torch import torch_launcher
+from fusion_advisor.library.gemv_triton import GemvTriton
+from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.library.tuning_store import TuningStore
+
+HERE = Path(__file__).parent
+PROBLEMS = problems()
+CUDA = [(name, config) for name, problem in PROBLEMS.items() for config in candidates(problem, ("cuda",))]
+HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+needs_gpp = pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+
+
+def on_host(problem, config, given, folder):
+    rendered = GemvCuda().render(problem, HEADER, config=config)
+    out = torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype)
+    simt_on_host.run(rendered, [*given, out], -(-problem.n // config.rows), 32 * config.warps, folder)
+    return out
+
+
+@needs_gpp
+@pytest.mark.parametrize(("name", "config"), CUDA, ids=lambda item: getattr(item, "text", item))
+def test_cuda_on_the_host(tmp_path, name, config):
+    for kind in ("normal", "special"):
+        given = tensors(PROBLEMS[name], kind)
+        assert not complaint(PROBLEMS[name], given, on_host(PROBLEMS[name], config, given, tmp_path)), kind
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    command = [sys.executable, str(HERE / "interpret_gemv.py"), str(tmp_path_factory.mktemp("kernels"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_triton_in_the_interpreter(interpreted):
+    assert len(interpreted) > 100
+    assert not {name: problem for name, problem in interpreted.items() if problem}
+
+
+@pytest.mark.parametrize(("name", "given"), EPILOGUES.items())
+def test_torch_s_own_ops_compute_the_same(name, given):
+    problem = GemvProblem(m=3, n=19, k=520, dtype="bfloat16", **given)
+    tensors_given, out = tensors(problem), torch.full((3, 19), 3.0, dtype=torch.bfloat16)
+    torch_launcher(problem)(*tensors_given, out)
+    assert not complaint(problem, tensors_given, out)
+
+
+MATRIX = {
+    f"{m}-{dtype}-{name}": GemvProblem(m=m, n=3584, k=3584, dtype=dtype, **given)
+    for m, dtype, name, given in (
+        (1, "bfloat16", "norm", {"has_norm": True}),
+        (16, "bfloat16", "all", EPILOGUES["all"]),
+        (64, "float16", "plain", {}),
+        (8, "float32", "gated", EPILOGUES["gated"]),
+    )
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", MATRIX)
+def test_compiles_without_a_gpu(name, arch):
+    problem = MATRIX[name]
+    for config in candidates(problem, ("triton",)):
+        rendered = GemvTriton().render(problem, HEADER, config=config)
+        assert gemv_triton.compile_for(problem, rendered, arch, config=config).startswith(b"\x7fELF")
+    if not HAS_NVRTC and find_nvcc() is None:
+        pytest.skip("neither cuda-core nor nvcc is here")
+    for config in candidates(problem, ("cuda",)):
+        for one in (config, replace(config, overlap=1)):
+            rendered = GemvCuda().render(problem, HEADER, config=one)
+            assert gemv_cuda.compile_for(rendered, arch).startswith(b"\x7fELF")
+
+
+def test_what_a_kernel_does_not_serve_is_refused():
+    half = GemvProblem(m=9, n=64, k=64, dtype="float16", has_norm=True)
+    assert "float16 might overflow" in refusal(half, "cuda_mma") and "float16 might overflow" in refusal(half, "triton_dot")
+    assert not refusal(replace(half, dtype="bfloat16"), "cuda_mma")
+    assert "up to 8 rows" in refusal(half, "cuda_fma")
+    assert "no multiple of 8" in refusal(GemvProblem(m=2, n=64, k=65, dtype="bfloat16"), "cuda_mma")
+    assert "round float32" in refusal(GemvProblem(m=2, n=64, k=64, dtype="float32"), "triton_dot")
+    assert "float64" in refusal(GemvProblem(m=1, n=64, k=64, dtype="float64"), "cuda_fma")
+    assert "up to 64 rows" in refusal(GemvProblem(m=65, n=64, k=64, dtype="bfloat16"), "cuda_mma")
+    with pytest.raises(KernelBuildFailed, match="up to 8 rows"):
+        GemvCuda().render(half, HEADER, config=GemvConfig(form="cuda_fma", rows=2, warps=4, unroll=4))
+
+
+def test_blocks_fit_into_shared_memory():
+    wide = GemvProblem(m=64, n=64, k=64, dtype="bfloat16", is_gated=True)
+    assert not fits(wide, GemvConfig(form="cuda_mma", rows=32, warps=8, unroll=2))
+    assert all(fits(problem, config) for problem in PROBLEMS.values() for config in candidates(problem))
+
+
+def test_the_declared_crossover_where_nothing_is_measured():
+    few, many = (GemvProblem(m=m, n=3584, k=3584, dtype="bfloat16", has_norm=True) for m in (CROSSOVER_ROWS, CROSSOVER_ROWS + 1))
+    assert default_config(few) != CUBLAS
+    assert default_config(many) == CUBLAS
+    choice = choose(few, "cpu", header=HEADER)
+    assert (choice.config, choice.source) == (default_config(few, available()), "default")
+
+
+def available():
+    return ("cuda", "triton") if HAS_NVRTC else ("triton",)
+
+
+def test_tensors_that_are_not_the_problem_s_are_refused():
+    problem = GemvProblem(m=2, n=6, k=8, dtype="bfloat16", has_bias=True)
+    x, weight, bias, out = operands(problem, torch.device("cpu"))
+    assert not tensors_refusal(problem, (x, weight, bias, out))
+    assert not tensors_refusal(problem, (x, weight.view(2, 3, 8), bias.view(2, 3), out))
+    assert tensors_refusal(problem, (x, weight.t().contiguous().t(), bias, out)) == "weight is not contiguous"
+    assert tensors_refusal(problem, (x, weight[:, :4], bias, out)).startswith("weight has the shape")
+    assert tensors_refusal(problem, (x.float(), weight, bias, out)).startswith("x is torch.float32")
+    assert tensors_refusal(problem, (x, weight, out)) == "3 tensors for 4 operands"
+
+
+class Fake:
+    """Launchers that take as long as they are told, behind a clock that believes them."""
+
+    method = "fake"
+
+    def __init__(self, ns):
+        self.ns, self.built, self.now = ns, [], 0
+
+    def build(self, config):
+        self.built.append(config)
+        if self.ns(config) is None:
+            raise KernelBuildFailed(kernel="k", target="cuda", cause="no")
+
+        def launch(*_tensors):
+            self.now = self.ns(config)
+
+        return launch
+
+    def prepare(self, call, rotation):
+        def repetition():
+            call(0)
+            return rotation.calls
+
+        return repetition
+
+    def time_ns(self, repetition):
+        return repetition() * self.now
+
+
+@pytest.fixture
+def on_fake_cuda(monkeypatch):
+    """Where to measure: tensors and figures of a CPU, the name of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(tuning, "cache_bytes", lambda device: 2**20)
+    monkeypatch.setattr(tuning, "free_bytes", lambda device: 2**28)
+    monkeypatch.setattr(gemv_choose, "operands", lambda problem, device, seed: operands(problem, torch.device("cpu"), seed=seed))
+
+
+def measured(problem, ns, store, **given):
+    fake = Fake(ns)
+    return choose(problem, "cuda", header=HEADER, store=store, clock=fake, build=fake.build, **given), fake
+
+
+def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
+    problem, store = GemvProblem(m=4, n=64, k=64, dtype="bfloat16"), TuningStore(tmp_path / "tuning.json")
+    fast = candidates(problem, available())[-1]
+    choice, fake = measured(problem, lambda config: 500 if config == fast else 1000, store, backends=("triton",))
+    assert choice.source == "measured" and choice.config == candidates(problem, ("triton",))[-1]
+    assert fake.built[0] == CUBLAS and len(fake.built) <= gemv_choose.MOST_TRIALS
+    assert choice.text.endswith(f"(measured, best of {len(fake.built)})")
+    again, fake = measured(replace(problem, n=50), lambda config: 1, store, backends=("triton",))
+    assert (again.config, again.source, fake.built) == (choice.config, "stored", [])
+    other, _ = measured(replace(problem, m=5), lambda config: 1000, store, backends=("triton",))
+    assert other.source == "measured"
+
+
+def test_cublas_is_chosen_where_it_is_faster(on_fake_cuda, tmp_path):
+    store = TuningStore(tmp_path / "tuning.json")
+    for m in (1, 64):
+        problem = GemvProblem(m=m, n=64, k=64, dtype="bfloat16")
+        choice, _ = measured(problem, lambda config: 500 if config == CUBLAS else 1000, store)
+        assert (choice.config, choice.source) == (CUBLAS, "measured")
+        assert measured(problem, lambda config: 1, store)[0].source == "stored"
+        ours, _ = measured(problem, lambda config: 500 if config == CUBLAS else 1000, store, with_cublas=False)
+        assert ours.config != CUBLAS
+    above, fake = measured(GemvProblem(m=65, n=64, k=64, dtype="bfloat16"), lambda config: 1, store)
+    assert (above.config, above.source, fake.built) == (CUBLAS, "default", [])
+
+
+def test_what_does_not_build_is_left_out(on_fake_cuda, tmp_path):
+    problem = GemvProblem(m=1, n=64, k=64, dtype="bfloat16")
+    choice, _ = measured(problem, lambda config: 900 if config == CUBLAS else None, TuningStore(tmp_path / "t.json"))
+    assert choice.config == CUBLAS and len(choice.tried) == 1
+
+
+def test_less_than_noise_leaves_the_default(on_fake_cuda, tmp_path):
+    problem = GemvProblem(m=1, n=64, k=64, dtype="bfloat16")
+    own = default_config(problem, ("triton",))
+    choice, _ = measured(
+        problem, lambda config: 1000 if config == own else 990, TuningStore(tmp_path / "t.json"), backends=("triton",)
+    )
+    assert choice.config == own
+
+
+def test_a_manifest_becomes_a_problem():
+    spec = load_kernel("rmsnorm_gate_up").spec
+    problem = problem_of(spec, "llama", spec.bench[0], "bfloat16")
+    assert problem == GemvProblem(m=1, n=18944, k=3584, dtype="bfloat16", has_norm=True, is_gated=True)
+    assert problem.weight_bytes == 2 * 18944 * 3584 * 2
+    spec = load_kernel("rmsnorm_linear").spec
+    assert problem_of(spec, "gemma", spec.bench[0], "bfloat16").norm_offset == pytest.approx(1.0)
+    assert [name for name, _ in problem_of(spec, "llama", spec.bench[0], "float16").operands] == [
+        "x",
+        "norm_weight",
+        "weight",
+        "out",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
+class TestOnAGpu:
+    @pytest.mark.parametrize("name", PROBLEMS)
+    def test_every_configuration(self, tmp_path, name):
+        problem = PROBLEMS[name]
+        for config in candidates(problem, available()):
+            launch = launcher_for(problem, config, header=HEADER, folder=tmp_path)
+            for kind in ("normal", "large", "special"):
+                given = tensors(problem, kind)
+                outs = []
+                for _ in range(2):
+                    out = torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype, device="cuda")
+                    launch(*(tensor.cuda() for tensor in given), out)
+                    outs.append(out.cpu())
+                assert not complaint(problem, given, outs[0]), (config.text, kind)
+                assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num()), config.text
+
+    @pytest.mark.parametrize("name", ["rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual"])
+    def test_every_case_of_the_manifests(self, name):
+        rows = check_kernel(name, Silent())
+        assert {row.result for row in rows} == {"passed", "skipped"}
+        assert all(row.result == "passed" or "cuBLAS computes it" in row.detail for row in rows)
+
+    def test_any_alignment(self, tmp_path):
+        problem = GemvProblem(m=2, n=64, k=256, dtype="bfloat16", has_norm=True)
+        given = tensors(problem)
+        shifted = [torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view(t.shape).copy_(t) for t in given]
+        for config in candidates(problem, available()):
+            out = torch.full((2, 64), 3.0, dtype=torch.bfloat16, device="cuda")
+            launcher_for(problem, config, header=HEADER, folder=tmp_path)(*shifted, out)
+            assert not complaint(problem, given, out.cpu()), config.text
+
+    def test_overlap_reads_what_the_kernel_before_wrote(self, tmp_path):
+        """A chain of layers, each reading the result of the one before, in a CUDA graph and on a stream."""
+        problem = GemvProblem(m=1, n=2048, k=2048, dtype="bfloat16", has_norm=True)
+        config = replace(candidates(problem, ("cuda",))[0], overlap=1)
+        launch = launcher_for(problem, config, header=HEADER, folder=tmp_path)
+        plain = launcher_for(problem, replace(config, overlap=0), header=HEADER, folder=tmp_path)
+        x, norm, weight = (tensor.cuda() for tensor in tensors(problem))
+        buffers = [x, *(torch.empty_like(x) for _ in range(20))]
+
+        def chain(one):
+            for before, after in itertools.pairwise(buffers):
+                one(before, norm, weight, after)
+
+        chain(plain)
+        want = buffers[-1].clone()
+        chain(launch)
+        torch.cuda.synchronize()
+        assert torch.equal(buffers[-1], want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain(launch)
+        for buffer in buffers[1:]:
+            buffer.zero_()
+        for _ in range(50):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(buffers[-1], want)
+
+    def test_chooses_by_measurement(self, tmp_path):
+        store = TuningStore(tmp_path / "tuning.json")
+        for m in (1, 16, 64):
+            problem = GemvProblem(m=m, n=3584, k=3584, dtype="bfloat16", has_norm=True)
+            choice = choose(problem, "cuda", header=HEADER, store=store)
+            assert choice.source == "measured" and len(choice.tried) > 3
+            assert choose(problem, "cuda", header=HEADER, store=store).source == "stored"
+
+
+class Silent:
+    def step(self, done, total, text):
+        pass
