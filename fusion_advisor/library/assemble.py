@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
+from fusion_advisor.library.order import guard_masked_loads
 from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value
 from fusion_advisor.library.rule import CannotLower
 
@@ -62,7 +63,7 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     results, loops = _written_out(lowering, list(results))
     stores = [(result.index, _store(lowering, loops, result), result.value) for result in results]
     addresses = [value.strides for value in lowering.values if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
-    kept = {value.dim for value in lowering.values if value.op == "index"}
+    kept = {value.dim for value in lowering.values if value.op in ("index", "size")}
     order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
     order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
     groups = _collapse(loops, order, addresses, kept)
@@ -97,7 +98,7 @@ def _write_out(lowering: Lowering, results: list[Result], variable: int, count: 
             whole = parts if len(parts) == count else parts * count
             combined = functools.reduce(functools.partial(lowering.make, _COMBINED[value.op]), whole)
             turns.append((lowering.emit(replace(value, args=(combined,))),))
-        elif is_reduced and value.op == "size":
+        elif is_reduced and value.op == "size" and value.dim < 0:
             turns.append((lowering.make("mul", number, lowering.const(count, value.dtype)),))
         elif all(len(turns[arg]) == 1 for arg in used) and not _moves(value, variable):
             turns.append((_repeat(lowering, value, number, variable, 0, turns),))
@@ -213,7 +214,7 @@ def _finish(
                 operand=inputs[value.operand] if value.op == "load" else -1,
                 strides=collapse(value.strides) if value.op in ADDRESSED else (),
                 guard=None if value.guard is None else renumber[value.guard],
-                dim=position[value.dim] if value.op == "index" else len(groups) - 1 if value.op == "size" else -1,
+                dim=-1 if value.op not in ("index", "size") else position[value.dim] if value.dim >= 0 else len(groups) - 1,
             )
         )
     dims = tuple(math.prod(loops.extents[dim] for dim in group) for group in groups)
@@ -235,7 +236,7 @@ def _finish(
     )
     if dims[-1] == 1:
         program = _with_columns(program)
-    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs))
+    return Lowered(program=guard_masked_loads(program), inputs=tuple(roots), outputs=tuple(outputs))
 
 
 def _operand_names(lowering: Lowering, roots: Sequence[int], outputs: int) -> list[str]:

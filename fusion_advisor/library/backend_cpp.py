@@ -39,8 +39,12 @@ from fusion_advisor.library.source import (
 )
 
 # No -ffast-math: NaN and Inf must come out as torch's do. The two that are here only drop errno and exception flags, without
-# which floor, sqrt and selects do not vectorise.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# which floor, sqrt and selects do not vectorise. GCC contracts across statements if left to itself: x·c − max(x·c) is then not 0
+# at the maximum, because only one of the products is rounded.
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-shared",
+)  # fmt: skip
 # Named one by one: -ffast-math itself would also assume that no NaN exists, and links code that flushes subnormals to zero in the
 # whole process.
 _FAST_FLAGS = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros")

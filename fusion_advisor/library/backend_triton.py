@@ -2,7 +2,8 @@
 
 Flat Programs are a run of elements. Pointwise Programs of more dims are tiles of the last two, the outer dims
 decomposed from the program id once per tile, in scalar registers. Reduced Programs hold whole rows in registers up to
-16384 columns, so every operand is read once; wider rows are walked once per reduction. Block sizes are constexpr
+16384 columns, so every operand is read once; wider rows are walked once per reduction that waits for another, a maximum and
+the sum of exponentials under it together. Block sizes are constexpr
 arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
 An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
@@ -23,10 +24,11 @@ from typing import Any, ClassVar
 
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import REDUCTIONS, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
-from fusion_advisor.library.triton_ops import TritonWriter, identity
+from fusion_advisor.library.triton_ops import LOWEST, TritonWriter, identity
 from fusion_advisor.library.triton_shape import Shape, choose_shape
 
 _COLUMN_MASKS = [
@@ -261,11 +263,24 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
 def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
-    before, passes = column_passes(plan)
+    before, passes = column_passes(plan, online_sums(plan.program))
     steps = []
     for step in passes:
         loop = writer.definitions(step.values)
         accumulators, after = [], []
+        for pair in step.online:
+            value, highest, total = values[pair.highest], writer.text(pair.highest).code, writer.text(pair.total).code
+            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], {{}}, tl.{value.dtype})"
+            accumulators += [f"{highest}_tile = {tile.format(LOWEST[value.dtype])}", f"{total}_tile = {tile.format('0.0')}"]
+            both = f"{highest}_tile, {total}_tile"
+            added = f"{both}, {writer.masked(value)}"
+            call = [f"{both} = add_exp({added})"]
+            loop += call if len(call[0]) <= 100 else [f"{both} = add_exp(", f"    {added}", ")"]
+            after.append(f"{highest}, {total} = merge_exp_sums({both})")
+            # What the exponentials of the whole row come to where its maximum is infinite.
+            edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
+            after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
+            writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
             accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")

@@ -3,7 +3,8 @@
 Values fall into two levels. One that varies over the last dim lives in the inner loop; any other is computed once per row, before
 the loop that uses it. A reduction ends a *pass* over the row and what depends on it belongs to a later one: layernorm takes
 three passes, softmax three. A later pass computes again what an earlier one had (the row is in cache by then) unless that costs
-more than reading it back from a per-thread buffer, which is the case for exponentials.
+more than reading it back from a per-thread buffer, which is the case for exponentials. Where nothing reads exponentials back
+(``logsumexp``, cross-entropy) their sum is taken beside their maximum, chunk by chunk, and the row is read once.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fusion_advisor.library.cpp_expr import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal
+from fusion_advisor.library.cpp_expr import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal, operation
 from fusion_advisor.library.cpp_layout import Layout
 from fusion_advisor.library.cpp_names import describe
 from fusion_advisor.library.cpp_scope import Scope
+from fusion_advisor.library.online import OnlineSum, online_sums
 from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Program, Store
 
 CACHED_FROM = 10
@@ -33,6 +35,7 @@ class Pass:
         ends: after the loop.
         clauses: OpenMP reductions of the innermost loop.
         team_clauses: those of the loop over chunks, where threads share one row.
+        ahead: a loop over the same chunk that comes before, with ``parts`` and ``adds`` of its own.
     """
 
     starts: list[str] = field(default_factory=list)
@@ -43,6 +46,7 @@ class Pass:
     clauses: list[str] = field(default_factory=list)
     team_clauses: list[str] = field(default_factory=list)
     is_simd: bool = True
+    ahead: Pass | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +67,7 @@ class Kernel:
         self.names = self.layout.names
         self.names.mark()
         self.last = self.layout.last
+        self.online = self._online_sums()
         self.inner, self.stage, self.cost = self._analyse()
         self.caches: dict[int, str] = {}
         self.constants: list[str] = []
@@ -78,6 +83,14 @@ class Kernel:
 
     # Analysis.
 
+    def _online_sums(self) -> dict[int, OnlineSum]:
+        """Sums of exponentials that nothing else reads, by their number and their maximum's; threads share no row."""
+        if self.last == 0:
+            return {}
+        users = [n for value in self.program.values for n in value.args] + [store.value for store in self.program.stores]
+        alone = [pair for pair in online_sums(self.program) if users.count(pair.exponential) == 1]
+        return {number: pair for pair in alone for number in (pair.total, pair.highest)}
+
     def _analyse(self) -> tuple[list[bool], list[int], list[int]]:
         # Not Program.depends_on(): that looks at sizes, and one compiled kernel serves every size.
         inner: list[bool] = []
@@ -88,7 +101,8 @@ class Kernel:
             own = COST.get(value.op, 1)
             if value.op in REDUCTIONS:
                 inner.append(False)
-                stage.append(stage[value.args[0]] + 1)
+                pair = self.online.get(i)
+                stage.append(stage[pair.highest] if pair and i == pair.total else stage[value.args[0]] + 1)
             else:
                 varies = value.op in ADDRESSED and value.strides[self.last] != 0
                 varies |= value.op == "index" and value.dim == self.last
@@ -111,7 +125,7 @@ class Kernel:
         count = max([self.stage[i] for i in reduced] + [self.stage[s.value] for s in program.stores], default=0) + 1
         roots: list[list[int]] = [[] for _ in range(count)]
         for i in reduced:
-            roots[self.stage[i] - 1].append(program.values[i].args[0])
+            roots[self.stage[i] - 1].append(self.online[i].element if i in self.online else program.values[i].args[0])
         for store in program.stores:
             if self._is_inner(store):
                 roots[self.stage[store.value]].append(store.value)
@@ -195,7 +209,10 @@ class Kernel:
         scope = Scope(self.layout, self.prelude, dict(self._named), set(), is_inner=True)
         from_buffer = {i for i in self.caches if i in computed and i in self._done}
         scope.count(n for i in computed - from_buffer for n in self._needs(i) if self.inner[n])
+        pairs = [self.online[i] for i in ends if i in self.online and i == self.online[i].total]
+        ends = [i for i in ends if i not in self.online]
         scope.count_last(self.program.values[i].args[0] for i in ends)
+        scope.count(pair.element for pair in pairs)
         scope.count_last(s.value for s, _ in stores)
         loop = Pass()
         for i in sorted(computed):
@@ -213,8 +230,48 @@ class Kernel:
             loop.is_simd &= store.strides[self.last] != 0
         for i in ends:
             self._reduce(i, loop, scope)
+        for pair in pairs:
+            self._accumulate(pair, loop, scope)
         loop.lines = scope.lines
         return loop
+
+    def _accumulate(self, pair: OnlineSum, loop: Pass, scope: Scope) -> None:
+        """A maximum and its sum of exponentials: each chunk's maximum first, which rescales the sum so far."""
+        held = computed_in(self.program.values[pair.highest].dtype)
+        c_type = C_TYPES[held]
+        highest = self.names.take(describe(self.program, pair.highest), is_kept=True)
+        total = self.names.take(describe(self.program, pair.total), is_kept=True)
+        flag = self.names.take(f"{highest}_has_nan", is_kept=True)
+        element = scope.value(pair.element).text
+
+        def exp(text: str) -> str:
+            return operation(self.program.values[pair.exponential], [Expr(text)], [held], [], self.prelude).text
+
+        loop.starts += [f"{c_type} {highest} = std::numeric_limits<{c_type}>::lowest();", f"double {total} = 0;"]
+        loop.starts.append(f"int {flag} = 0;")
+        peek = Scope(self.layout, self.prelude, dict(self._named), set(), is_inner=True)
+        needed = sorted(self._closure([pair.element], []))
+        peek.count(n for i in needed for n in self._needs(i) if self.inner[n])
+        peek.count([pair.element] * 2)
+        for i in needed:
+            peek.define(i)
+        seen = peek.value(pair.element).text
+        peek.lines += [f"{highest}_part = {seen} > {highest}_part ? {seen} : {highest}_part;", f"{flag} |= {seen} != {seen};"]
+        before = loop.ahead or Pass()
+        before.parts.append(f"{c_type} {highest}_part = {highest};")
+        before.clauses += [f"reduction(max : {highest}_part)", f"reduction(| : {flag})"]
+        before.lines += peek.lines
+        before.adds += [f"{total} *= {exp(f'{highest} - {highest}_part')};", f"{highest} = {highest}_part;"]
+        loop.ahead = before
+        loop.parts.append(f"{c_type} {total}_part = 0;")
+        loop.clauses.append(f"reduction(+ : {total}_part)")
+        loop.adds.append(f"{total} += {total}_part;")
+        scope.lines.append(f"{total}_part += {exp(f'{element} - {highest}')};")
+        edge, sum_there = (f"{highest} == INFINITY", "INFINITY") if pair.is_finite else (f"{total} == 0", "NAN")
+        loop.ends += [f"if ({flag}) {highest} = NAN;", f"if ({total} == 0) {highest} = -INFINITY;  // a row of -Inf alone"]
+        loop.ends.append(f"if ({edge}) {total} = {sum_there};")
+        self._named[pair.highest] = Expr(highest)
+        self._named[pair.total] = convert(Expr(total), "float64", held, self.prelude)
 
     def _reduce(self, number: int, loop: Pass, scope: Scope) -> None:
         value = self.program.values[number]

@@ -24,7 +24,7 @@ _PRELUDE_CALLS = {
     "fa_to_bf16": ("fa_bits",),
     "fa_from_fp16": ("fa_bits",),
     "fa_to_fp16": ("fa_bits",),
-    "fa_expm1_core": ("fa_bits",),
+    "fa_expm1_core": ("fa_bits", "fa_fma"),
     "fa_scale": ("fa_expm1_core",),
     "fa_exp": ("fa_scale",),
     "fa_exp2": ("fa_scale",),
@@ -32,7 +32,7 @@ _PRELUDE_CALLS = {
     "fa_tanh": ("fa_expm1_core",),
     "fa_sigmoid": ("fa_exp",),
     "fa_erf": ("fa_expm1_core",),
-    "fa_log": ("fa_bits",),
+    "fa_log": ("fa_bits", "fa_fma"),
     "fa_log1p": ("fa_log",),
 }
 

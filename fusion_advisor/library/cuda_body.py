@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
-from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, split_index
+from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.online import OnlineSum, online_sums
+from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
+_LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
+"""The lowest finite number, where a running maximum starts."""
 _STARTS = {
     ("reduce_sum", False): "0", ("reduce_max", False): "-INF_VALUE", ("reduce_min", False): "INF_VALUE",
     ("reduce_sum", True): "0", ("reduce_max", True): "(long long)(1ULL << 63)", ("reduce_min", True): "~(1LL << 63)",
@@ -17,7 +21,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan)
+    before, passes = column_passes(plan, online_sums(plan.program) if is_looped else ())
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -48,6 +52,11 @@ def _step(
     head: list[str] = []
     lane: list[str] = []
     accumulators, after = [], []
+    pairs = [_online(plan, writer, pair, numbers) for pair in step.online]
+    for pair in pairs:
+        accumulators += pair["accumulators"]
+        lane += pair["compare"]
+        after += pair["after"]
     for n in step.reductions:
         name, kind = writer.text(n).code, COMPUTE[values[n].dtype]
         start = _STARTS[values[n].op, kind == "long long"] + ("F" if kind == "float" and values[n].op != "reduce_sum" else "")
@@ -63,15 +72,15 @@ def _step(
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
     tail = []
     for position in step.stores:
-        access, pair = plan.stores[position], plan.store_pair(position)
+        access, both = plan.stores[position], plan.store_pair(position)
         if not access.is_vector:
             lane.append(_store_element(plan, writer, position))
             continue
-        if position != min(pair):
+        if position != min(both):
             continue  # written with the other one of the pair
         pack = writer.fresh(f"{access.operand.name}_pack")
         head.append(f"{_pack(access)} {pack};")
-        for place, member in zip(("2 * lane", "2 * lane + 1") if access.is_pair else ("lane",), pair, strict=False):
+        for place, member in zip(("2 * lane", "2 * lane + 1") if access.is_pair else ("lane",), both, strict=False):
             value = plan.program.stores[member].value
             code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
             lane.append(f"{pack}[{place}] = {code};")
@@ -81,11 +90,45 @@ def _step(
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
     read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
     loads = _loads(plan, writer, [n for n in read if n in writer.packs], is_looped=is_looped)
+    over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
+    for pair in pairs:
+        over = [*pair["start"], *over, *pair["rescale"]]
+        over += _over_packs(plan, writer, _loop("lane", "VEC", pair["sum"]), is_looped=is_looped, skips=True)
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
         "accumulators": accumulators,
-        "columns": _over_packs(plan, writer, columns, is_looped=is_looped, skips=True),
+        "columns": over,
         "after": after,
+    }
+
+
+def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterator[int]) -> dict[str, list[str]]:
+    """A running maximum and the sum of exponentials under it: the sum is rescaled once for all packs that a thread holds."""
+    values = plan.program.values
+    kind, is_float32 = COMPUTE[values[pair.highest].dtype], values[pair.highest].dtype == "float32"
+    highest, total, element = (writer.text(n).code for n in (pair.highest, pair.total, pair.element))
+    part, raised, sum_part = (writer.fresh(name) for name in (f"{highest}_part", f"{highest}_raised", f"{total}_part"))
+    row_highest, row_total = writer.fresh(f"row_{highest}"), writer.fresh(f"row_{total}")
+    exp = writer.call(values[pair.exponential], [Text("@")]).code
+    infinity, nan = ("INF_VALUEF", "NAN_VALUEF") if is_float32 else ("INF_VALUE", "NAN_VALUE")
+    writer.helpers |= {"row_reduce", "nan_max", infinity, *(() if pair.is_finite else (nan,))}
+    declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
+    adding = [f"{sum_part} += {exp.replace('@', f'{element} - {part}')};"]
+    edge, sum_there = (f"{row_highest} == {infinity}", infinity) if pair.is_finite else (f"{row_total} == 0", nan)
+    return {
+        "accumulators": [f"{kind} {part} = {_LOWEST[kind]};", f"{kind} {sum_part} = 0;"],
+        "start": [f"{kind} {raised} = {part};"],
+        "compare": [f"{raised} = nan_max({raised}, {element});"],
+        "rescale": [f"{sum_part} *= {exp.replace('@', f'{part} - {raised}')};", f"{part} = {raised};"],
+        "sum": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
+        "after": [
+            f"const {kind} {row_highest} = row_reduce<Max, {next(numbers)}>({part});",
+            f"{sum_part} *= {exp.replace('@', f'{part} - {row_highest}')};",
+            f"const {kind} {row_total} = row_reduce<Sum, {next(numbers)}>({sum_part});",
+            "// Only a row of -inf alone leaves the sum at 0.",
+            f"const {kind} {highest} = {row_total} == 0 ? -{infinity} : {row_highest};",
+            f"const {kind} {total} = {edge} ? {sum_there} : {row_total};",
+        ],
     }
 
 
@@ -155,7 +198,8 @@ def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
 
 def _declare(plan: Schedule, writer: CudaWriter, number: int) -> str:
     name, code = writer.statement(number)
-    return f"const {COMPUTE[plan.program.values[number].dtype]} {name} = {code};"
+    kind = "index_t" if writer.is_only_compared(number) else COMPUTE[plan.program.values[number].dtype]
+    return f"const {kind} {name} = {code};"
 
 
 def _pack(access: Access) -> str:

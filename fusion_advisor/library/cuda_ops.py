@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
+from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
@@ -99,8 +100,12 @@ class CudaWriter(Writer):
     def pack_guard(self, number: int) -> str:
         """A guard that is the same for all columns of a pack, asked of the first; empty where it may change inside a pack.
 
-        Columns are compared with multiples of the pack's width only, and the narrower packs of other launches divide it.
+        Columns are compared with multiples of the pack's width only, and the narrower packs of other launches divide it. A causal
+        guard lets a whole pack through: what it hides may be read, it is only not worth reading.
         """
+        order = order_of(self.plan.program, number)
+        if order is not None and order.column == self.plan.col_dim:
+            return f"first <= {self.text(self.plan.program.values[number].args[1]).at(SUM)}"
         value, width = self.plan.program.values[number], vector_width(self.plan)
         if value.op in ("and", "or"):
             parts = [self.pack_guard(n) for n in value.args]
@@ -163,6 +168,10 @@ class CudaWriter(Writer):
     def widen(self, name: str) -> str:
         """An index as int64."""
         return f"(long long){name}"
+
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """The intrinsic that nvcc never contracts."""
+        return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
     def _expression(self, number: int, value: Value) -> Text:
         text = super()._expression(number, value)

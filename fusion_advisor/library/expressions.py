@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import REDUCTIONS, Value
 from fusion_advisor.library.schedule import Access, Numbering, Schedule
 
@@ -94,6 +95,10 @@ class Writer:
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """Every op that :meth:`_expression` does not know."""
+        raise NotImplementedError
+
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """A product that the compiler must not fold, unrounded, into the sum or difference that uses it."""
         raise NotImplementedError
 
     # What skeletons use.
@@ -184,6 +189,10 @@ class Writer:
                 noun = f"{args[0]}_squared"
             elif value.op == "sub" and args[1] in (f"{args[0]}_mean", f"{args[0]}_max"):
                 noun = f"{args[0]}_centered" if args[1].endswith("_mean") else f"{args[0]}_shifted"
+            elif order_of(program, len(nouns)) is not None:
+                noun = "is_kept"
+            elif value.op in ("add", "sub") and value.dtype == "int64":
+                noun = "place" if value.op == "add" else "gap"
             elif value.op in _NOUNS:
                 noun = args[0] if value.op == "cast" else _NOUNS[value.op]
             elif value.op in COMPARE or value.op in LOGIC or value.op in ("not", "isnan"):
@@ -247,6 +256,8 @@ class Writer:
             return self.dropout(number, value)
         if value.op == "index":
             return self.index(number, value)
+        if value.op == "size" and self.is_only_compared(number):
+            return Text(self.plan.sizes[value.dim])
         args = [self._texts[a] for a in value.args]
         if value.op in COMPARE:
             return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
@@ -254,6 +265,8 @@ class Writer:
             return Text(f"{args[0].at(ATOM)} {LOGIC[value.op]} {args[1].at(ATOM)}", LOOSE)
         if value.op == "neg":
             return Text(f"-{args[0].at(ATOM)}", UNARY)
+        if self._is_shared_product(number, value):
+            return self.rounded_product(value, args)
         own = self.call(value, args)
         if own.code:
             return own
@@ -262,15 +275,51 @@ class Writer:
         sign, rank = INFIX[value.op]
         return Text(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
 
+    def _is_shared_product(self, number: int, value: Value) -> bool:
+        """Whether several users have to see one and the same rounding of a product.
+
+        Compilers contract ``x * c - y`` to one operation that does not round the product. Where y is the maximum of the rounded
+        products, as in softmax, the largest difference is then not 0 but their rounding error: e to the power of 1e19 at 1e27.
+        """
+        if value.op != "mul" or not value.dtype.startswith("float"):
+            return False
+        users = self._users_behind_choices(number)
+        return len(users) > 1 and any(self.plan.program.values[user].op in ("add", "sub") for user in users)
+
+    def _users_behind_choices(self, number: int) -> set[int]:
+        """Users of a value, or of what only chooses it or turns its sign: a compiler may move those behind a difference."""
+        found: set[int] = set()
+        for user in self._users[number]:
+            is_choice = self.plan.program.values[user].op in ("where", "neg")
+            found |= self._users_behind_choices(user) if is_choice else {user}
+        return found
+
     def index(self, number: int, value: Value) -> Text:
         """The loop variable of a dim, as a 64-bit integer unless it is only compared."""
         name = self.plan.indices[value.dim]
+        return Text(name) if self.is_only_compared(number) else Text(self.widen(name))
+
+    def is_only_compared(self, number: int) -> bool:
+        """Whether nothing but comparisons with other places comes of a place: it then needs no more bits than an index."""
+        users, value = self._users[number], self.plan.program.values[number]
+        return (
+            value.dtype == "int64"
+            and bool(users)
+            and all(
+                self._is_place(self.plan.program.values[user])
+                and (self.plan.program.values[user].op in COMPARE or self.is_only_compared(user))
+                for user in users
+            )
+        )
+
+    def _is_place(self, value: Value) -> bool:
         values = self.plan.program.values
+        args = [values[arg] for arg in value.args]
+        is_sum = value.op in ("add", "sub") and value.dtype == "int64"
         plain = ("const", "index", "size")
-        users = [values[u] for u in self._users[number]]
-        if users and all(u.op in COMPARE and all(values[a].op in plain for a in u.args) for u in users):
-            return Text(name)
-        return Text(self.widen(name))
+        return (is_sum or value.op in COMPARE) and all(
+            arg.dtype == "int64" and (arg.op in plain or self._is_place(arg)) for arg in args
+        )
 
     def widen(self, name: str) -> str:
         """An index as int64."""

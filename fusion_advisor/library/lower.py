@@ -54,7 +54,8 @@ _STAYS_IN_RANGE = frozenset(
 _MAKES_BOOL = frozenset(
     ["eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__", "logical_and", "logical_or", "logical_not",
      "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "where",
-     "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum"]
+     "masked_fill", "to", "_to_copy", "type_as", "cat", "add", "mul", "maximum", "minimum", "ones", "zeros",
+     "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "tril", "triu"]
 )  # fmt: skip
 """Ops that mean something on booleans."""
 
@@ -249,6 +250,11 @@ class Lowering:
             return other if self.constant_of(known) is (op == "and") else known
         if op == "where" and constants[0] is not None:
             return args[1] if constants[0] else args[2]
+        if op in ("where", "not") and self.values[args[0]].op == "not" and self.values[args[0]].dtype == "bool":
+            inner = self.values[args[0]].args[0]
+            return inner if op == "not" else self.make("where", inner, args[2], args[1], dtype=dtype)
+        if op == "not" and constants[0] is not None and dtype == "bool":
+            return self.const(not constants[0], "bool")
         if op == "add":
             for one, other in ((args[0], args[1]), (args[1], args[0])):
                 # 1 + erf(u) = erfc(−u), which keeps its digits where the sum cancels.

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from fusion_advisor.library.order import Order, order_of
 from fusion_advisor.library.program import COMMUTATIVE, Program, Value
 
 _RELATIVE = 1e-6
@@ -96,7 +97,8 @@ class _Canonical:
         self.ranks = _ranks(program)
         self.hashes: list[str] = []
         for value in program.values:
-            self.hashes.append(self._hash(value))
+            order = order_of(program, len(self.hashes))
+            self.hashes.append(self._hash(value) if order is None else self._triangle(order))
         self.seen: dict[int, int] = {}
         self.operands: dict[int, int] = {}
         self.constants: list[float] = []
@@ -151,6 +153,8 @@ class _Canonical:
         if value.op == "dropout":
             self._show_constant(number, value)
             return f"{name}dropout.{value.dtype}[{self._varies(value.strides)}]({self._show(value.args[0])})"
+        if (order := order_of(self.program, number)) is not None:
+            return f"{name}{self._triangle(order)}"
         if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
             return f"{name}{value.op}(index,{place})"
         return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))})"
@@ -159,6 +163,12 @@ class _Canonical:
         self.constants.append(float(value.constant or 0.0))
         self.constant_values.append(number)
         return f"{value.dtype}#"
+
+    def _triangle(self, order: Order) -> str:
+        """A triangle is told by where it ends in the last row: there causal masks agree, with a cache of keys or without."""
+        dims = self.program.dims
+        side = "c" if order.column == len(dims) - 1 else "r"
+        return f"triangle({side},{order.offset - (dims[order.column] - dims[order.row])})"
 
     def _place(self, value: Value) -> Fraction | None:
         """``index < 64`` of a dim of 128 is ``index < 1/2``: where a half ends depends on no model's head size."""
@@ -179,7 +189,7 @@ class _Canonical:
         return "r" if not sized[-1] and all(sized[:-1]) else "m"
 
     def _shift(self, value: Value) -> str:
-        if value.guard is None:
+        if value.guard is None or order_of(self.program, value.guard) is not None:
             return self.ranks[value.operand, value.strides, value.offset]
         if not value.strides or not value.strides[-1]:
             return ""
@@ -193,7 +203,7 @@ def _ranks(program: Program) -> dict[tuple[int, tuple[int, ...], int], str]:
     """
     places: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     for value in program.values:
-        if value.op == "load" and value.guard is None:
+        if value.op == "load" and (value.guard is None or order_of(program, value.guard) is not None):
             places.setdefault((value.operand, value.strides), set()).add(value.offset)
     for store in program.stores:
         places.setdefault((store.operand, store.strides), set()).add(store.offset)

@@ -11,7 +11,8 @@ the backends print them. Rendered kernels take sizes and strides as arguments: t
 
 Op names (``Value.op``):
 
-- ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0
+- ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0 (under a guard of the form
+  ``le(index, index + offset)``, a causal mask's, they may also be read: nothing looks at them, and packs stay whole)
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
   extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width)
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin

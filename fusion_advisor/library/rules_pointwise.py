@@ -6,8 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index
+from fusion_advisor.library.order import compared
 from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
+from fusion_advisor.library.rules_place import PLACES
 from fusion_advisor.library.rules_random import RANDOM
 from fusion_advisor.records import OpNode, Ref
 
@@ -62,9 +64,9 @@ def _binary(name: str) -> Rule:
 def _compare(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
         dtype = _operands_dtype(lowering, op)
-        return lowering.make(
-            name, lowering.argument(op, 0, where, dtype=dtype), lowering.argument(op, 1, where, dtype=dtype), dtype="bool"
-        )
+        sides = [lowering.argument(op, position, where, dtype=dtype) for position in (0, 1)]
+        known = compared(lowering, name, *sides)
+        return lowering.make(name, *sides, dtype="bool") if known is None else known
 
     return rule
 
@@ -214,5 +216,5 @@ POINTWISE: dict[str, Rule] = {
     "masked_fill": _masked_fill, "square": _square, "clamp_min": _clamp_side("maximum"), "clamp_max": _clamp_side("minimum"),
     "clip": _clamp, "addcdiv": _addcdiv, "lerp": _lerp, **{name: _fraction(name) for name in ("isnan", "isinf", "isfinite")},
     "logical_xor": _logical("xor"), "bitwise_xor": _logical("xor"), **ACTIVATIONS,
-    "addcmul": _addcmul, **RANDOM,
+    "addcmul": _addcmul, **RANDOM, **PLACES,
 }  # fmt: skip

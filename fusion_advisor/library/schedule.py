@@ -14,7 +14,18 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion_advisor.library.program import ADDRESSED, ITEM_BYTES, REDUCTIONS, Operand, Pairs, Program, Store, Value, find_pairs
+from fusion_advisor.library.online import OnlineSum
+from fusion_advisor.library.program import (
+    ADDRESSED,
+    ITEM_BYTES,
+    REDUCTIONS,
+    Operand,
+    Pairs,
+    Program,
+    Store,
+    Value,
+    find_pairs,
+)
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -237,19 +248,29 @@ class Pass:
     """Positions in ``program.stores`` of what it writes."""
     after: tuple[int, ...]
     """Row values that are known once it has run, the reductions left out."""
+    online: tuple[OnlineSum, ...] = ()
+    """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
 
 
-def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """Split a reduced Program into walks over the columns.
 
     A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
+
+    Args:
+        plan: the schedule.
+        online: sums that belong to the pass of their maximum.
 
     Returns:
         the row values that are known before the first pass, and the passes.
     """
     program = plan.program
+    pair_of = {n: pair for pair in online for n in (pair.total, pair.highest)}
     levels: list[int] = []
-    for value in program.values:
+    for number, value in enumerate(program.values):
+        if number in pair_of and number == pair_of[number].total:
+            levels.append(levels[pair_of[number].highest])
+            continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
     writable = [levels[store.value] for store in program.stores]
@@ -262,16 +283,20 @@ def column_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     passes = []
     for level in range(max(levels, default=0) + 1):
         reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
+        pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
         stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args] + [program.stores[n].value for n in stores]
+        targets = [a for r in reductions for a in program.values[r].args if r not in pair_of or r == pair_of[r].highest]
+        targets += [program.stores[n].value for n in stores]
         if reductions or stores:
+            alone = tuple(r for r in reductions if r not in pair_of)
             after = tuple(row_values.get(level + 1, ()))
-            values = tuple(_needed_in_columns(plan, targets))
-            passes.append(Pass(values=values, reductions=tuple(reductions), stores=tuple(stores), after=after))
+            values = tuple(needed_in_columns(plan, targets))
+            passes.append(Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs))
     return tuple(row_values.get(0, ())), tuple(passes)
 
 
-def _needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
+def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
+    """The column-varying values that some others are made of, themselves included, in order."""
     found: set[int] = set()
     waiting = list(targets)
     while waiting:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
-from fusion_advisor.library.program import Value, dropout_constants
+from fusion_advisor.library.order import order_of
+from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 _PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
@@ -23,6 +24,8 @@ _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
              "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
 _HALF = ("float16", "bfloat16")
+LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e308"}
+"""The lowest finite number, where a running maximum starts."""
 
 
 def identity(value: Value) -> str:
@@ -39,7 +42,9 @@ class TritonWriter(Writer):
         is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
     """
 
-    helper_names = frozenset(_HELPERS | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor"})
+    helper_names = frozenset(
+        _HELPERS | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums"}
+    )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
@@ -145,7 +150,7 @@ class TritonWriter(Writer):
             return ""
         masks = [self.mask(varies)]
         if value.guard is not None:
-            masks.append(self.text(value.guard).at(ATOM))
+            masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
         return self._widened(self._read(access, varies, masks), access, value)
 
     def _read(self, access: Access, varies: frozenset[int], masks: list[str]) -> str:
@@ -160,6 +165,14 @@ class TritonWriter(Writer):
         if value.dtype == access.operand.dtype:
             return code
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
+
+    def _guard(self, number: int, access: Access) -> str:
+        """A causal guard asked of the first column of each 16 bytes: a mask that changes inside them would be read by element."""
+        order, plan = order_of(self.plan.program, number), self.plan
+        if order is None or order.column != plan.col_dim or access.strides[-1] != "1":
+            return ""
+        col, pack = plan.indices[-1], 16 // ITEM_BYTES[access.operand.dtype]
+        return f"({col} // {pack} * {pack} <= {self.text(plan.program.values[number].args[1]).at(SUM)})"
 
     def masked(self, value: Value) -> str:
         """The argument of a reduction, with lanes past the end set to the reduction's identity."""
@@ -197,6 +210,11 @@ class TritonWriter(Writer):
     def widen(self, name: str) -> str:
         """An index as int64."""
         return f"{name}.to(tl.int64)"
+
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say."""
+        left, right = args if self.plan.program.values[value.args[0]].op != "const" else args[::-1]
+        return Text(f"tl.fma({left.code}, {right.code}, 0.0)")
 
     def _write(self, number: int) -> None:
         super()._write(number)

@@ -34,6 +34,7 @@ def cases():
         found[f"bias_gelu_erf-{rows}x{cols}"] = p.bias_gelu_erf(rows, cols)
     for rows, cols in ((2, 16385), (1, 20000)):
         found[f"looped_softmax-{rows}x{cols}"] = p.softmax(rows, cols)
+        found[f"looped_logsumexp-{rows}x{cols}"] = p.logsumexp(rows, cols, "float16")
         found[f"looped_add_layernorm-{rows}x{cols}"] = p.add_layernorm(rows, cols, "float16")
         found[f"looped_mean-{rows}x{cols}"] = p.mean_and_sum(rows, cols)
         found[f"looped_extremes-{rows}x{cols}"] = p.row_extremes(rows, cols)
@@ -45,6 +46,7 @@ def cases():
     found["strided_flat"] = p.gelu_tanh((100,), strides=(3,))
     found["int_and_bool"] = p.int_and_bool()
     found["row_extremes"] = p.row_extremes()
+    found["logsumexp"] = p.logsumexp()
     found["mean_and_sum"] = p.mean_and_sum()
     found["one_row_dim"] = p.one_row_dim()
     found["rope_wide"] = p.rope(1, 2, 70, 128, "bfloat16")
@@ -77,6 +79,7 @@ def cases():
     found |= {f"binary-{op}": p.binary(op, 32 * 32) for op in BINARY}
     found["nan_row_extremes"] = p.row_extremes()
     found["nan_softmax"] = p.softmax()
+    found["nan_looped_softmax"] = p.softmax(2, 16400)
     found["nan_looped_extremes"] = p.row_extremes(2, 16400)
     return found
 

@@ -33,8 +33,11 @@ static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y;
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
-static float __expf(float x) { return expf(x); }
+#define __expf(x) exp2f((x) * 1.4426950408889634f)
+__attribute__((noinline)) static float __fmul_rn(float a, float b) { return a * b; }
+__attribute__((noinline)) static double __dmul_rn(double a, double b) { return a * b; }
 """
+OPTIMISE = ("-O1",)
 _WIDE_HALF = "    _Float16 h; memcpy(&h, &x.bits, 2); return (float)h;\n}"
 _NARROW_HALF = "    const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;\n}"
 _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
@@ -81,7 +84,7 @@ extern "C" void run_all(void** args, const long long* ints) {{
     macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *["-DWIDE_INDEX"] * plan.needs_int64]
     command = [
         "g++",
-        "-O1",
+        *OPTIMISE,
         "-fno-strict-aliasing",
         "-std=c++17",
         "-fPIC",
@@ -104,7 +107,7 @@ def _translate(source):
     source = re.sub(r"    float y;\n    asm\(\"cvt\.f32\.f16.*?\n}", _WIDE_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    half_bits y;\n    asm\(.*?\n}", _NARROW_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
-    source = re.sub(r'asm\("rcp\.approx[\w.]* %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
-    source = re.sub(r'asm\("ex2\.approx[\w.]* %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
+    source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
+    source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
     source = re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
     return _PRELUDE + source

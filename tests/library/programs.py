@@ -123,9 +123,9 @@ def add_layernorm(rows=5, cols=24, dtype="float32"):
     return b.program()
 
 
-def softmax(rows=5, cols=24, dtype="float32", is_causal=False):
+def softmax(rows=5, cols=24, dtype="float32", is_causal=False, scale=0.125):
     b = Build((rows, cols), dtype, is_reduced=True)
-    x = b.add("mul", b.load("x"), b.const(0.125))
+    x = b.add("mul", b.load("x"), b.const(scale))
     if is_causal:
         keep = b.add("le", b.add("index", dim=1, dtype="int64"), b.add("index", dim=0, dtype="int64"))
         x = b.add("where", keep, x, b.const(float("-inf")))
@@ -311,4 +311,16 @@ def row_dropout(rows=6, cols=40):
     """One decision for a whole row."""
     b = Build((rows, cols))
     b.store("out", b.add("mul", b.load("x"), b.dropout(0.5, (1, 0))))
+    return b.program()
+
+
+def logsumexp(rows=5, cols=24, dtype="float32"):
+    """As the lowering writes it: a row whose maximum is infinite is shifted by 0."""
+    b = Build((rows, cols), dtype, is_reduced=True)
+    x = b.load("x")
+    highest = b.add("reduce_max", x)
+    is_infinite = b.add("eq", b.add("abs", highest), b.const(float("inf")))
+    shift = b.add("where", is_infinite, b.const(0.0), highest)
+    total = b.add("reduce_sum", b.add("exp", b.add("sub", x, shift)))
+    b.store("out", b.add("add", b.add("log", total), shift), (1, 0))
     return b.program()

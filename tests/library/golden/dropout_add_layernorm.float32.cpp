@@ -4,7 +4,7 @@
 // 429496730, p = 0.1 of 2**32; the others are scaled by 1 / (1 - p).
 // Origin: library kernel dropout_add_layernorm, variant pre_norm
 // Source: https://doi.org/10.1145/2063384.2063405, https://arxiv.org/abs/1607.06450
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

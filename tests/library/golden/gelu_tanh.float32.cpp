@@ -2,7 +2,7 @@
 // Moves 50,331,648 bytes at 6291456: every input is read once and every output written once.
 // Origin: library kernel gelu_tanh, variant written_out
 // Source: https://arxiv.org/abs/1606.08415
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>
@@ -20,14 +20,23 @@ static inline float fa_from_bits(uint32_t bits) {
   return x;
 }
 
+// The build contracts nothing by itself; polynomials ask for it, where the CPU has it.
+static inline float fa_fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // e^r - 1 = r + r^2 p(r) for |r| <= ln(2)/2; the fit's relative error is 1.4e-8.
 static inline float fa_expm1_core(float r) {
   float p = 1.38825108e-3f;
-  p = p * r + 8.36654752e-3f;
-  p = p * r + 4.16672006e-2f;
-  p = p * r + 1.66665435e-1f;
-  p = p * r + 4.9999997e-1f;
-  return (p * r) * r + r;
+  p = fa_fma(p, r, 8.36654752e-3f);
+  p = fa_fma(p, r, 4.16672006e-2f);
+  p = fa_fma(p, r, 1.66665435e-1f);
+  p = fa_fma(p, r, 4.9999997e-1f);
+  return fa_fma(p * r, r, r);
 }
 
 // 2^n for an integral n in [-126, 127].
@@ -42,12 +51,15 @@ static inline float fa_scale(float y, float n) {
 }
 
 // e^x to 1 ulp: x = n ln(2) + r with ln(2) in two parts. Beyond the clamps the result is 0 or Inf; a NaN fails both compares.
+// Where it is 0 nothing subnormal is computed on the way: that made a softmax of half masked rows six times slower.
 static inline float fa_exp(float x) {
+  const bool is_zero = x < -104.0f;
   x = x > 89.0f ? 89.0f : x;
-  x = x < -104.0f ? -104.0f : x;
+  x = is_zero ? 0.0f : x;
   const float n = std::rint(x * 1.44269504f);
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  return fa_scale(1.0f + fa_expm1_core(r), n);
+  const float r = fa_fma(n, 2.12194440e-4f, fa_fma(n, -0.693359375f, x));
+  const float result = fa_scale(1.0f + fa_expm1_core(r), n);
+  return is_zero ? 0.0f : result;
 }
 
 static inline float fa_sigmoid(float x) { return 1.0f / (1.0f + fa_exp(-x)); }

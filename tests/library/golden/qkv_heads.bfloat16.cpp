@@ -3,7 +3,7 @@
 // Moves 50,356,224 bytes at 32 x 1024 x 128: every input is read once and every output written once.
 // Origin: library kernel qkv_heads, variant split
 // Source: https://github.com/NVIDIA/FasterTransformer/blob/main/docs/bert_guide.md
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

@@ -2,7 +2,7 @@
 // Moves 67,125,248 bytes at 2048 x 4096: every input is read once and every output written once.
 // Origin: library kernel rmsnorm, variant llama
 // Source: https://arxiv.org/abs/1910.07467
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

@@ -2,7 +2,7 @@
 // Moves 34,603,008 bytes at 2048 x 32 x 64: every input is read once and every output written once.
 // Origin: library kernel rope, variant rotate_half
 // Source: https://arxiv.org/abs/2104.09864
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>

@@ -3,7 +3,7 @@
 // Moves 34,078,720 bytes at 32 x 2048 x 64: every input is read once and every output written once.
 // Origin: library kernel rope_pairs, variant stack
 // Source: https://arxiv.org/abs/2104.09864
-// Build: c++ -std=c++17 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
 
 #include <cmath>
 #include <cstdint>
