@@ -22,14 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import REDUCTIONS, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
-from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, pointer_names, split_index
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 from fusion_advisor.library.triton_ops import LOWEST, TritonWriter, identity
-from fusion_advisor.library.triton_shape import Shape, choose_shape
+from fusion_advisor.library.triton_shape import Shape, choose_shapes
 
 _COLUMN_MASKS = [
     "col_mask = col < cols", "mask = row_mask & col_mask",
@@ -54,26 +55,50 @@ class TritonBackend:
         Raises:
             KernelBuildFailed: the Program holds an op that Triton cannot express.
         """
-        plan = schedule(program, flatten_rows=False)
+        calls = calls_of(program, flatten_rows=False)
+        plan = calls[0].plan
         is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
         extra = ["triton", repr(tuning), *(["looped"] if is_looped else []), *(["fast_math"] if fast_math else [])]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
+        functions = functions_of(calls)
+        bodies: list[dict[str, Any]] = []
+        helpers: set[str] = set()
+        is_float64 = is_half = False
         try:
-            writer = TritonWriter(plan, fast_math=fast_math, is_looped=is_looped)
-            context = _looped(plan, writer) if is_looped else _straight(plan, writer)
+            for function in functions:
+                writer = TritonWriter(function.plan, fast_math=fast_math, is_looped=is_looped)
+                bodies.append(_looped(function.plan, writer) if is_looped else _straight(function.plan, writer))
+                helpers |= writer.helpers
+                is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="triton", cause=str(error)) from error
         template = {"rows": "rowwise_looped" if is_looped else "rowwise"}.get(plan.kind, "pointwise")
-        exp = "exp" if "exp" in writer.helpers else "tl.exp"
-        if writer.helpers & {"sigmoid", "expm1"} and not (fast_math or writer.is_half or writer.is_float64):
-            writer.helpers.add("exp")
+        exp = "exp" if "exp" in helpers else "tl.exp"
+        if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
+            helpers.add("exp")
             exp = "exp"
-        source = environment().get_template(f"triton/{template}.py.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
-            helpers=sorted(writer.helpers, key=lambda name: (name not in ("exp", "philox"), name)),
-            entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp,
-            bits=64 if writer.is_float64 else 32, **context,
-        )  # fmt: skip
+        constants = _constants([call.plan for call in calls])
+        common = {
+            "heading": heading(
+                [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
+            ),
+            "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "philox"), name)),
+            "entry": entry, "fast_math": fast_math, "exp": exp, "bits": 64 if is_float64 else 32,
+        }  # fmt: skip
+        template = f"triton/{template}.py.jinja"
+        if len(calls) == 1:
+            signature = _signature(plan.pointers, plan.arguments, constants)
+            source = environment().get_template(template).render(**common, **bodies[0], signature=signature)
+        else:
+            for function, own in zip(functions, bodies, strict=True):
+                own["text"] = body_of(template, **common, **own).replace("tl.program_id(0)", "program")
+                own["function"] = function.function
+                own["signature"] = _signature(function.plan.pointers, function.plan.arguments, constants)
+            integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
+            source = environment().get_template("triton/beside.py.jinja").render(
+                **common, functions=bodies, calls=calls, constants=constants,
+                signature=_signature(pointer_names(program), integers, constants),
+            )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
 
     def build(self, rendered: Rendered, path: Path) -> TritonKernel:
@@ -110,20 +135,19 @@ class TritonKernel:
         Raises:
             KernelBuildFailed: Triton refuses the kernel for this shape.
         """
-        plan = schedule(program, flatten_rows=False)
-        if plan.is_empty:
+        calls = calls_of(program, flatten_rows=False)
+        if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
-        is_looped = "for start in range(" in self._rendered.source
-        shape = choose_shape(plan, tuning or tuning_of(self._rendered.source), is_looped=is_looped)
+        shape, scalars = _launch(calls, tuning or tuning_of(self._rendered.source), self._rendered)
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not has_cuda():
-            return _interpreted(self._kernel, plan, shape)
+            return _interpreted(self._kernel, scalars, shape)
         start = time.perf_counter_ns()
-        scalars = (*(value for _, value in plan.arguments), *shape.constants.values())
-        dtypes = [operand.dtype for operand in plan.program.operands]
+        dtypes = [operand.dtype for operand in program.operands]
         launcher = TritonLauncher(
-            self._kernel, dtypes, scalars, shape.programs, {"num_warps": shape.num_warps}, self._rendered.entry
-        )
+            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, {"num_warps": shape.num_warps},
+            self._rendered.entry,
+        )  # fmt: skip
         self.build_ns += time.perf_counter_ns() - start
         return launcher
 
@@ -199,10 +223,8 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
-    plan = schedule(program, flatten_rows=False)
-    shape = choose_shape(plan, tuning_of(rendered.source), is_looped="for start in range(" in rendered.source)
-    dtypes = [operand.dtype for operand in plan.program.operands]
-    scalars = [value for _, value in plan.arguments]
+    shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
+    dtypes = [operand.dtype for operand in program.operands]
     return compile_source(rendered, target, dtypes, scalars, shape.constants, {"num_warps": shape.num_warps})
 
 
@@ -350,19 +372,27 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
     return kept([*lines, *outer, *masks, *bases], body)
 
 
-def _signature(plan: Schedule) -> list[str]:
-    blocks = ["BLOCK_COLS"] if plan.kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
-    names = ["INDEX", *blocks, *(["BY_FOUR"] if plan.numbers else [])]
-    lines = textwrap.wrap(", ".join(plan.pointers), 110)
-    if plan.arguments:
-        lines += textwrap.wrap(", ".join(name for name, _ in plan.arguments), 110)
-    lines.append(", ".join(f"{name}: tl.constexpr" for name in names))
+def _constants(plans: Sequence[Schedule]) -> list[str]:
+    blocks = ["BLOCK_COLS"] if plans[0].kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
+    return ["INDEX", *blocks, *(["BY_FOUR"] if any(plan.numbers for plan in plans) else [])]
+
+
+def _signature(pointers: Sequence[str], integers: Sequence[tuple[str, int]], constants: Sequence[str]) -> list[str]:
+    lines = textwrap.wrap(", ".join(pointers), 110)
+    if integers:
+        lines += textwrap.wrap(", ".join(name for name, _ in integers), 110)
+    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants))
     return [line.removesuffix(",") for line in lines]
 
 
-def _interpreted(kernel: Any, plan: Schedule, shape: Shape) -> Launcher:
-    scalars = [value for _, value in plan.arguments]
+def _launch(calls: Sequence[Call], tuning: Tuning, rendered: Rendered) -> tuple[Shape, list[int]]:
+    """The launch of a kernel, and its integers in the order of the signature."""
+    is_looped = "for start in range(" in rendered.source
+    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=is_looped)
+    return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
+
+def _interpreted(kernel: Any, scalars: Sequence[int], shape: Shape) -> Launcher:
     def launch(*tensors: Any) -> None:
         kernel[(shape.programs,)](*tensors, *scalars, **shape.constants, num_warps=shape.num_warps)
 

@@ -243,8 +243,16 @@ def _signature(plan: Schedule) -> list[str]:
     return [*lines, *(f"index_t {name}" for name, _ in plan.arguments)]
 
 
-def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
+def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
+        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
+        fast_sqrt philox kept_bits is_kept row_reduce""".split()  # noqa: SIM905
+    return [name for name in order if name in helpers]
+
+
+def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
+    """The helpers that a kernel's text calls."""
     if writer.helpers & {"half_erfc", "half_sigmoid"}:
         writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
     dtypes = {o.dtype for o in plan.program.operands}
@@ -255,7 +263,4 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
-    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce""".split()  # noqa: SIM905
-    return [name for name in order if name in wanted]
+    return ordered(wanted)

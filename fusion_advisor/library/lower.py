@@ -18,7 +18,8 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from fusion_advisor.library.assemble import Lowered, Result, assemble
+from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.library.assemble import Lowered, Result, assemble, side_by_side
 from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
@@ -63,6 +64,8 @@ _MAKES_BOOL = frozenset(
 def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
     """Lower the ops with indices ``members`` to one Program that writes ``outputs``.
 
+    Outputs that differ in one dim alone, as queries and fewer keys do in their heads, get loop nests of their own in one launch.
+
     Args:
         ops: the captured ops by index.
         members: indices of the chain's ops, in order; views inside the chain included.
@@ -71,6 +74,39 @@ def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], 
     Raises:
         CannotLower: no single kernel of ours computes this.
     """
+    try:
+        return _lower_nest(ops, members, outputs)
+    except CannotLower:
+        groups = _by_shape(ops, outputs)
+        if len(groups) < 2:
+            raise
+        return side_by_side(ops, [_lower_nest(ops, _needed(ops, members, group), group) for group in groups], outputs)
+
+
+def _by_shape(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[int]) -> list[list[int]]:
+    """Outputs of equal shape together, where the shapes differ in one and the same dim, which is not the last."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index in outputs:
+        groups.setdefault(ops[index].outputs[0].shape, []).append(index)
+    if len({len(shape) for shape in groups}) != 1:
+        return []
+    differing = [dim for dim, sizes in enumerate(zip(*groups, strict=True)) if len(set(sizes)) > 1]
+    rank = len(next(iter(groups)))
+    return list(groups.values()) if len(differing) == 1 and differing[0] != rank - 1 else []
+
+
+def _needed(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """The members that some outputs are computed from."""
+    inside, found, waiting = set(members), set(), list(outputs)
+    while waiting:
+        index = waiting.pop()
+        if index in inside and index not in found:
+            found.add(index)
+            waiting += inputs_of(ops[index])
+    return sorted(found)
+
+
+def _lower_nest(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
     nest = Nest.of(_widest_shape(ops, members, outputs))
     for _ in range(_MOST_CUTS):
         try:

@@ -167,6 +167,19 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     for letter in rows:  # a batch, or a sequence, of one
         if len(rows) > 1:
             yield {**many, letter: 1, last: _COLS}
+    for letters in _alike(spec, rows):  # as many key heads as query heads, and those heads alone
+        yield {**many, **dict.fromkeys(letters, many[letters[0]]), last: _COLS}
+        yield {**dict.fromkeys(rows, 1), **{letter: many[letter] for letter in letters}, last: _COLS}
+
+
+def _alike(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:
+    """Letters that stand for the same dim of different inputs."""
+    found: dict[tuple[int, int], dict[str, None]] = {}
+    for tensor in spec.inputs:
+        for place, dim in enumerate(tensor.shape):
+            if dim in rows:
+                found.setdefault((len(tensor.shape), place), {})[str(dim)] = None
+    return [tuple(letters) for letters in found.values() if len(letters) > 1]
 
 
 def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:

@@ -27,7 +27,7 @@ Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
@@ -86,6 +86,8 @@ class Program:
         dims: sizes, outermost first, already collapsed as far as every address allows.
         is_reduced: whether the last dim is reduced by some ``reduce_*`` value. Values that a reduction feeds are per row;
             a store whose stride over the last dim is 0 then writes one element per row.
+        beside: loop nests of other sizes that the same launch runs (query heads beside fewer key heads). ``operands`` then holds
+            those of all nests, what they share once.
     """
 
     dims: tuple[int, ...]
@@ -93,6 +95,7 @@ class Program:
     values: tuple[Value, ...]
     stores: tuple[Store, ...]
     is_reduced: bool = False
+    beside: tuple[Part, ...] = ()
 
     @property
     def moved_bytes(self) -> int:
@@ -115,6 +118,35 @@ class Program:
                 dims.discard(last)
             found.append(frozenset(dims))
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One loop nest of a launch.
+
+    Attributes:
+        program: the nest with its own operands.
+        operands: for each of those, its position among the launch's.
+    """
+
+    program: Program
+    operands: tuple[int, ...]
+
+
+def nests(program: Program) -> tuple[Part, ...]:
+    """Every loop nest of a launch as a Program of its own; mostly there is one."""
+    if not program.beside:
+        return (Part(program=program, operands=tuple(range(len(program.operands)))),)
+    used = {value.operand for value in program.values if value.op == "load"} | {store.operand for store in program.stores}
+    own = {operand: number for number, operand in enumerate(sorted(used))}
+    first = replace(
+        program,
+        operands=tuple(program.operands[operand] for operand in own),
+        values=tuple(replace(v, operand=own[v.operand]) if v.op == "load" else v for v in program.values),
+        stores=tuple(replace(store, operand=own[store.operand]) for store in program.stores),
+        beside=(),
+    )
+    return (Part(program=first, operands=tuple(own)), *program.beside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +219,7 @@ def layout_key(program: Program) -> str:
         shared = f"={same}" if same != number else ""
         offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
         parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}]{offset}{shared}")
+    parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.beside]
     return ";".join(parts)
 
 

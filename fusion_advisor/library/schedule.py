@@ -161,6 +161,12 @@ class Schedule:
         return max(extents) >= _INT32_SAFE
 
 
+def pointer_names(program: Program) -> tuple[str, ...]:
+    """The argument of each operand."""
+    names = (o.name for o in program.operands)
+    return tuple(f"{f'{n}_' if keyword.iskeyword(n) or n in _C_KEYWORDS else n}_ptr" for n in names)
+
+
 def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     """Name the arguments of a Program's kernel.
 
@@ -172,9 +178,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     program = _with_rows(program)
     dims = len(program.dims)
     kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
-    operand_names = [
-        o.name if not keyword.iskeyword(o.name) and o.name not in _C_KEYWORDS else f"{o.name}_" for o in program.operands
-    ]
+    operand_names = [name.removesuffix("_ptr") for name in pointer_names(program)]
     names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
     one_row = flatten_rows or kind == "rows"
     indices: tuple[str, ...]
@@ -201,7 +205,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         if not is_outermost or d in used_sizes:
             arguments.append((sizes[d], size))
 
-    pointers = tuple(names.take(f"{name}_ptr", exact=True) for name in operand_names)
+    pointers = tuple(names.take(name, exact=True) for name in pointer_names(program))
     pairs = find_pairs(program)
     shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
 

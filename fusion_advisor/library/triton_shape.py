@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -69,6 +70,30 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
     if plan.kind != "rows" and not tuning.num_warps:
         num_warps = 8 if tile >= _SHARED_TILE else max(1, min(4, _power(tile // 256)))
     return Shape(constants=constants, num_warps=num_warps, programs=programs)
+
+
+def choose_shapes(plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool) -> tuple[Shape, list[int]]:
+    """Pick block sizes for several loop nests in one launch: those of the largest.
+
+    Returns:
+        the launch, and how many programs each nest has.
+
+    Raises:
+        KernelBuildFailed: as :func:`choose_shape`.
+    """
+    shape = choose_shape(max(plans, key=lambda plan: prod(plan.program.dims)), tuning, is_looped=is_looped)
+    rows, cols = shape.constants.get("BLOCK_ROWS"), shape.constants["BLOCK_COLS"]
+    if len(plans) == 1:
+        return shape, [shape.programs]
+    fixed = replace(tuning, block_rows=rows, block_cols=cols, num_warps=shape.num_warps)
+    shapes = [choose_shape(plan, fixed, is_looped=is_looped) for plan in plans]
+    constants = dict(shape.constants)
+    wide = [s.constants["INDEX"] for plan, s in zip(plans, shapes, strict=True) if plan.needs_int64]
+    constants["INDEX"] = wide[0] if wide else constants["INDEX"]
+    if any(plan.numbers for plan in plans):
+        constants["BY_FOUR"] = all(s.constants.get("BY_FOUR", True) for s in shapes)
+    counts = [s.programs for s in shapes]
+    return replace(shape, constants=constants, programs=sum(counts)), counts
 
 
 def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
