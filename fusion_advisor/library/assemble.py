@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.order import guard_masked_loads
-from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value, with_dims
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[L
     Raises:
         CannotLower: they are not of one kind, or one reads what another writes.
     """
-    programs = [part.program for part in parts]
-    if len({(p.is_reduced, min(len(p.dims), 2), p.dims[-1]) for p in programs}) != 1:
+    least = min(2, max(len(part.program.dims) for part in parts))
+    parts = [replace(part, program=with_dims(part.program, least)) for part in parts]
+    if len({(part.program.is_reduced, part.program.is_reduced and part.program.dims[-1]) for part in parts}) != 1:
         raise CannotLower("FA603", "loop nests of different kinds do not share a launch")
     roots = list(dict.fromkeys(root for part in parts for root in part.inputs))
     if set(roots) & set(outputs):

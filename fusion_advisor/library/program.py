@@ -149,6 +149,20 @@ def nests(program: Program) -> tuple[Part, ...]:
     return (Part(program=first, operands=tuple(own)), *program.beside)
 
 
+def with_dims(program: Program, least: int) -> Program:
+    """Put dims of size 1 before those of a loop nest until it has ``least`` of them."""
+    missing = least - len(program.dims)
+    if missing <= 0:
+        return program
+    values = tuple(
+        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
+        else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
+        for v in program.values
+    )  # fmt: skip
+    stores = tuple(replace(s, strides=(0,) * missing + s.strides) for s in program.stores)
+    return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
     """Loads and stores that alternate along the columns: (2c, 2c + 1), as interleaved rotary embeddings read their halves.

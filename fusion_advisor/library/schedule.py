@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from fusion_advisor.library.online import OnlineSum
@@ -25,6 +25,7 @@ from fusion_advisor.library.program import (
     Store,
     Value,
     find_pairs,
+    with_dims,
 )
 
 MAX_RESIDENT_COLS = 16384
@@ -175,7 +176,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         flatten_rows: whether a pointwise kernel walks all rows with one index (CUDA) or keeps the last row dim apart as the
             tile's second side (Triton). Reduced Programs always have one row index.
     """
-    program = _with_rows(program)
+    program = with_dims(program, 2 if program.is_reduced else 1)
     dims = len(program.dims)
     kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
     operand_names = [name.removesuffix("_ptr") for name in pointer_names(program)]
@@ -377,20 +378,6 @@ def _offset_name(names: _Names, base: str, offset: int, arguments: list[tuple[st
     name = names.take(f"{base}_offset")
     arguments.append((name, offset))
     return name
-
-
-def _with_rows(program: Program) -> Program:
-    """Give a Program of no dims one of size 1, and a reduced Program of one dim a row dim of size 1."""
-    missing = (2 if program.is_reduced else 1) - len(program.dims)
-    if missing <= 0:
-        return program
-    values = tuple(
-        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
-        else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
-        for v in program.values
-    )  # fmt: skip
-    stores = tuple(replace(s, strides=(0,) * missing + s.strides) for s in program.stores)
-    return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
 
 
 def _varies(program: Program) -> tuple[frozenset[int], ...]:
