@@ -67,6 +67,7 @@ class Bench:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
         keep = {index for fusion in fusions for index in fusion.sites[0].inputs}
         check = {index for fusion in fusions for site in fusion.sites for index in site.inputs}
+        self.live.written.rewind()
         with torch.no_grad():
             for region, index_of in zip(self.live.regions, self.index_of, strict=True):
                 observer = Observer(region, index_of, self.ops, keep=keep, check=check)
@@ -119,7 +120,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def run(self, variant: Variant) -> Any:
-        """Run all regions of a variant on the tensors of the captured call."""
+        """Run all regions of a variant on the tensors of the captured call; what it moves on is not put back."""
         result = None
         with torch.no_grad():
             for region, module in zip(self.live.regions, variant.modules, strict=True):

@@ -73,7 +73,8 @@ def decide(
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
-    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda)
+    rewind = bench.live.written.rewind
+    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda, before=rewind)
     control, stacked = times[0], times[1:]
     step_ns = median_interval(stacked[0])[0]
     same = measure.difference(control, stacked[0], confidence)
@@ -85,7 +86,9 @@ def decide(
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     del calls
     runner.forget()
-    confirm = measure.interleave(runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda)
+    confirm = measure.interleave(
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda, before=rewind
+    )
     return Decision(
         verdicts=verdicts,
         noise_share=noise_ns / max(step_ns, 1),
@@ -147,7 +150,7 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            return [measure.recorded(call, pool=self._pool) for call in plain]
+            return [measure.recorded(call, pool=self._pool, before=self._bench.live.written.rewind) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

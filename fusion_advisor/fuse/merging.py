@@ -176,7 +176,7 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
 def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: ApplyOptions, budget_s: float) -> Kept:
     passes = kept_passes(kept.rewrites)
     plain, with_merge = kept.bench.build(kept.built, passes), merged.bench.build(merged.built, passes)
-    on_cuda = kept.bench.on_cuda
+    on_cuda, rewind = kept.bench.on_cuda, kept.bench.live.written.rewind
 
     def before() -> Any:
         return kept.bench.run(plain)
@@ -186,7 +186,7 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
 
     runner = StepRunner(kept.bench)
     calls = runner.recorded([before, before, after])
-    control, separate, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=on_cuda)
+    control, separate, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=on_cuda, before=rewind)
     same = measure.difference(control, separate, options.confidence)
     verdict = verdict_of(
         _ID,
@@ -206,7 +206,9 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
     def original() -> Any:
         return kept.bench.run(untouched)
 
-    confirm = measure.interleave(runner.recorded([original, after]), rounds=100, budget_s=budget_s / 3, on_cuda=on_cuda)
+    confirm = measure.interleave(
+        runner.recorded([original, after]), rounds=100, budget_s=budget_s / 3, on_cuda=on_cuda, before=rewind
+    )
     decision = replace(
         kept.decision,
         before=as_timing(confirm[0], runner.method),

@@ -25,7 +25,7 @@ from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows,
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
-from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value
+from fusion_advisor.library.program import ITEM_BYTES, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 
@@ -202,23 +202,31 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
     Alignment is 1 where every tensor has it: an element is aligned to itself.
     """
     program, width = plan.program, vector_width(plan)
-    places: list[tuple[Access, Value | Store]] = [
-        (access, program.values[n]) for n, access in plan.loads.items() if n == plan.load_pair(n)[0]
+    places: list[tuple[Access, tuple[int, ...], tuple[int, ...]]] = [
+        (access, program.values[n].strides, (program.values[n].offset, *program.values[n].steps))
+        for n, access in plan.loads.items()
+        if n == plan.load_pair(n)[0]
     ]
-    places += [(access, program.stores[n]) for n, access in enumerate(plan.stores) if n == plan.store_pair(n)[0]]
-    along = [(access, at.strides, at.offset) for access, at in places if access.is_vector]
+    places += [
+        (access, program.stores[n].strides, (program.stores[n].offset,))
+        for n, access in enumerate(plan.stores)
+        if n == plan.store_pair(n)[0]
+    ]
+    borders = [int(program.values[v.args[1]].constant or 0) for v in program.values if v.op == "quotient"]
+    along = [place for place in places if place[0].is_vector]
     while width > 1:
         moves = [
             (access, move)
-            for access, strides, offset in along
-            for move in (offset, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
+            for access, strides, moves in along
+            for move in (*moves, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
         # A pack's elements take whole calls of the random numbers, which make four.
         is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
+        is_whole = is_whole and all(size % width == 0 for size in (program.dims[-1], *borders))
         is_aligned = all(
             move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
         )
-        if program.dims[-1] % width == 0 and is_whole and is_aligned:
+        if is_whole and is_aligned:
             return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
     return 1, 1

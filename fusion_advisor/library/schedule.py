@@ -25,6 +25,7 @@ from fusion_advisor.library.program import (
     Store,
     Value,
     find_pairs,
+    reader_of,
     with_dims,
 )
 
@@ -55,6 +56,8 @@ class Access:
     """One per dim: ``0``, ``1``, ``2`` (the columns of pairs) or the name of an argument."""
     offset: str
     """Name of an argument; empty when there is no offset. That of a pair is the even element's."""
+    gathered: tuple[tuple[int, str], ...] = ()
+    """Numbers of the values that move the address too, each with its step: ``1`` or the name of an argument."""
     is_pair: bool = False
     """Whether it takes two neighbours for every column; the last stride is the digit 2 then."""
 
@@ -90,6 +93,7 @@ class Schedule:
         arguments: every integer argument with its value for this Program, in the order of the signature.
         varies: for each value the dims it varies over, as the layout key tells them.
         pairs: loads and stores of neighbouring elements; one access serves both of a pair.
+        extents: names of the arguments that ``extent`` values stand for, by value number.
     """
 
     program: Program
@@ -104,6 +108,7 @@ class Schedule:
     varies: tuple[frozenset[int], ...]
     taken: frozenset[str]
     pairs: Pairs
+    extents: dict[int, str]
 
     @property
     def col_dim(self) -> int:
@@ -151,7 +156,7 @@ class Schedule:
 
     @property
     def needs_int64(self) -> bool:
-        """Whether an index or an address may pass 32 bits."""
+        """Whether an index or an address may pass 32 bits; what a gathered value adds to one is int64 in any case."""
         program = self.program
         extents = [prod(program.dims)]
         places = [(v.strides, v.offset) for v in program.values if v.op in ADDRESSED]
@@ -208,23 +213,34 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
 
     pointers = tuple(names.take(name, exact=True) for name in pointer_names(program))
     pairs = find_pairs(program)
-    shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
+    shared: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
 
     def named(access: Value | Store, *, is_pair: bool) -> Access:
-        base, key = operand_names[access.operand], (access.operand, access.strides)
+        base = operand_names[access.operand]
+        args, steps = (access.args, access.steps) if isinstance(access, Value) else ((), ())
+        key = (access.operand, access.strides, steps)
         if key not in shared:
-            shared[key] = _stride_names(names, base, access.strides, arguments, is_paired=key in pairs.places)
-        offset = _offset_name(names, base, access.offset, arguments)
-        operand, pointer = program.operands[access.operand], pointers[access.operand]
-        return Access(operand=operand, pointer=pointer, strides=shared[key], offset=offset, is_pair=is_pair)
+            is_paired = key[:2] in pairs.places
+            strides = _stride_names(names, base, access.strides, arguments, is_paired=is_paired)
+            shared[key] = (*strides, *_stride_names(names, base, steps, arguments, kind="step"))
+        return Access(
+            operand=program.operands[access.operand], pointer=pointers[access.operand], strides=shared[key][:dims],
+            offset=_offset_name(names, base, access.offset, arguments),
+            gathered=tuple(zip(args, shared[key][dims:], strict=True)), is_pair=is_pair,
+        )  # fmt: skip
 
     loads: dict[int, Access] = {}
+    extents: dict[int, str] = {}
     numbers: dict[int, Numbering] = {}
     load_partner = _partners(pairs.loads)
     for number, value in enumerate(program.values):
         even, odd = load_partner.get(number, (number, number))
+        if value.op == "extent":
+            reader = reader_of(program, number)
+            extents[number] = names.take(f"{operand_names[reader]}_extent" if reader >= 0 else "extent")
+            arguments.append((extents[number], int(value.constant or 0)))
         if value.op == "dropout":
-            strides = _stride_names(names, "element", value.strides, arguments, is_paired=False)
+            strides = _stride_names(names, "element", value.strides, arguments)
             numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
         elif value.op == "load" and number not in loads:
             loads[even] = loads[odd] = named(program.values[even], is_pair=even != odd)
@@ -237,7 +253,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     return Schedule(
         program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
         stores=tuple(stores[position] for position in range(len(program.stores))),
-        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs,
+        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs, extents=extents,
     )  # fmt: skip
 
 
@@ -360,14 +376,20 @@ def _partners(pairs: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, int]]:
 
 
 def _stride_names(
-    names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]], *, is_paired: bool
+    names: _Names,
+    base: str,
+    strides: tuple[int, ...],
+    arguments: list[tuple[str, int]],
+    *,
+    kind: str = "stride",
+    is_paired: bool = False,
 ) -> tuple[str, ...]:
     found: list[str] = []
     for d, stride in enumerate(strides):
         if stride in (0, 1) or (is_paired and d == len(strides) - 1):
             found.append(str(stride))
         else:
-            found.append(names.take(f"{base}_stride{d}"))
+            found.append(names.take(f"{base}_{kind}{d}"))
             arguments.append((found[-1], stride))
     return tuple(found)
 

@@ -18,7 +18,7 @@ has_backward = false
 constraints = ["even"]
 [inputs]
 x = { shape = ["B", "H", "S"], order = ["B", "S", "H"] }
-ids = { shape = ["S"], dtype = "int64" }
+ids = { shape = ["S"], dtype = "int64", below = "H", planted = [-1] }
 cos = ["B", 1, "S"]
 [constants]
 eps = 1e-5
@@ -42,13 +42,22 @@ def read(tmp_path, text):
 def test_reads_every_key(tmp_path):
     spec = read(tmp_path, GOOD)
     assert spec.inputs[0] == Input(name="x", shape=("B", "H", "S"), order=("B", "S", "H"))
-    assert spec.inputs[1].dtype == "int64"
+    assert (spec.inputs[1].dtype, spec.inputs[1].below, spec.inputs[1].planted) == ("int64", "H", (-1,))
     assert spec.constants == (("eps", 1e-5),)
     assert spec.tunables == (Tuning(num_warps=4),)
     assert spec.check == (Case(sizes=(("B", 1), ("H", 2), ("S", 3)), dtypes=("float32",)),)
     assert spec.bench[0].dtypes == ("float32", "bfloat16")
     assert spec.shape_of(spec.inputs[2], spec.bench[0]) == (8, 1, 1024)
     assert (spec.name, spec.outputs, spec.has_backward, spec.constraints) == ("thing", ("total", "out"), False, ("even",))
+
+
+def test_a_check_case_may_lay_its_inputs_out_in_another_order(tmp_path):
+    spec = read(tmp_path, GOOD.replace('dtypes = ["float32"]\n[[bench]]', 'order = { x = ["S", "B", "H"] }\n[[bench]]'))
+    (case,) = spec.check
+    assert case.orders == (("x", ("S", "B", "H")),)
+    assert str(case) == "B=1 H=2 S=3 x[S B H]"
+    assert [tensor.order for tensor in spec.laid_out(case).inputs] == [("S", "B", "H"), ("S",), ("B", 1, "S")]
+    assert spec.laid_out(spec.bench[0]) == spec
 
 
 @pytest.mark.parametrize(
@@ -69,11 +78,20 @@ def test_reads_every_key(tmp_path):
         ("eps = 1e-5", 'eps = "small"', "constants.eps", "number"),
         ("num_warps = 4", "num_warps = 5", "tunables[0].num_warps", "power of two"),
         ("num_warps = 4", "warps = 4", "tunables[0].warps", "did you mean `num_warps`"),
+        ('dtypes = ["float32"]', 'order = { x = ["B", "H"] }', "check[0].order.x", "dims of shape"),
+        ('dtypes = ["float32"]', 'order = { z = ["S"] }', "check[0].order.z", "known are x, ids, cos"),
+        ('dtypes = ["float32"]', 'order = ["S"]', "check[0].order", "table of inputs"),
+        ("H = 16, S = 1024 }", 'H = 16, S = 1024 }\norder = { x = ["S", "H", "B"] }', "bench[0].order", "unknown key"),
         ("H = 2, S = 3", "H = 2", "check[0].sizes", "B, H, S"),
         ("H = 2, S = 3", "H = 2, S = -3", "check[0].sizes.S", "whole number"),
         ('dtypes = ["float32"]', 'dtypes = ["float16"]', "check[0].dtypes", "float32, bfloat16"),
         ("[[bench]]", "[[check]]", "bench", "at least one case"),
         ("[inputs]", "[inputs", "file", "is not TOML"),
+        (', below = "H"', "", "inputs.ids", "needs `below`"),
+        ('below = "H"', 'below = "Z"', "inputs.ids", "no input has a dim `Z`"),
+        ('below = "H"', "below = 0", "inputs.ids", "at least 1"),
+        ("planted = [-1]", 'planted = ["x"]', "inputs.ids", "whole numbers"),
+        ('cos = ["B", 1, "S"]', 'cos = { shape = ["B", 1, "S"], below = "H" }', "inputs.cos", "below is for integers"),
     ],
 )
 def test_refuses_with_file_and_key(tmp_path, old, new, key, words):
