@@ -244,7 +244,7 @@ def launch_shape(
         width: columns of a pack; what the Program allows by default.
     """
     width = width or pack_width(plan)[0]
-    cols, rows = max(plan.program.dims[-1], 1), plan.row_count
+    cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
     wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}

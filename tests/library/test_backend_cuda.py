@@ -105,6 +105,13 @@ def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
     assert "is_lt ? wide(x_row[col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
 
 
+@pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])
+def test_what_is_empty_has_a_launch_shape(program):
+    """`kernels check` compiles such a case too where there is no device."""
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    assert min(value for name, value in macros.items() if name != "FULL") > 0
+
+
 def test_the_rows_of_a_thread_share_what_no_head_changes():
     plan = schedule(p.rope(1, 28, 2048, 128, "bfloat16"), flatten_rows=True)
     macros, _ = launch_shape(plan, Tuning(), is_looped=False)
