@@ -72,7 +72,6 @@ class TritonBackend:
                 is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="triton", cause=str(error)) from error
-        template = {"rows": "rowwise_looped" if is_looped else "rowwise"}.get(plan.kind, "pointwise")
         exp = "exp" if "exp" in helpers else "tl.exp"
         if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
             helpers.add("exp")
@@ -85,7 +84,7 @@ class TritonBackend:
             "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "philox"), name)),
             "entry": entry, "fast_math": fast_math, "exp": exp, "bits": 64 if is_float64 else 32,
         }  # fmt: skip
-        template = f"triton/{template}.py.jinja"
+        template = f"triton/{'looped' if is_looped else 'straight'}.py.jinja"
         if len(calls) == 1:
             signature = _signature(plan.pointers, plan.arguments, constants)
             source = environment().get_template(template).render(**common, **bodies[0], signature=signature)

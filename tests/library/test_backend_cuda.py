@@ -51,7 +51,7 @@ def test_matches_float64_oracle_on_the_host(tmp_path, name):
     "name",
     ["gelu_tanh-bfloat16", "rope-bfloat16", "add_layernorm-float16", "swiglu_split-float32", "five_dims", "dropout_wide",
      "dropout_add_rmsnorm-bfloat16", "dropout_past_32_bits", "rope_pairs-bfloat16", "rope_pairs-float64", "looped_pairs",
-     "three_of_a_kind"],
+     "three_of_a_kind", "beside_rope-bfloat16"],
 )  # fmt: skip
 def test_single_columns_do_what_packs_do(tmp_path, name):
     program = CASES[name]
