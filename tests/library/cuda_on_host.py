@@ -16,8 +16,8 @@ from math import ceil
 import torch
 
 from fusion_advisor.library.backend_cuda import pack_width
+from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.program import Program
-from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Rendered
 
 _PRELUDE = """
@@ -71,46 +71,53 @@ def run(rendered, program, tensors, outputs, folder, width=0):
 
 def run_all(launches, folder):
     """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once."""
-    launches = [launch for launch in launches if not schedule(launch.program, flatten_rows=True).is_empty]
+    launches = [one for one in launches if not all(call.plan.is_empty for call in calls_of(one.program, flatten_rows=True))]
     if not launches:
         return
-    path = folder / "kernels.cpp"
-    path.write_text("\n".join([_PRELUDE, *(_unit(number, launch) for number, launch in enumerate(launches))]))
-    library = folder / "kernels.so"
+    units = [_unit(number, launch) for number, launch in enumerate(launches)]
+    path, library = folder / "kernels.cpp", folder / "kernels.so"
+    path.write_text("\n".join([_PRELUDE, *(source for source, _ in units)]))
     command = ["g++", *OPTIMISE, "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     handle = ctypes.CDLL(str(library))
-    for number, launch in enumerate(launches):
-        tensors, arguments = (*launch.inputs, *launch.outputs), schedule(launch.program, flatten_rows=True).arguments
+    for number, (launch, (_, arguments)) in enumerate(zip(launches, units, strict=True)):
+        tensors = (*launch.inputs, *launch.outputs)
         pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
         handle[f"run_{number}"](pointers, integers)
 
 
 def _unit(number, launch):
-    """A kernel's source between its macros, and the function that walks its grid."""
-    program, rendered = launch.program, launch.rendered
-    plan = schedule(program, flatten_rows=True)
-    width = launch.width or pack_width(plan)[0]
-    packs = max(1, ceil(program.dims[-1] / width))
-    is_looped = "index_t start" in rendered.source
-    each = packs if plan.kind == "rows" and not is_looped else 3
-    if plan.kind == "tiled" and len(plan.sizes) > 2:
-        each = max(count for count in (1, 2, 3) if program.dims[-2] % count == 0)
-    grid = {"flat": (ceil(packs / each), 1), "tiled": (ceil(plan.row_count / each), min(packs, 3)), "rows": (plan.row_count, 1)}[
-        plan.kind
-    ]
+    """A kernel's source between its macros with the function that walks its grid, and the numbers that it takes."""
+    rendered = launch.rendered
+    calls = calls_of(launch.program, flatten_rows=True)
+    plans = [call.plan for call in calls]
+    kind = plans[0].kind
+    width = launch.width or min(pack_width(plan)[0] for plan in plans)
+    packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
+    is_looped = "index_t start = 0" in rendered.source
+    each = packs[0] if kind == "rows" and not is_looped else 3
+    if kind == "tiled":
+        heights = [plan.program.dims[-2] for plan in plans if len(plan.sizes) > 2]
+        each = max(count for count in (1, 2, 3) if all(height % count == 0 for height in heights))
+    rows = [plan.row_count for plan in plans]
+    blocks = {"flat": [ceil(n / each) for n in packs], "tiled": [ceil(n / each) for n in rows], "rows": rows}[kind]
+    grid = (sum(blocks), min(max(packs), 3) if kind == "tiled" else 1)
+    arguments = [*starts(blocks), *(argument for call in calls for argument in call.arguments)]
     source = _translate(rendered.source)
-    operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", source, re.MULTILINE))]
+    entry = source[source.index(f"{rendered.entry}(") :]
+    operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", entry, re.MULTILINE))]
     assert len(operands) == len(launch.inputs) + len(launch.outputs)
-    scalars = [f"(index_t)ints[{n}]" for n in range(len(plan.arguments))]
-    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0, **({"WIDE_INDEX": 1} if plan.needs_int64 else {})}
+    scalars = [f"(index_t)ints[{n}]" for n in range(len(arguments))]
+    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
+    if any(plan.needs_int64 for plan in plans):
+        macros["WIDE_INDEX"] = 1
     # The source may define more of them, and the next kernel must see none.
     defined = {**macros, **dict.fromkeys(re.findall(r"^ *#define (\w+)", source, re.MULTILINE), 1)}
     before = "\n".join(f"#define {name} {value}" for name, value in macros.items())
     after = "\n".join(f"#undef {name}" for name in defined)
-    return f"""{before}
+    source = f"""{before}
 namespace kernel_{number} {{
 #line 1 "{rendered.entry}.cu"
 {source.replace('extern "C" ', "").replace("__restrict__", "")}
@@ -122,6 +129,7 @@ extern "C" void run_{number}(void** args, const long long* ints) {{
 }}
 }}
 {after}"""
+    return source, arguments
 
 
 def _translate(source):

@@ -3,7 +3,7 @@
 All references and sets of outputs in bfloat16 for one generation; the first reference in every dtype and for every generation
 too. A dtype adds two conversions to a source and a generation other instructions for the same ops, whichever way a formula is
 spelled: so each is tried once with all ops, not with all spellings. Each distinct source once. One test per kernel and backend,
-so that a failure names its source. CUDA C++ goes through NVRTC where cuda-core is installed, and through nvcc where that is found.
+so that a failure names its source. CUDA C++ goes through NVRTC where cuda-core is installed, through nvcc where that is found.
 """
 
 from __future__ import annotations
