@@ -32,12 +32,15 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
 
 
 def comment(lines: list[str]) -> list[str]:
-    """Lines of a comment: printable ASCII, wrapped."""
+    """Lines of a comment: printable ASCII, wrapped.
+
+    "decoding: the" in one of a Python file's first two lines would name its encoding (PEP 263), so a comma stands there.
+    """
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
         wrapped += wrap(clean)
-    return wrapped
+    return [re.sub(r"coding[:=]", "coding,", line) if number < 2 else line for number, line in enumerate(wrapped)]
 
 
 def wrap(line: str) -> list[str]:
