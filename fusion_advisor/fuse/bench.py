@@ -39,6 +39,15 @@ class BuiltFusion:
     """Binds the kernel to other sizes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltGemv:
+    """A kernel of linears on few rows, and the calls that go into the graph; see ``fuse.gemvs``."""
+
+    id: str
+    kernel: RenderedKernel
+    sites: tuple[SiteRewrite, ...]
+
+
 @dataclass(slots=True)
 class Variant:
     """The model's regions with some rewrites in place."""
@@ -67,6 +76,15 @@ class Bench:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
         keep = {index for fusion in fusions for index in fusion.sites[0].inputs}
         check = {index for fusion in fusions for site in fusion.sites for index in site.inputs}
+        self.observe_values(keep, check)
+
+    def observe_values(self, keep: set[int], check: set[int]) -> None:
+        """Run the model once, op by op.
+
+        Args:
+            keep: ops whose results are kept.
+            check: ops whose results' layouts are compared with the traced ones.
+        """
         with torch.no_grad():
             for region, index_of in zip(self.live.regions, self.index_of, strict=True):
                 observer = Observer(region, index_of, self.ops, keep=keep, check=check)
@@ -79,7 +97,7 @@ class Bench:
         members = fusion.chain.sites[0].op_indices
         region = self.ops[members[0]].region
         lowered = fusion.sites[0]
-        chain = original_chain(self.ops, self.index_of[region], members, lowered)
+        chain = original_chain(self.ops, self.index_of[region], members, lowered.inputs, lowered.outputs)
         return chain, [self.values[index] for index in lowered.inputs]
 
     def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:
@@ -101,12 +119,18 @@ class Bench:
             )
         return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
 
-    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> Variant:
-        """Return the model's regions with these rewrites; the captured graphs stay as they are."""
+    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], gemvs: Sequence[BuiltGemv] = ()) -> Variant:
+        """Return the model's regions with these rewrites; the captured graphs stay as they are.
+
+        A GEMV takes in the chains around its linear: a fusion's site that shares an op with one is left out.
+        """
         variant = Variant(modules=[])
+        taken = {index for gemv in gemvs for site in gemv.sites for index in site.members}
+        sites = [site for gemv in gemvs for site in gemv.sites]
+        sites += [site for fusion in fusions for site in fusion.sites if taken.isdisjoint(site.members)]
         names = [name for name in PASSES if name in passes]
         for region, index_of in zip(self.live.regions, self.index_of, strict=True):
-            mine = [site for fusion in fusions for site in fusion.sites if self.ops[site.members[0]].region == region.index]
+            mine = [site for site in sites if self.ops[site.members[0]].region == region.index]
             module, changed = rewrite_region(region, index_of, mine, [PASSES[name][1] for name in names])
             variant.modules.append(module)
             for name, count in zip(names, changed, strict=True):

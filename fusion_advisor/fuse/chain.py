@@ -13,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph import Region
-from fusion_advisor.library.lower import Lowered
 from fusion_advisor.records import OpNode, TensorMeta
 
 
@@ -65,12 +64,24 @@ class OriginalChain:
 
 
 def original_chain(
-    ops: Sequence[OpNode], index_of: Mapping[Node, int], members: Sequence[int], lowered: Lowered
+    ops: Sequence[OpNode],
+    index_of: Mapping[Node, int],
+    members: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
 ) -> OriginalChain:
-    """Collect the nodes of one site."""
+    """Collect the nodes of one site; everything is named by its op index.
+
+    Args:
+        ops: of the whole capture.
+        index_of: of the nodes of the site's region.
+        members: the site's ops.
+        inputs: what its kernel is given.
+        outputs: what its kernel returns.
+    """
     node_at = {index: node for node, index in index_of.items()}
     inside = set(members)
-    operand = {root: number for number, root in enumerate(lowered.inputs)}
+    operand = {root: number for number, root in enumerate(inputs)}
     outer: dict[Node, tuple[Node, int, TensorMeta, TensorMeta]] = {}
     unread: dict[Node, TensorMeta] = {}
     for index in members:
@@ -89,7 +100,7 @@ def original_chain(
         nodes=tuple(node_at[index] for index in members),
         outer=tuple(outer.values()),
         unread=tuple(unread.items()),
-        outputs=tuple(node_at[index] for index in lowered.outputs),
+        outputs=tuple(node_at[index] for index in outputs),
     )
 
 

@@ -31,8 +31,8 @@ few percent, at 32 one does, at 64 none.
 """
 _FMA_ROWS = 8
 _FMA_BEST_ROWS = 2
-"""Up to here multiplying in float32 keeps up with memory; tensor cores do at any number of rows (35.5 against 37.0 µs at 2 rows of
-18944 x 3584, 45.0 against 37.7 at 4)."""
+"""Up to here multiplying in float32 keeps up with memory, which tensor cores do at any number of rows: 35.5 against 37.0 µs at 2
+rows of 18944 x 3584, 45.0 against 37.7 at 4."""
 _HALF = ("float16", "bfloat16")
 _SHARED_BYTES = 48 * 1024
 """Static shared memory of a block."""
@@ -114,6 +114,19 @@ class GemvConfig:
         """``cuda_mma rows=16 warps=4 unroll=4``."""
         names = ("rows", "warps", "unroll", "block_k", "stages")
         return " ".join([self.form, *(f"{name}={getattr(self, name)}" for name in names if getattr(self, name))])
+
+    @classmethod
+    def read(cls, text: str) -> GemvConfig:
+        """Return the configuration that :attr:`text` begins with.
+
+        Raises:
+            ValueError: it names no form of ours, or a parameter that is no number.
+        """
+        form, *given = text.partition(" (")[0].split(" ")
+        forms = [known for known in _CONFIGS if known == form]
+        if not forms:
+            raise ValueError(f"{form} is no form of a GEMV kernel")
+        return cls(form=forms[0], **{name: int(value) for name, _, value in (item.partition("=") for item in given)})
 
 
 CUBLAS = GemvConfig(form="cublas")

@@ -86,8 +86,8 @@ def choose(
         problem: at its sizes.
         device: where it will run; without CUDA nothing is measured.
         header: as it will be rendered.
-        backends: in order of preference; the first that is here takes part, ``cuda`` only where cuda-core is installed. On an H200
-            no Triton kernel won over the CUDA kernel of the same problem, and compiling both would double the time.
+        backends: in order of preference; the first that is here takes part, ``cuda`` only where cuda-core is installed. No Triton
+            kernel won over the CUDA kernel of the same problem on an H200, and compiling both would double the time.
         with_cublas: whether torch's own ops take part. Without them and without a kernel that serves, the choice is still cuBLAS.
         store: the user's file by default.
         clock: of the device by default.
