@@ -61,6 +61,25 @@ class CannotCapture(AdvisorError):
     exit_code = 4
 
 
+class NotRepeatable(AdvisorError):
+    """A call changes its own arguments in a way that cannot be put back."""
+
+    code = "FA308"
+    message = "a second call of `{model_id}` is another one than the first: the call changes its own arguments"
+    note = "a step is measured by running it many times, and each run must do the same work"
+    hint = "pass a cache of fixed size (transformers: StaticCache), or leave the cache out"
+    exit_code = 4
+
+
+class NoStaticCache(AdvisorError):
+    """--phase decode or generate of a model that cannot decode with a cache of fixed size."""
+
+    code = "FA309"
+    message = "--phase {phase} needs a static KV cache, and `{model_id}` ({class_name}) has none: {detail}"
+    hint = "profile it with --phase forward or prefill"
+    exit_code = 4
+
+
 # workload
 
 
@@ -199,8 +218,8 @@ class SequenceTooLong(AdvisorError):
     """More tokens than the model has positions."""
 
     code = "FA304"
-    message = "--seq-len {seq_len} is over the {maximum} positions of `{model_id}`"
-    hint = "--seq-len {maximum} is the most it takes"
+    message = "{option} {seq_len} is over the {maximum} positions of `{model_id}`"
+    hint = "{option} {most} is the most it takes"
     exit_code = 2
 
 

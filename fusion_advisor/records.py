@@ -122,6 +122,10 @@ class Workload:
     inputs: tuple[tuple[str, TensorMeta], ...] = ()
     parameter_bytes: int = 0
     parameter_count: int = 0
+    context: int = 0
+    """Tokens in the KV cache before the step (decode); 0 where there is no cache."""
+    new_tokens: int = 0
+    """Tokens made by ``generate``; 0 for a single step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,6 +479,36 @@ class ModelCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCheck:
+    """A whole call of ``generate``, eager and fused: its two steps, its time, its tokens."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_before_ns: int
+    """Median wall time of the eager prefill step."""
+    decode_before_ns: int
+    """Median wall time of the first eager decode step."""
+    before: Timing
+    """Wall time of the eager call."""
+    prefill_after_ns: int = 0
+    """0 where the prefill was left as it was, or not applied to."""
+    decode_after_ns: int = 0
+    after: Timing | None = None
+    """Wall time of the fused call; None where nothing was applied."""
+    original_calls: int = 0
+    """Steps of one fused call that ran the original ops."""
+    first_divergence: int | None = None
+    """Number of the first new token (from 0) that is not eager's; None when all are."""
+    logit_gap: float | None = None
+    """Eager's logit of its own token there minus that of the other one."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all tokens are eager's."""
+        return self.first_divergence is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The truth of a run; views compute nothing."""
 
@@ -505,6 +539,8 @@ class Report:
     """… and with all kept ones, interleaved with it."""
     torch_compile: StepProfile | None = None
     """The same step under torch.compile, where it was measured; shown also where it is the faster one."""
+    generation: GenerationCheck | None = None
+    """The whole call of ``generate``; the rest of the report then is of its decode step."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     durations_s: tuple[tuple[str, float], ...] = ()

@@ -53,7 +53,7 @@ ALLOWED = {
     "chains": BASE,
     "library": BASE | {"chains", "capture", "timing"},
     "bench": BASE | {"library", "capture", "timing", "environment", "report", "workload"},
-    "workload": BASE | {"environment"},
+    "workload": BASE | {"environment", "capture"},
     "fuse": BASE | {"capture", "chains", "library", "workload", "environment", "timing"},
     "report": BASE,
     "cli": BASE | {"report", "fuse", "library", "chains", "capture", "workload", "environment", "bench"},

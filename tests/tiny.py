@@ -18,6 +18,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import judge_with, make_plan
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Bandwidth, Environment, Launch, RenderedKernel
+from fusion_advisor.workload.cache import filled_cache
 from fusion_advisor.workload.load import describe_live
 from tests.library.evaluate import evaluate
 
@@ -48,6 +49,26 @@ def qwen2():
         vocab_size=200, max_position_embeddings=64, rms_norm_eps=3e-6, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return Qwen2ForCausalLM(config).eval(), {"input_ids": torch.randint(1, 200, (2, 16)), "use_cache": False}
+
+
+def llama():
+    """A Llama of two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval(), {"input_ids": torch.randint(1, 200, (2, 16)), "use_cache": False}
+
+
+def decode_step(model, tokens=16, *, room=64, batch=2):
+    """The keyword arguments of a decode step on a static cache that holds ``tokens`` tokens; the same ones in every call."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(1, 200, (batch, tokens + 1), generator=generator)
+    cache, _ = filled_cache(model, ids[:, :-1], maximum=room, phase="decode", model_id="tiny")
+    return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
 
 
 class Toy(torch.nn.Module):

@@ -212,7 +212,7 @@ LIGER: dict[str, Callable[[Any, str, Mapping[str, float]], _Prepared]] = {
     "add_rmsnorm": _add_rmsnorm,
     "layernorm": _layernorm,
     "swiglu": _pointwise("LigerSiLUMulFunction"),
-    "geglu": _pointwise("LigerGELUMulFunction"),
+    "swiglu_packed": _pointwise("LigerFusedGateUpSiLUMulFunction"),
     "geglu_tanh": _pointwise("LigerGELUMulFunction"),
     "relu_squared": _pointwise("LigerReLUSquaredFunction"),
     "softmax": _pointwise("LigerSoftmaxFunction"),

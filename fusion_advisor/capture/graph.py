@@ -21,7 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.capture.state import Written, written_by
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
 
@@ -48,11 +50,16 @@ class Region:
 
 @dataclass(slots=True)
 class LiveCapture:
-    """All regions of one call of a model, in the order they ran, and what dynamo could not capture."""
+    """All regions of one call of a model, in the order they ran, and what dynamo could not capture.
+
+    Attributes:
+        written: what the call changes outside its result; ``written.rewind()`` goes before every repeat.
+    """
 
     regions: list[Region] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
     output: Any = None
+    written: Written = field(default_factory=Written)
 
 
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
@@ -78,7 +85,10 @@ def capture_regions(
     Raises:
         CannotCapture: dynamo captured no graph at all.
     """
-    live = LiveCapture()
+    original = torch_internals.original_call(model)
+    with torch.no_grad():
+        written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
+    live = LiveCapture(written=written)
 
     def collect(graph_module: GraphModule, _example_inputs: list[Any]) -> Callable[..., Any]:
         region = Region(index=len(live.regions), graph=retrace(graph_module), original=graph_module)
@@ -100,6 +110,7 @@ def capture_regions(
             live.output = call(*args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+    written.rewind()
     live.regions = [region for region in live.regions if region.example_args or not _placeholders(region.graph)]
     if not live.regions:
         raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
@@ -249,6 +260,12 @@ def written_storages(node: Node) -> list[int]:
     return written
 
 
+def writes_to_inputs(region: Region) -> bool:
+    """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
+    given = {key for node in _placeholders(region.graph) for key in storages(node)}
+    return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
+
+
 def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
     if isinstance(value, Node):
         return Ref(index=index_of[value])
@@ -307,10 +324,8 @@ def _placeholders(graph: GraphModule) -> list[Node]:
 
 def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:
     known: dict[int, tuple[str, str]] = {}
-    for position, value in enumerate(args):
-        known.update({id(tensor): (f"args.{position}", "input") for tensor in _tensors(value)})
-    for name, value in kwargs.items():
-        known.update({id(tensor): (name, "input") for tensor in _tensors(value)})
+    for name, value in (("args", args), *kwargs.items()):
+        known.update({id(tensor): (found, "input") for found, tensor in tensors_in(name, value)})
     for name, tensor in model.named_buffers(remove_duplicate=False):
         known.setdefault(id(tensor), (name, "buffer"))
     for name, tensor in model.named_parameters(remove_duplicate=False):

@@ -90,16 +90,19 @@ def profile_model(
         return model(*args, **kwargs)
 
     with torch.no_grad():
+        live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
+        rewind = live.written.rewind
         with named_range("fa:baseline", is_on=with_nvtx):
-            times = stopwatch.wall_times(eager, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=_warmups(eager, warmup))
+            times = stopwatch.wall_times(
+                eager, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=_warmups(eager, warmup, rewind), before=rewind
+            )
         eager_step = stopwatch.as_timing(times, "wall")
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         with named_range("fa:trace", is_on=with_nvtx):
             eager_trace = median_step(
-                timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to), on_cuda=on_cuda
+                timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
-        live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
     ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
@@ -147,8 +150,9 @@ def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -
             runner.run(*region.example_args)
 
     with torch.no_grad():
+        live.written.rewind()
         captured()
-        trace = timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda)
+        trace = timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda, before=live.written.rewind)
     return ops, median_step(trace, on_cuda=on_cuda)
 
 
@@ -163,9 +167,9 @@ def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[l
     return ops, runners
 
 
-def _warmups(step: Callable[[], Any], wanted: int) -> int:
+def _warmups(step: Callable[[], Any], wanted: int, rewind: Callable[[], object]) -> int:
     """Warm up at least twice; fewer than asked for when one step already takes over a tenth of a second."""
-    first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1)
+    first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
     return max(0, min(wanted, int(1e9 / max(first[-1], 1))))
 
 

@@ -62,7 +62,14 @@ class Trace:
     cpu_ops: tuple[Event, ...]
 
 
-def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Path | None = None) -> Trace:
+def record(
+    step: Callable[[], object],
+    *,
+    steps: int,
+    on_cuda: bool,
+    save_to: Path | None = None,
+    before: Callable[[], object] = lambda: None,
+) -> Trace:
     """Run ``step`` under torch.profiler ``steps`` times, each in a range ``fa:step:<n>``.
 
     Args:
@@ -70,6 +77,7 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
         steps: how many times it is recorded.
         on_cuda: record device activity.
         save_to: keep the raw trace here, gzipped (it opens in Perfetto).
+        before: called ahead of each step, outside its range (it puts back what a step moves on).
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_cuda:
@@ -79,6 +87,9 @@ def record(step: Callable[[], object], *, steps: int, on_cuda: bool, save_to: Pa
         profiler.start()
     try:
         for number in range(steps):
+            before()
+            if on_cuda:
+                torch.cuda.synchronize()
             with torch.profiler.record_function(f"fa:step:{number}"):
                 step()
                 if on_cuda:

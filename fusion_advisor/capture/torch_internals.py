@@ -96,6 +96,11 @@ def storage_key(value: torch.Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
+def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU."""
+    torch._foreach_copy_(destinations, sources)
+
+
 def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
     """Return why dynamo ended this graph early as (reason, ``file:line``), or None when it ended with the function."""
     compile_reason = getattr(graph_module, "compile_subgraph_reason", None)

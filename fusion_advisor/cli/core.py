@@ -46,6 +46,7 @@ class AppliedRun(Protocol):
 
     report: Report
     capture: Capture
+    parts: tuple[tuple[str, Report, Capture], ...]
 
     def revert(self) -> None:
         """Put the model back exactly as it was."""
@@ -83,6 +84,20 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
     """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
     applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
+    return applied
+
+
+def profile_generate(
+    loaded: Loaded, options: ProfileOptions, progress: Progress
+) -> tuple[tuple[Report, Capture], tuple[Report, Capture]]:
+    """Profile both steps of ``generate``; return (report, capture) of the decode step and of the prefill."""
+    decode, prefill = import_module("fusion_advisor.fuse.generate").profile_generate(loaded, options, progress)
+    return decode, prefill
+
+
+def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+    """As ``apply_workload``, for both steps of ``generate``; the prefill's report is among the run's ``parts``."""
+    applied: AppliedRun = import_module("fusion_advisor.fuse.generate").apply_generate(loaded, options, progress, on_report)
     return applied
 
 

@@ -65,6 +65,14 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
         "wants: pass FILE.py:factory returning (model, example_inputs) to choose them.",
     ),
+    "FA308": (
+        "Measuring, tracing and checking repeat a step, so whatever it writes (a cache, a count) is put back before each repeat. "
+        "A cache that grows by new entries cannot be put back that way; one of fixed size can.",
+    ),
+    "FA309": (
+        "A decode step reads and writes a KV cache of fixed size (transformers' StaticCache), so that every step has the same "
+        "shapes. State-space models, encoder-decoders and models with a cache of their own are not covered.",
+    ),
     "FA401": (
         "The kernel was rendered and its compiler refused it: too much shared memory, an intrinsic this device does "
         "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's own words are "

@@ -44,6 +44,8 @@ class Phase(enum.StrEnum):
 
     FORWARD = "forward"
     PREFILL = "prefill"
+    DECODE = "decode"
+    GENERATE = "generate"
 
 
 class Weights(enum.StrEnum):
@@ -89,6 +91,10 @@ DeviceOpt = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda
 BatchOpt = Annotated[int | None, typer.Option("--batch", min=1, help="Examples in a step.", rich_help_panel=_INPUT)]
 SeqLenOpt = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)]
 PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
+ContextOpt = Annotated[int | None, typer.Option("--context", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)]
+NewTokensOpt = Annotated[
+    int | None, typer.Option("--new-tokens", min=1, help="Tokens to make (generate).", rich_help_panel=_INPUT)
+]
 LayersOpt = Annotated[
     int | None, typer.Option("--layers", min=1, help="Keep only the first N layers, for a quick look.", rich_help_panel=_INPUT)
 ]

@@ -17,7 +17,7 @@ from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Report, Status
+from fusion_advisor.records import Capture, Report, Status
 from fusion_advisor.serialize import dump_report, write_atomic, write_capture
 
 INTERRUPTED = 130
@@ -39,7 +39,11 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
     """Profile a workload and show what was found."""
 
     def work(loaded: core.Loaded, full: ProfileOptions, progress: TerminalProgress) -> Report:
-        report, capture = core.profile_workload(loaded, full, progress)
+        if loaded.record.phase == "generate":
+            (report, capture), (part, part_capture) = core.profile_generate(loaded, full, progress)
+            _write_part(full, "prefill", part, part_capture, output)
+        else:
+            report, capture = core.profile_workload(loaded, full, progress)
         if full.run_dir is not None:
             write_capture(capture, full.run_dir / "capture.json.gz")
         return report
@@ -57,10 +61,13 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
             if full.run_dir is not None:
                 write_atomic(full.run_dir / "report.json", dump_report(report))
 
-        applied = core.apply_workload(loaded, full, progress, save)
+        apply = core.apply_generate if loaded.record.phase == "generate" else core.apply_workload
+        applied = apply(loaded, full, progress, save)
         try:
             if full.run_dir is not None:
                 write_capture(applied.capture, full.run_dir / "capture.json.gz")
+                for name, part, capture in applied.parts:
+                    _write_part(full, name, part, capture, output)
             return applied.report
         finally:
             applied.revert()
@@ -70,6 +77,15 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
+
+
+def _write_part(options: ProfileOptions, name: str, report: Report, capture: Capture, output: Output) -> None:
+    """Write another regime's report beside the run's own, one folder down."""
+    if options.run_dir is not None:
+        folder = options.run_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_capture(capture, folder / "capture.json.gz")
+        run_dir.write_run(report, folder, output.formats)
 
 
 def _run(

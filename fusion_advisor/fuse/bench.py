@@ -85,6 +85,7 @@ class Bench:
             keep: ops whose results are kept.
             check: ops whose results' layouts are compared with the traced ones.
         """
+        self.live.written.rewind()
         with torch.no_grad():
             for region, index_of in zip(self.live.regions, self.index_of, strict=True):
                 observer = Observer(region, index_of, self.ops, keep=keep, check=check)
@@ -143,7 +144,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def run(self, variant: Variant) -> Any:
-        """Run all regions of a variant on the tensors of the captured call."""
+        """Run all regions of a variant on the tensors of the captured call; what it moves on is not put back."""
         result = None
         with torch.no_grad():
             for region, module in zip(self.live.regions, variant.modules, strict=True):

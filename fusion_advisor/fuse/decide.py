@@ -73,7 +73,8 @@ def decide(
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
-    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda)
+    rewind = bench.live.written.rewind
+    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda, before=rewind)
     control, stacked = times[0], times[1:]
     step_ns = median_interval(stacked[0])[0]
     same = measure.difference(control, stacked[0], confidence)
@@ -85,7 +86,9 @@ def decide(
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     del calls
     runner.forget()
-    confirm = measure.interleave(runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda)
+    confirm = measure.interleave(
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda, before=rewind
+    )
     return Decision(
         verdicts=verdicts,
         noise_share=noise_ns / max(step_ns, 1),
@@ -139,7 +142,9 @@ def on_top(
         budget_s: seconds.
     """
     calls = runner.recorded([before, before, after])
-    control, without, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda)
+    control, without, together = measure.interleave(
+        calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind
+    )
     same = measure.difference(control, without, confidence)
     del calls
     runner.forget()
@@ -156,7 +161,8 @@ def confirmed(
     runner: StepRunner, decision: Decision, original: Callable[[], Any], after: Callable[[], Any], *, budget_s: float
 ) -> Decision:
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
-    times = measure.interleave(runner.recorded([original, after]), rounds=100, budget_s=budget_s, on_cuda=runner.on_cuda)
+    calls = runner.recorded([original, after])
+    times = measure.interleave(calls, rounds=100, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind)
     return replace(
         decision,
         before=as_timing(times[0], runner.method),
@@ -175,6 +181,7 @@ class StepRunner:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self.on_cuda = bench.on_cuda
+        self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.method = "cuda_graph" if bench.on_cuda else "wall"
 
@@ -196,7 +203,7 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            return [measure.recorded(call, pool=self._pool) for call in plain]
+            return [measure.recorded(call, pool=self._pool, before=self.rewind) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

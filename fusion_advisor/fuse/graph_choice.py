@@ -14,7 +14,7 @@ from fusion_advisor.fuse.decide import verdict_of
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
-from fusion_advisor.timing.stopwatch import median_interval
+from fusion_advisor.timing.stopwatch import median_interval, nothing
 
 TITLE = "CUDA graph around the step"
 
@@ -37,6 +37,7 @@ def choose_graph(
     rounds: int,
     budget_s: float,
     wait: Callable[[], None],
+    rewind: Callable[[], object] = nothing,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
 
@@ -50,6 +51,7 @@ def choose_graph(
         rounds: the most rounds.
         budget_s: seconds of timing.
         wait: returns when the device has nothing left to do.
+        rewind: called ahead of each run, untimed: it puts back what a step moves on.
     """
     graphs = fused.graphs
     assert graphs is not None
@@ -66,13 +68,14 @@ def choose_graph(
 
     with torch.no_grad():
         for _ in range(3):  # warm, recorded, replayed
+            rewind()
             with_graph()
     if not graphs.recordings:
         graphs.is_on = False
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     with torch.no_grad():
-        times = measure.interleave([plain, plain, with_graph], rounds=rounds, budget_s=budget_s, on_cuda=False)
+        times = measure.interleave([plain, plain, with_graph], rounds=rounds, budget_s=budget_s, on_cuda=False, before=rewind)
     control, before, after = times
     same = measure.difference(control, before, confidence)
     verdict = verdict_of(

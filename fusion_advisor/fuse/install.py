@@ -38,6 +38,8 @@ class AppliedRun:
     fused: FusedModel
     report: Report
     capture: Capture
+    parts: tuple[tuple[str, Report, Capture], ...] = ()
+    """Further regimes of the same model, each with a report of its own: (folder, report, capture)."""
 
     def revert(self) -> None:
         """Put the original model back."""
@@ -97,6 +99,8 @@ def install(
         on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0,
     )  # fmt: skip
 
+    rewind = bench.live.written.rewind
+
     def eager_call() -> Any:
         return original(*loaded.args, **loaded.kwargs)
 
@@ -113,7 +117,7 @@ def install(
                 graph = choose_graph(
                     fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S,
-                    wait=bench.wait,
+                    wait=bench.wait, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
@@ -126,19 +130,21 @@ def install(
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
         with torch.no_grad():
-            check = check_whole_model(loaded, eager_call, fused_call)
+            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
         wall_before, wall_after = steps.wall_pair(
-            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S, rewind=rewind
         )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
         with launched_singly(fused):
             after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+        rewind()
         before = replace(
             report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
         )
+        rewind()
         after = steps.step_profile(
             "fused",
             after_step.launches,
@@ -151,7 +157,11 @@ def install(
         with clock.phase("torch.compile"):
             compiled = torch.compile(original, dynamic=False)
             step, first_s = steps.compiled_step(
-                lambda: compiled(*loaded.args, **loaded.kwargs), on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S
+                lambda: compiled(*loaded.args, **loaded.kwargs),
+                on_cuda=bench.on_cuda,
+                runs=options.runs,
+                budget_s=WALL_S,
+                rewind=rewind,
             )
             progress.note(f"first call {first_s:.1f} s")
             note = f"torch.compile was measured in its default mode, in the same run; its first call took {first_s:.1f} s."
@@ -227,6 +237,16 @@ def _why_nothing_stays(
         rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
         return f"the step would rise {rise}: everything was reverted"
     return None
+
+
+def reverted(report: Report, reason: str) -> Report:
+    """Return a report of which nothing stays in the model after all."""
+    return replace(
+        report,
+        fusions=tuple(_reverted(fusion, reason) for fusion in report.fusions),
+        rewrites=tuple(_reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
+        warnings=(*report.warnings, reason),
+    )
 
 
 def graph_recorder(bench: Bench) -> Recorder | None:

@@ -21,12 +21,16 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
-from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.graph import Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.records import Report
+
+
+class HalfWritten(RuntimeError):
+    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 class FusedModel:
@@ -72,6 +76,8 @@ class FusedModel:
         self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
         self._in_place: dict[Any, bool] = {}
         """The signatures that were verified, and whether dynamo has handed over their graphs yet."""
+        self._writing: set[Any] = set()
+        """The signatures whose graphs write to what they are given (a KV cache): such a call cannot be started over."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, _Seen] = {}
         self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
@@ -81,7 +87,7 @@ class FusedModel:
         self._original = torch_internals.original_call(model)
         self._compiled = torch_internals.compiled_call(model, self._choose)
         self._before: Callable[..., Any] | None = None
-        self._is_applied = False
+        self.is_applied = False
         self._is_broken = False
         self._chosen = 0
         self._add(regions, modules, args, kwargs)
@@ -91,9 +97,12 @@ class FusedModel:
     ) -> None:
         is_whole = len(regions) == 1
         for region, module in zip(regions, modules, strict=True):
-            key = (region.original.code, _input_layouts(region.example_args))
-            self._modules_by_code[key] = (module, region.names, is_whole)
-        self._in_place[signature(args, kwargs)] = False
+            graph = (region.original.code, _input_layouts(region.example_args))
+            self._modules_by_code[graph] = (module, region.names, is_whole)
+        key = signature(args, kwargs)
+        self._in_place[key] = False
+        if any(map(writes_to_inputs, regions)):
+            self._writing.add(key)
 
     # ------------------------------------------------------------------ the call
 
@@ -102,7 +111,12 @@ class FusedModel:
         return self.model(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the rewritten graphs if this call was verified, the original ops if not."""
+        """Run the rewritten graphs if this call was verified, the original ops if not.
+
+        Raises:
+            HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified. Later
+                calls run the original ops.
+        """
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves, self._objects)
         refusal = self._refusal(key)
@@ -113,6 +127,9 @@ class FusedModel:
                 return self.graphs.run(key, leaves, lambda: self._run_compiled(key, args, kwargs))
             except LayoutChanged as change:
                 self._is_broken = True
+                if key in self._writing:
+                    reason = f"{change}; the call had begun to write to its cache: reset the cache and repeat"
+                    raise HalfWritten(reason) from change
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
         if refusal is _UNSEEN and self._may_learn(key):
             result = self._original(*args, **kwargs)
@@ -205,6 +222,7 @@ class FusedModel:
         other.revert()
         self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
         self._in_place = {**dict.fromkeys(other._in_place, False), **self._in_place}
+        self._writing |= other._writing
         return self
 
     def _may_learn(self, key: Any) -> bool:
@@ -216,16 +234,19 @@ class FusedModel:
 
     def apply(self) -> FusedModel:
         """Put the fusions in place; does nothing when they are."""
-        if not self._is_applied:
-            self._before = torch_internals.set_compiled_call(self.model, self.dispatch)
-            self._is_applied = True
+        if not self.is_applied:
+            # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
+            # call and run the model's own ops: it must stop here instead.
+            stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
+            self._before = torch_internals.set_compiled_call(self.model, stop)
+            self.is_applied = True
         return self
 
     def revert(self) -> torch.nn.Module:
         """Take the fusions out again and return the model, which then is as it was before."""
-        if self._is_applied:
+        if self.is_applied:
             torch_internals.set_compiled_call(self.model, self._before)
-            self._is_applied = False
+            self.is_applied = False
             if self.graphs is not None:
                 self.graphs.forget()
         return self.model

@@ -1,14 +1,20 @@
-"""Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original."""
+"""Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original.
+
+What a call writes (a KV cache, a count) is an output like any other: of each tensor the elements that changed are compared.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from fusion_advisor.capture.arguments import copied
+from fusion_advisor.capture.state import Written, arguments
 from fusion_advisor.fuse.verify import check_model
 from fusion_advisor.records import ModelCheck
 from fusion_advisor.workload.device import memory_bytes
@@ -18,20 +24,58 @@ _HEADROOM = 1.5
 """A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
 
 
-def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: Callable[[], Any]) -> ModelCheck:
+def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: Callable[[], Any], written: Written) -> ModelCheck:
     """Run all three and compare.
 
     Args:
         loaded: the original model and its inputs; the copy is made from it and thrown away.
         eager: the original call.
         fused: the fused call.
+        written: what a call changes outside its result; put back before each of the three.
     """
-    ours = named_tensors(fused())
-    theirs = named_tensors(eager())
-    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs if tensor.is_floating_point()})
-    if oracle is not None and [tensor.shape for _, tensor in oracle] != [tensor.shape for _, tensor in theirs]:
+    names = (*written.tensors, *written.made)
+
+    def outcome(call: Callable[[], Any]) -> _Outcome:
+        written.restore()
+        return _Outcome.of(call(), _live(loaded.model, loaded.args, loaded.kwargs), names)
+
+    ours, theirs = outcome(fused), outcome(eager)
+    written.restore()
+    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}, names)
+    if oracle is not None and [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
         oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
-    return check_model(_judged(ours), _judged(theirs), _judged(theirs if oracle is None else oracle), name)
+    truth = theirs if oracle is None else oracle
+    changed = {key: torch.ones_like(ours.written[key], dtype=torch.bool) for key in written.made} | {
+        key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()
+    }
+    fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
+    return check_model(fused_rows, eager_rows, true_rows, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """A call's outputs, and the values after it of what it wrote."""
+
+    outputs: list[tuple[str, torch.Tensor]]
+    written: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, output: Any, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Outcome:
+        # Cloned: an output may be a view of the cache that the next call writes to.
+        outputs = [(name, tensor.clone()) for name, tensor in named_tensors(output)]
+        return cls(outputs=outputs, written={name: tensors[name].clone() for name in names})
+
+    def changed(self, masks: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """One flat tensor of what was written to floats, layer after layer, and one of counts, which must be equal."""
+        rows = []
+        for title, is_float in (("written values", True), ("written counts", False)):
+            names = [
+                name for name, tensor in self.written.items() if tensor.is_floating_point() is is_float and masks[name].any()
+            ]
+            if names:
+                flat = torch.cat([self.written[name][masks[name]].flatten() for name in names])
+                rows.append((title, flat if is_float else flat.to(torch.float64)))
+        return rows
 
 
 def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -51,7 +95,7 @@ def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
     return [(pytree.keystr(path).strip("[]'.\"") or "output", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> tuple[list[tuple[str, torch.Tensor]] | None, str]:
+def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:
     wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
     device = torch.device(loaded.record.device)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
@@ -59,14 +103,21 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype]) -> tuple[list
     if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
         return None, "eager"
     model = copy.deepcopy(loaded.model).to(wide)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.to(wide) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
-        (loaded.args, loaded.kwargs),
-    )
+
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):  # a cache keeps the dtype of its tensors
+            return wide if leaf.is_floating_point else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(wide, copy=True) if leaf.is_floating_point() else leaf.clone()
+        return leaf
+
+    args, kwargs = copied((loaded.args, loaded.kwargs), widened)
     try:
-        outputs = named_tensors(model(*args, **kwargs))
+        output = model(*args, **kwargs)
     except RuntimeError:  # a dtype that the model's own code names does not follow the copy
         return None, "eager"
-    finally:
-        del model
-    return outputs, f"{str(wide).removeprefix('torch.')} copy"
+    return _Outcome.of(output, _live(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+
+
+def _live(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {**arguments(args, kwargs), **dict(model.named_buffers())}

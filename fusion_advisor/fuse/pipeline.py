@@ -14,6 +14,7 @@ import torch
 
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.capture.state import Written
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
@@ -46,7 +47,8 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     with _memory_errors(loaded, "profiling"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
-    return _report(capture, plan, findings, options, clock, status="profiled"), capture
+        live.written.restore()
+    return _report(capture, plan, findings, options, clock, live.written, status="profiled"), capture
 
 
 def apply_workload(
@@ -72,7 +74,7 @@ def apply_workload(
     with _memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
-        report = _report(capture, plan, findings, options, clock, status="interrupted")
+        report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -88,7 +90,9 @@ def apply_workload(
                 kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
         report = replace(report, fusions=tuple(kept.fusions), rewrites=kept.rewrites)
         on_report(report)
-        return install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock, gemvs=kept.gemvs)
+        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock, gemvs=kept.gemvs)
+        live.written.restore()
+        return run
 
 
 def _profile(
@@ -134,7 +138,14 @@ def _profile(
 
 
 def _report(
-    capture: Capture, plan: Plan, findings: tuple[Finding, ...], options: ProfileOptions, clock: PhaseClock, *, status: str
+    capture: Capture,
+    plan: Plan,
+    findings: tuple[Finding, ...],
+    options: ProfileOptions,
+    clock: PhaseClock,
+    written: Written,
+    *,
+    status: str,
 ) -> Report:
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
@@ -161,8 +172,23 @@ def _report(
         findings=findings,
         launch_verdict=judge_launches(capture, plan.chains, plan.answers),
         durations_s=tuple(clock.durations_s),
-        notes=notes,
+        notes=(*notes, *_written_notes(written)),
     )
+
+
+def _written_notes(written: Written) -> tuple[str, ...]:
+    """What repeating a step that writes (to a KV cache, say) means for the figures."""
+    notes = []
+    if written.tensors or written.made:
+        total = len(written.tensors) + len(written.made)
+        notes.append(f"A step writes to {total} tensors among its inputs; what moves on is put back before every run, untimed.")
+    counts = sorted({name for _, name, value in written.attributes if type(value) is int})
+    if counts:
+        notes.append(
+            f"A step counts in Python ({', '.join(counts)}), so that each position is a call of its own: what is fused here "
+            "holds for this position only."
+        )
+    return tuple(notes)
 
 
 @contextmanager

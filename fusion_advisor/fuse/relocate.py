@@ -28,7 +28,8 @@ def merged_bench(bench: Bench, merged: Sequence[MergedRegion]) -> tuple[Bench, d
         bench: over the regions that ``merged`` was made from.
         merged: one per region of the bench.
     """
-    live = LiveCapture(regions=[one.region for one in merged], breaks=bench.live.breaks, output=bench.live.output)
+    old = bench.live
+    live = LiveCapture(regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written)
     new = Bench(live, on_cuda=bench.on_cuda)
     moved: dict[int, int] = {}
     for one, before, after in zip(merged, bench.index_of, new.index_of, strict=True):

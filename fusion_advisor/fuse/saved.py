@@ -122,6 +122,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan) -> FusedModel:
     )
     graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
     fused = FusedModel(loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept)
+    live.written.restore()
     fused.report = saved.report
     return fused.apply()
 

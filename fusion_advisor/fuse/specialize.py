@@ -97,8 +97,11 @@ def specialise(
     if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
         raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
     found = _sites(bench, kept)
-    bench.observe([planned for planned, _ in found])
-    built = [_bound(bench, planned, kernel, kept) for planned, kernel in found]
+    try:
+        bench.observe([planned for planned, _ in found])
+        built = [_bound(bench, planned, kernel, kept) for planned, kernel in found]
+    finally:
+        live.written.restore()
     variant = bench.build(built, kept.passes)
     replaced = replaced_sites(variant)
     sites: dict[str, int] = {}

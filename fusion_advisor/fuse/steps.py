@@ -16,7 +16,7 @@ from fusion_advisor.capture.classify import attention_backend
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timing
 from fusion_advisor.timing.measure import interleave
-from fusion_advisor.timing.stopwatch import as_timing, wall_times
+from fusion_advisor.timing.stopwatch import as_timing, nothing, wall_times
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -85,9 +85,12 @@ def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to
             _FusedRunner(module).run(*region.example_args)
 
     step = call if bench.on_cuda else by_node
+    rewind = bench.live.written.rewind
     with torch.no_grad():
+        rewind()
         step()
-        return median_step(timeline.record(step, steps=3, on_cuda=bench.on_cuda, save_to=save_to), on_cuda=bench.on_cuda)
+        trace = timeline.record(step, steps=3, on_cuda=bench.on_cuda, save_to=save_to, before=rewind)
+        return median_step(trace, on_cuda=bench.on_cuda)
 
 
 def launches_of(step: Step, kernel_name: str) -> int:
@@ -107,7 +110,9 @@ def peak_memory_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
-def compiled_step(call: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float) -> tuple[StepProfile, float]:
+def compiled_step(
+    call: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float, rewind: Callable[[], object] = nothing
+) -> tuple[StepProfile, float]:
     """Measure what ``torch.compile`` makes of the model in its default mode, for the reader's comparison.
 
     Args:
@@ -115,22 +120,31 @@ def compiled_step(call: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s
         on_cuda: trace the device.
         runs: wall-time runs at most.
         budget_s: seconds of wall-time runs.
+        rewind: called ahead of each run, untimed.
 
     Returns:
         The step, and the seconds of its first call (compilation included).
     """
+    rewind()
     started = time.perf_counter()
     with torch.no_grad(), torch_internals.raise_recompile_limit(64):
         call()
         first_s = time.perf_counter() - started
-        wall = as_timing(wall_times(call, runs=runs, budget_s=budget_s, on_cuda=on_cuda), "wall")
-        traced = median_step(timeline.record(call, steps=3, on_cuda=on_cuda), on_cuda=on_cuda)
+        wall = as_timing(wall_times(call, runs=runs, budget_s=budget_s, on_cuda=on_cuda, before=rewind), "wall")
+        traced = median_step(timeline.record(call, steps=3, on_cuda=on_cuda, before=rewind), on_cuda=on_cuda)
+    rewind()
     peak = peak_memory_bytes(call, on_cuda=on_cuda)
     return step_profile("torch.compile", traced.launches, wall=wall, peak_memory_bytes=peak), first_s
 
 
 def wall_pair(
-    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    *,
+    on_cuda: bool,
+    runs: int,
+    budget_s: float,
+    rewind: Callable[[], object] = nothing,
 ) -> tuple[Timing, Timing]:
     """Time two ways of calling the model against each other, from the host's side, interleaved."""
 
@@ -143,5 +157,5 @@ def wall_pair(
         return run
 
     with torch.no_grad():
-        times = interleave([waiting(before), waiting(after)], rounds=runs, budget_s=budget_s, on_cuda=False)
+        times = interleave([waiting(before), waiting(after)], rounds=runs, budget_s=budget_s, on_cuda=False, before=rewind)
     return as_timing(times[0], "wall"), as_timing(times[1], "wall")

@@ -33,7 +33,7 @@ from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracl
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, problem_of
 from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinel, trace_reference
+from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
@@ -122,7 +122,7 @@ class _Checker:
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             for number, (case, dtype) in enumerate(cases):
-                label = _label(case)
+                label = str(case)
                 self.progress.step(number, len(cases), f"{label} {dtype}")
                 try:
                     jobs = list(self._jobs(case, dtype))
@@ -143,7 +143,7 @@ class _Checker:
         case = max(self.spec.check, key=lambda case: min(size for _, size in case.sizes))
         result, detail = "passed", ""
         try:
-            for lowered in lower_reference(self.spec, function, dict(case.sizes), sentinels=True):
+            for lowered in lower_reference(self.spec, function, dict(case.sizes), constants=sentinels(self.spec)):
                 problem = self._match_problem(lowered.program)
                 result, detail = ("failed", problem) if problem else (result, detail)
         except CannotLower as error:
@@ -159,23 +159,23 @@ class _Checker:
             if find_match(program, theirs) is not None:
                 return f"the kernel `{other}` computes the same: which one is found would be chance"
         bound = dict(found.constants)
-        for number, (name, _) in enumerate(self.spec.constants):
-            if name in bound and not math.isclose(bound[name], sentinel(number), rel_tol=1e-6):
-                return f"the constant {name} was bound to {bound[name]:g}, not to the {sentinel(number):g} that it was given"
+        for name, given in sentinels(self.spec).items():
+            if name in bound and not math.isclose(bound[name], given, rel_tol=1e-6):
+                return f"the constant {name} was bound to {bound[name]:g}, not to the {given:g} that it was given"
             if name not in bound:
                 return f"the constant {name} of the manifest occurs nowhere in what the reference computes"
         return ""
 
     def _jobs(self, case: Case, dtype: str) -> Iterator[_Job]:
-        kind = getattr(torch, dtype)
+        kind, spec = getattr(torch, dtype), self.spec.laid_out(case)
         for variant, function in self.kernel.references:
-            graph = trace_reference(self.spec, function, dict(case.sizes), dtype=kind)
+            graph = trace_reference(spec, function, dict(case.sizes), dtype=kind)
             if self.spec.gemv is not None:
                 inputs = tuple(range(len(self.spec.inputs)))
                 problem = problem_of(self.spec, variant, case, dtype)
                 yield _Job(variant=variant, graph=graph, inputs=inputs, output_count=1, problem=problem)
                 continue
-            for lowered in lower_reference(self.spec, function, dict(case.sizes), dtype=kind):
+            for lowered in lower_reference(spec, function, dict(case.sizes), dtype=kind):
                 program = named_program(lowered.program, self.own)
                 count = len(lowered.outputs)
                 yield _Job(variant=variant, graph=graph, inputs=lowered.inputs, output_count=count, problem=program)
@@ -207,7 +207,7 @@ class _Checker:
         worst, failures = (-1.0, ""), []
         launchers = [(job, launch) for job in jobs for launch in self._launchers(backend, job)]
         for kind in KINDS:
-            inputs = make_inputs(self.spec, case, dtype, kind, device)
+            inputs = make_inputs(self.spec.laid_out(case), case, dtype, kind, device)
             for job, launch in launchers:
                 for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=backend == "triton" and device == "cpu"):
                     told = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
@@ -266,7 +266,7 @@ class _Checker:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             cause = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
-            failed = [_row(_label(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")
+            failed = [_row(str(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")
                       for case in self.spec.check for dtype in case.dtypes]  # fmt: skip
             return {(row.case, row.dtype): row for row in failed}
         rows = [CheckRow(**row) for row in json.loads(done.stdout.splitlines()[-1])]
@@ -317,10 +317,6 @@ def _mode(backend: str) -> str:
     from fusion_advisor.library.nvrtc import find_nvcc
 
     return "compile" if has_nvrtc or find_nvcc() else "neither cuda-core nor nvcc was found, so nothing was compiled"
-
-
-def _label(case: Case) -> str:
-    return " ".join(f"{letter}={size}" for letter, size in case.sizes)
 
 
 def _row(case: str, backend: str, dtype: str, result: str, detail: str) -> CheckRow:

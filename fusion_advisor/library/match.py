@@ -44,6 +44,8 @@ class Pattern:
     """Parameter names in canonical order."""
     constant_names: tuple[str, ...]
     """One per constant; empty where the value must be equal."""
+    constant_factors: tuple[float, ...]
+    """What the lowering multiplied each named constant by: 0.5 where 0.5 · (x · scale) became x · (0.5 · scale)."""
     dtypes: tuple[str, ...]
 
 
@@ -69,14 +71,25 @@ def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
     for pattern in patterns:
         if pattern.structure.text != mine.text or not floats <= set(pattern.dtypes):
             continue
-        pairs = list(zip(pattern.constant_names, pattern.structure.constants, mine.constants, strict=True))
-        if all(name or _is_same(wanted, found) for name, wanted, found in pairs):
-            bound = tuple(dict.fromkeys((name, found) for name, _, found in pairs if name))
-            if len({name for name, _ in bound}) == len(bound):
-                return Found(
-                    kernel=pattern.kernel, variant=pattern.variant, constants=bound, program=_renamed(program, mine, pattern)
-                )
+        bound = _bound(pattern, mine.constants)
+        if bound is not None:
+            found = tuple(bound.items())
+            return Found(
+                kernel=pattern.kernel, variant=pattern.variant, constants=found, program=_renamed(program, mine, pattern)
+            )
     return None
+
+
+def _bound(pattern: Pattern, constants: Sequence[float]) -> dict[str, float] | None:
+    """The values of the pattern's named constants; None where one has two values, or a constant of the formula differs."""
+    found: dict[str, float] = {}
+    terms = zip(pattern.constant_names, pattern.constant_factors, pattern.structure.constants, constants, strict=True)
+    for name, factor, wanted, constant in terms:
+        if not name and not _is_same(wanted, constant):
+            return None
+        if name and not _is_same(found.setdefault(name, constant / factor), constant / factor):
+            return None
+    return found
 
 
 def _is_same(one: float, other: float) -> bool:
@@ -86,7 +99,8 @@ def _is_same(one: float, other: float) -> bool:
 def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
     names = dict(zip(mine.operands, pattern.operand_names, strict=True))
     operands = tuple(replace(operand, name=names.get(number, operand.name)) for number, operand in enumerate(program.operands))
-    named = {number: name for number, name in zip(mine.constant_values, pattern.constant_names, strict=True) if name}
+    terms = zip(mine.constant_values, pattern.constant_names, pattern.constant_factors, strict=True)
+    named = {number: name for number, name, factor in terms if name and factor == 1}
     values = tuple(replace(value, constant_name=named.get(number, "")) for number, value in enumerate(program.values))
     return replace(program, operands=operands, values=values)
 

@@ -2,13 +2,16 @@
 
 A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and
 once more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats
-get values that occur nowhere else, so that they can be told from the constants that belong to the formula.
+get values that occur nowhere else, so that they can be told from the constants that belong to the formula. A power of two that
+the lowering moved into such a float (0.5 · (x · scale) becomes x · (0.5 · scale)) is told by the quotient.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,17 +49,20 @@ def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
     """
     if spec.gemv is not None:  # a GEMM is no chain of pointwise ops and reductions: nothing to match it with
         return
+    marks = sentinels(spec)
     for variant, function in load_references(spec).references:
         seen: set[str] = set()
         is_masked = False
         for sizes in _example_sizes(spec):
             try:
-                found = list(lower_reference(spec, function, sizes, sentinels=True))
+                found = list(lower_reference(spec, function, sizes, constants=marks))
             except CannotLower as error:
+                if 1 in sizes.values():  # one token of a batch of one, say: what was a copy is a view
+                    continue
                 detail = f"reference_{variant} cannot be one kernel: {error.reason}"
                 raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
             for lowered in found:
-                pattern = _pattern(spec, variant, lowered)
+                pattern = _pattern(spec, variant, lowered, marks)
                 # A causal mask over one row hides nothing: what is left is another kernel's pattern.
                 is_masked |= "triangle(" in pattern.structure.text
                 if is_masked and "triangle(" not in pattern.structure.text:
@@ -71,7 +77,7 @@ def lower_reference(
     function: Callable[..., Any],
     sizes: Mapping[str, int],
     *,
-    sentinels: bool = False,
+    constants: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Lowered]:
     """Lower a reference: first with all its outputs, then, where there are several, with the last alone.
@@ -80,10 +86,10 @@ def lower_reference(
         spec: the kernel's manifest.
         function: one of its references.
         sizes: size of each letter of the manifest's shapes.
-        sentinels: give the keyword floats values that mark them; else their defaults.
+        constants: values of the keyword floats; the manifest's by default.
         dtype: of the tensors whose dtype the manifest leaves open.
     """
-    graph = trace_reference(spec, function, sizes, sentinels=sentinels, dtype=dtype)
+    graph = trace_reference(spec, function, sizes, constants=constants, dtype=dtype)
     yield from lower_graph(graph, tuple(tensor.name for tensor in spec.inputs))
 
 
@@ -98,6 +104,8 @@ def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator
     returned = ops[-1].args[0]
     outputs = [item.index for item in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(item, Ref)]
     outputs = [_computed(ops, index) for index in outputs]
+    if len(set(outputs)) != len(outputs):
+        raise CannotLower("FA603", "at these sizes several results are views of one value, which no kernel has to move")
     yield lower(ops, members, outputs)
     if len(outputs) > 1:
         first, last = (lower(ops, members, [output]) for output in (outputs[0], outputs[-1]))
@@ -110,7 +118,7 @@ def trace_reference(
     function: Callable[..., Any],
     sizes: Mapping[str, int],
     *,
-    sentinels: bool = False,
+    constants: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.fx.GraphModule:
     """Trace a reference into ATen ops; the arguments are those of :func:`lower_reference`.
@@ -119,10 +127,8 @@ def trace_reference(
         BadReference: it stops with an error of its own.
     """
     taken = inspect.signature(function).parameters
-    constants = {
-        name: sentinel(number) if sentinels else default for number, (name, default) in enumerate(spec.constants) if name in taken
-    }
-    bound = functools.partial(function, **constants)
+    given = dict(spec.constants) if constants is None else constants
+    bound = functools.partial(function, **{name: value for name, value in given.items() if name in taken})
     try:
         return trace(bound, [example(tensor, sizes, dtype) for tensor in spec.inputs])
     except Exception as error:
@@ -130,9 +136,18 @@ def trace_reference(
         raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
-def sentinel(number: int) -> float:
-    """The value that marks the manifest's constant ``number``."""
-    return _SENTINEL * (number + 1)
+def sentinels(spec: KernelSpec) -> dict[str, float]:
+    """The values that mark the manifest's constants: odd multiples, so that none is a power of two times another."""
+    return {name: _SENTINEL * (2 * number + 1) for number, (name, _) in enumerate(spec.constants)}
+
+
+def _named(constant: float, marks: Mapping[str, float]) -> tuple[str, float]:
+    """The keyword float that a constant of a marked trace is a multiple of, and the factor; no name where it is the formula's."""
+    for name, mark in marks.items():
+        factor = constant / mark
+        if abs(math.frexp(factor)[0]) == 0.5:  # a power of two
+            return name, factor
+    return "", 1.0
 
 
 def _computed(ops: Sequence[Any], index: int) -> int:
@@ -162,16 +177,13 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     last = next(dim for dim in reversed(spec.inputs[0].shape) if isinstance(dim, str))
     rows = [letter for letter in letters if letter != last]
     many = {letter: _ROWS[number % len(_ROWS)] for number, letter in enumerate(rows)}
-    yield {**many, last: _COLS}
-    yield {**dict.fromkeys(rows, 1), last: _COLS}
-    for letter in rows:  # a batch, or a sequence, of one
-        if len(rows) > 1:
-            yield {**many, letter: 1, last: _COLS}
+    for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
+        yield {**{letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}, last: _COLS}
 
 
-def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
+def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[str, float]) -> Pattern:
     form = structure(lowered.program)
-    marks = {sentinel(number): name for number, (name, _) in enumerate(spec.constants)}
+    named = [_named(constant, marks) for constant in form.constants]
     input_names = {number: spec.inputs[index].name for number, index in enumerate(lowered.inputs)}
     count = len(lowered.outputs)
     output_names = {len(lowered.inputs) + number: name for number, name in enumerate(spec.outputs[-count:])}
@@ -181,6 +193,7 @@ def _pattern(spec: KernelSpec, variant: str, lowered: Lowered) -> Pattern:
         variant=variant,
         structure=form,
         operand_names=tuple(names[number] for number in form.operands),
-        constant_names=tuple(marks.get(constant, "") for constant in form.constants),
+        constant_names=tuple(name for name, _ in named),
+        constant_factors=tuple(factor for _, factor in named),
         dtypes=spec.dtypes,
     )

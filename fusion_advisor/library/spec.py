@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ class Case:
 
     sizes: tuple[tuple[str, int], ...]
     dtypes: tuple[str, ...]
+    orders: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    """Inputs that lie in memory in another order than the manifest's; only in ``[[check]]``."""
+
+    def __str__(self) -> str:
+        moved = [f"{name}[{' '.join(map(str, order))}]" for name, order in self.orders]
+        return " ".join([*(f"{letter}={size}" for letter, size in self.sizes), *moved])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +115,11 @@ class KernelSpec:
         sizes = dict(case.sizes)
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape)
 
+    def laid_out(self, case: Case) -> KernelSpec:
+        """The manifest with its inputs in the memory orders of a case."""
+        orders = dict(case.orders)
+        return replace(self, inputs=tuple(replace(tensor, order=orders.get(tensor.name, tensor.order)) for tensor in self.inputs))
+
 
 def read_spec(folder: Path) -> KernelSpec:
     """Read ``folder/kernel.toml``.
@@ -154,7 +166,7 @@ class _Reader:
             backends=self._names("backends", BACKENDS), dtypes=dtypes,
             constraints=tuple(self._list("constraints", str, default=[])), has_backward=self._flag("has_backward"), inputs=inputs,
             outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
-            check=self._cases("check", letters, dtypes),
+            check=self._cases("check", letters, dtypes, inputs),
             bench=self._cases("bench", letters, dtypes), folder=self.file.parent, presets=self._presets(letters, dtypes),
             gemv=self._gemv(inputs, letters),
         )  # fmt: skip
@@ -218,16 +230,19 @@ class _Reader:
             shape = table.get("shape")
             if not isinstance(shape, list) or not all(isinstance(d, str | int) and not isinstance(d, bool) for d in shape):
                 self._refuse(key, 'needs a shape such as ["R", "C"]')
-            order = table.get("order", shape)
-            if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, shape or [])):
-                self._refuse(key, "order must hold the dims of shape")
+            order = self._order(key, table.get("order", shape), shape or [])
             dtype = table.get("dtype", "")
             if dtype and dtype not in ITEM_BYTES:
                 self._refuse(key, f"`{dtype}` is not one of {', '.join(ITEM_BYTES)}")
-            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or []), order=tuple(order or []), dtype=dtype))
+            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or []), order=order, dtype=dtype))
         if not found:
             self._refuse("inputs", "needs at least one tensor")
         return tuple(found)
+
+    def _order(self, key: str, order: Any, shape: Sequence[str | int]) -> tuple[str | int, ...]:
+        if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, shape)):
+            self._refuse(key, "order must hold the dims of shape")
+        return tuple(order)
 
     def _gemv(self, inputs: tuple[Input, ...], letters: set[str]) -> Gemv | None:
         if "gemv" not in self.data:
@@ -293,11 +308,11 @@ class _Reader:
             found.append(Preset(name=str(name), sizes=sweep, dtypes=tuple(chosen)))
         return tuple(found)
 
-    def _cases(self, key: str, letters: set[str], dtypes: tuple[str, ...]) -> tuple[Case, ...]:
+    def _cases(self, key: str, letters: set[str], dtypes: tuple[str, ...], movable: tuple[Input, ...] = ()) -> tuple[Case, ...]:
         found = []
         for number, table in enumerate(self._list(key, dict, default=[])):
             place = f"{key}[{number}]"
-            self._known(place, table, ("sizes", "dtypes"))
+            self._known(place, table, ("sizes", "dtypes", "order") if movable else ("sizes", "dtypes"))
             sizes = table.get("sizes")
             if not isinstance(sizes, dict) or set(sizes) != letters:
                 self._refuse(f"{place}.sizes", f"needs a size for each of {', '.join(sorted(letters))} and nothing else")
@@ -307,7 +322,15 @@ class _Reader:
             chosen = table.get("dtypes", list(dtypes))
             if not isinstance(chosen, list) or not set(chosen) <= set(dtypes):
                 self._refuse(f"{place}.dtypes", f"must be some of {', '.join(dtypes)}")
-            found.append(Case(sizes=tuple(dict(sizes or {}).items()), dtypes=tuple(chosen)))
+            orders = self._orders(f"{place}.order", table.get("order", {}), movable)
+            found.append(Case(sizes=tuple(dict(sizes or {}).items()), dtypes=tuple(chosen), orders=orders))
         if not found:
             self._refuse(key, "needs at least one case")
         return tuple(found)
+
+    def _orders(self, place: str, orders: Any, inputs: tuple[Input, ...]) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
+        if not isinstance(orders, dict):
+            self._refuse(place, "must be a table of inputs, each with its dims as they lie in memory")
+        shapes = {tensor.name: tensor.shape for tensor in inputs}
+        self._known(place, orders, tuple(shapes))
+        return tuple((name, self._order(f"{place}.{name}", order, shapes[name])) for name, order in orders.items())

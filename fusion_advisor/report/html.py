@@ -38,6 +38,7 @@ def render_html(report: Report) -> str:
     html = page.render(
         report=report,
         headline=view.headline(report),
+        generation=view.generation_lines(report),
         caveats=view.caveats(report),
         context=view.context_line(report),
         device=view.device_word(report),

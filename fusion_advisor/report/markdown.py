@@ -82,6 +82,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
         .render(
             report=report,
             headline=view.headline(report),
+            generation=view.generation_lines(report),
             caveats=view.caveats(report),
             context=view.context_line(report),
             device=view.device_word(report),

@@ -92,6 +92,7 @@ def plain(text: str, console: Console) -> str:
 def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
+    lines += [_line(sentence, console) for sentence in view.generation_lines(report)]
     lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
 

@@ -92,6 +92,8 @@ def context_line(report: Report) -> str:
     """Model, device, dtype and shapes in one line."""
     work = report.workload
     size = f"batch {work.batch}" + (f" × {work.seq_len}" if work.seq_len else "")
+    size += f", {work.context} cached" if work.context else ""
+    size += f" + {work.new_tokens} new" if work.new_tokens else ""
     revision = f"@{work.revision[:7]}" if work.revision else ""
     parts = [visible(work.model_id, 80) + revision, report.environment.device_name, work.dtype, work.phase, size]
     return " · ".join(part for part in parts if part)
@@ -109,6 +111,36 @@ def caveats(report: Report) -> tuple[str, ...]:
         )
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
+    return tuple(lines)
+
+
+def generation_lines(report: Report) -> tuple[str, ...]:
+    """What a whole call of ``generate`` took and whether its tokens are eager's; nothing for a single step."""
+    call = report.generation
+    if call is None:
+        return ()
+
+    def sides(before_ns: int, after_ns: int) -> str:
+        return units.duration(before_ns) + (f" → {units.duration(after_ns)}" if after_ns else "")
+
+    whole = sides(call.before.median_ns, call.after.median_ns if call.after else 0)
+    prefill, decode = sides(call.prefill_before_ns, call.prefill_after_ns), sides(call.decode_before_ns, call.decode_after_ns)
+    lines = [
+        f"generate: {call.prompt_tokens} prompt + {call.new_tokens} new tokens in {whole}; "
+        f"prefill step {prefill}, decode step {decode}.",
+        "Chains and kernels here are the decode step's; the prefill has its own report in prefill/.",
+    ]
+    if call.after is not None:
+        if call.first_divergence is None:
+            words = f"All {call.new_tokens} greedy tokens are eager's."
+        else:
+            gap = 0.0 if call.logit_gap is None else call.logit_gap
+            words = (
+                f"Greedy tokens part from eager's at new token {call.first_divergence}, where eager's choice led by {gap:.3g}."
+            )
+        if call.original_calls:
+            words += f" {call.original_calls} of {call.new_tokens} steps ran the original ops."
+        lines.append(words)
     return tuple(lines)
 
 
@@ -381,6 +413,8 @@ def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
         ),
         ("Inputs", "; ".join(f"{name} {list(meta.shape)} {meta.dtype}" for name, meta in work.inputs)),
         ("Phase, dtype", f"{work.phase}, {work.dtype}"),
+        ("Cached tokens", str(work.context) if work.context else ""),
+        ("New tokens", str(work.new_tokens) if work.new_tokens else ""),
         ("Seed", str(work.seed)),
         ("Config hash", report.config_hash),
     )

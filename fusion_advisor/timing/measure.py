@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.records import Timing
-from fusion_advisor.timing.stopwatch import as_timing, median_interval
+from fusion_advisor.timing.stopwatch import as_timing, median_interval, nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,16 @@ class CannotRecord(Exception):
     """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
 
 
-def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> Callable[[], None]:
+def recorded(
+    call: Callable[[], Any], *, pool: Any = None, repeats: int = 1, before: Callable[[], object] = nothing
+) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
     Args:
         call: warmed up here on a side stream before it is recorded.
         pool: memory pool shared with other graphs that are never replayed at the same time.
         repeats: how often the work is recorded into one graph.
+        before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
 
     Raises:
         CannotRecord: with the driver's sentence.
@@ -46,6 +49,7 @@ def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> 
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(2):
+            before()
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -60,7 +64,13 @@ def recorded(call: Callable[[], Any], *, pool: Any = None, repeats: int = 1) -> 
 
 
 def interleave(
-    candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, on_cuda: bool, least: int = 6
+    candidates: Sequence[Callable[[], Any]],
+    *,
+    rounds: int,
+    budget_s: float,
+    on_cuda: bool,
+    least: int = 6,
+    before: Callable[[], object] = nothing,
 ) -> list[list[int]]:
     """Time candidates against each other.
 
@@ -70,6 +80,7 @@ def interleave(
         budget_s: stop after this many seconds, but never before ``least`` rounds.
         on_cuda: time with CUDA events instead of the host's clock.
         least: the fewest rounds.
+        before: called ahead of each run and not timed (it puts back what a run moves on).
 
     Returns:
         Nanoseconds per candidate and round.
@@ -77,6 +88,7 @@ def interleave(
     times: list[list[int]] = [[] for _ in candidates]
     clock = _event_time if on_cuda else _host_time
     for candidate in candidates:
+        before()
         candidate()
     started = time.perf_counter()
     order = list(range(len(candidates)))
@@ -86,6 +98,7 @@ def interleave(
         # Rotated, and turned around after every full rotation: each candidate takes every place and follows every other alike.
         turned = order[number % len(order) :] + order[: number % len(order)]
         for position in turned if number // len(order) % 2 else reversed(turned):
+            before()
             times[position].append(clock(candidates[position]))
     return times
 

@@ -37,7 +37,19 @@ def as_timing(times_ns: Sequence[int], method: str) -> Timing:
     return Timing(times_ns=tuple(times_ns), median_ns=round(middle), ci_low_ns=round(low), ci_high_ns=round(high), method=method)
 
 
-def wall_times(call: Callable[[], object], *, runs: int, budget_s: float, on_cuda: bool, warmup: int = 2) -> list[int]:
+def nothing() -> None:
+    """Do nothing, where a callable is wanted."""
+
+
+def wall_times(
+    call: Callable[[], object],
+    *,
+    runs: int,
+    budget_s: float,
+    on_cuda: bool,
+    warmup: int = 2,
+    before: Callable[[], object] = nothing,
+) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
     Args:
@@ -46,22 +58,23 @@ def wall_times(call: Callable[[], object], *, runs: int, budget_s: float, on_cud
         budget_s: stop once this much time has been measured.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
+        before: called ahead of each run and not timed (it puts back what a run moves on).
 
     Returns:
         One duration in nanoseconds per run.
     """
-    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else _nothing
+    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     for _ in range(warmup):
+        before()
         call()
     wait()
     times: list[int] = []
     while len(times) < runs and (len(times) < 5 or sum(times) < budget_s * 1e9):
+        if before is not nothing:
+            before()
+            wait()
         start = time.perf_counter_ns()
         call()
         wait()
         times.append(time.perf_counter_ns() - start)
     return times
-
-
-def _nothing() -> None:
-    return None

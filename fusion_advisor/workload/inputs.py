@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.workload.architecture import max_positions
+from fusion_advisor.workload.cache import filled_cache
 from fusion_advisor.workload.request import WorkloadRequest
 
 _LONG_TOKENS = 512
 _SHORT_TOKENS = 128
 _IMAGE_SIZE = 224
+NEW_TOKENS = 32
+"""Tokens that ``generate`` makes when it is not told how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +31,16 @@ class ExampleInputs:
     kwargs: dict[str, Any]
     seq_len: int
     """Tokens, or the image's edge where there are no tokens."""
+    context: int = 0
+    """Tokens that the cache among ``kwargs`` holds."""
     notes: tuple[str, ...] = ()
 
 
 def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.device, dtype: torch.dtype) -> ExampleInputs:
     """Make the inputs of one step.
 
-    Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it.
+    Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it;
+    for phase ``decode`` one token, and a static cache that a prefill of ``context`` tokens has filled.
     Encoder-decoders get both sides at the same length (Whisper: 30 s of audio features). Encoders get ``input_ids`` only, as
     users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs on a GPU and 128 for the rest, or the
     model's maximum where that is less: on two CPU cores a step of GPT-2 at 512 leaves time for too few rounds to tell a gain
@@ -41,6 +48,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
 
     Raises:
         SequenceTooLong: the model has fewer positions.
+        NoStaticCache: a decode step is wanted of a model without such a cache.
         UsageError: an option that this model has no use for.
         NoExampleInputs: the model wants an input that is not known here.
     """
@@ -51,9 +59,11 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     wanted = getattr(model, "main_input_name", "input_ids")
     # BERT's body takes `use_cache` too: what can generate is a language model, whatever its forward accepts.
     is_causal = not config.is_encoder_decoder and bool(getattr(model, "can_generate", lambda: False)())
-    if request.phase == "prefill" and not is_causal:
-        detail = f"--phase prefill needs a causal language model; `{request.model_id}` is a {type(model).__name__}"
+    if request.phase != "forward" and not is_causal:
+        detail = f"--phase {request.phase} needs a causal language model; `{request.model_id}` is a {type(model).__name__}"
         raise UsageError(detail=detail, help="leave --phase out")
+    if request.phase == "decode":
+        return _decode_inputs(model, request, generator, device)
 
     # A two-tower model (CLIP) names either tower as its main input and needs both; a generator reads text without an image.
     has_image = wanted == "pixel_values" or (
@@ -76,6 +86,8 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         raise NoExampleInputs(model_id=request.model_id, class_name=type(model).__name__, wanted=wanted)
 
     seq_len = _sequence_length(config, request, is_long=is_causal and device.type == "cuda")
+    if request.phase == "generate":
+        seq_len = _prompt_length(config, request, seq_len)
     text = getattr(config, "text_config", None) or config
     if "input_features" not in kwargs:
         kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
@@ -95,18 +107,30 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=seq_len, notes=notes)
 
 
+def _decode_inputs(model: nn.Module, request: WorkloadRequest, generator: torch.Generator, device: torch.device) -> ExampleInputs:
+    config: Any = model.config
+    maximum = max_positions(config)
+    context = request.context or min(_LONG_TOKENS, (maximum or _LONG_TOKENS + 1) - 1)
+    if maximum is not None and context >= maximum:
+        raise SequenceTooLong(option="--context", seq_len=context, maximum=maximum, most=maximum - 1, model_id=request.model_id)
+    text = getattr(config, "text_config", None) or config
+    ids = _tokens(text, request.batch, context + 1, generator).to(device)
+    cache, room = filled_cache(model, ids[:, :-1], maximum=maximum, phase=request.phase, model_id=request.model_id)
+    kwargs = {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+    notes = (f"the static cache holds {context} tokens and has room for {room}; each step writes the next position again",)
+    return ExampleInputs(kwargs=kwargs, seq_len=1, context=context, notes=notes)
+
+
 def input_metas(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, TensorMeta], ...]:
-    """Describe every tensor among the arguments; nested ones are named ``cache.0``, positional ones after the parameter."""
+    """Describe every tensor among the arguments: nested ones are ``cache.layers.0.keys``, positional ones named as in forward."""
     try:
         names = list(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):
         names = []
-    found: list[tuple[str, TensorMeta]] = []
-    for position, value in enumerate(args):
-        _describe(names[position] if position < len(names) else f"arg{position}", value, found)
-    for name, value in kwargs.items():
-        _describe(name, value, found)
-    return tuple(found)
+    positional = [(names[position] if position < len(names) else f"arg{position}", value) for position, value in enumerate(args)]
+    return tuple(
+        (found, _describe(tensor)) for name, value in (*positional, *kwargs.items()) for found, tensor in tensors_in(name, value)
+    )
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -128,8 +152,24 @@ def _sequence_length(config: Any, request: WorkloadRequest, *, is_long: bool) ->
         default = _LONG_TOKENS if is_long else _SHORT_TOKENS
         return min(default, maximum) if maximum is not None else default
     if maximum is not None and request.seq_len > maximum:
-        raise SequenceTooLong(seq_len=request.seq_len, maximum=maximum, model_id=request.model_id)
+        raise SequenceTooLong(
+            option="--seq-len", seq_len=request.seq_len, maximum=maximum, most=maximum, model_id=request.model_id
+        )
     return request.seq_len
+
+
+def _prompt_length(config: Any, request: WorkloadRequest, seq_len: int) -> int:
+    """Leave room for the new tokens: a default length gives way, one that was asked for does not."""
+    maximum, new_tokens = max_positions(config), request.new_tokens or NEW_TOKENS
+    if maximum is None or seq_len + new_tokens <= maximum:
+        return seq_len
+    most = maximum - new_tokens
+    if request.seq_len is not None or most < 1:
+        option, length = ("--seq-len", seq_len) if most >= 1 else ("--new-tokens", new_tokens)
+        raise SequenceTooLong(
+            option=option, seq_len=length, maximum=maximum, most=most if most >= 1 else maximum - 1, model_id=request.model_id
+        )
+    return most
 
 
 def _tokens(config: Any, batch: int, seq_len: int, generator: torch.Generator) -> torch.Tensor:
@@ -152,19 +192,11 @@ def _placed(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) ->
     return {name: move(value, device, dtype) for name, value in kwargs.items()}
 
 
-def _describe(name: str, value: Any, found: list[tuple[str, TensorMeta]]) -> None:
-    if isinstance(value, torch.Tensor):
-        meta = TensorMeta(
-            shape=tuple(value.shape),
-            stride=tuple(value.stride()) if value.layout == torch.strided else (),
-            dtype=str(value.dtype).removeprefix("torch."),
-            offset=int(value.storage_offset()) if value.layout == torch.strided else 0,
-            device=value.device.type,
-        )
-        found.append((name, meta))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _describe(f"{name}.{key}", item, found)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _describe(f"{name}.{index}", item, found)
+def _describe(value: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        shape=tuple(value.shape),
+        stride=tuple(value.stride()) if value.layout == torch.strided else (),
+        dtype=str(value.dtype).removeprefix("torch."),
+        offset=int(value.storage_offset()) if value.layout == torch.strided else 0,
+        device=value.device.type,
+    )

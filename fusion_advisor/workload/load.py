@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from fusion_advisor.workload.device import (
     resolve_dtype,
 )
 from fusion_advisor.workload.factory import run_factory
-from fusion_advisor.workload.inputs import input_metas, make_inputs, move
+from fusion_advisor.workload.generate import Generation
+from fusion_advisor.workload.inputs import NEW_TOKENS, input_metas, make_inputs, move
 from fusion_advisor.workload.request import WorkloadRequest
 from fusion_advisor.workload.resolve import resolve_source
 from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
@@ -40,8 +41,15 @@ class LoadedWorkload:
     kwargs: dict[str, Any]
     record: Workload
     request: WorkloadRequest
+    generation: Generation | None = None
+    """Set for phase ``generate``: the whole call, of which ``kwargs`` is only the prompt."""
     notes: tuple[str, ...] = ()
     """What was chosen for the user, in sentences to print: random weights and why, options without effect."""
+
+    def step(self, kwargs: dict[str, Any], record: Workload) -> LoadedWorkload:
+        """Return one step of the generation as a workload of its own."""
+        record = replace(record, inputs=input_metas(self.model, (), kwargs))
+        return replace(self, args=(), kwargs=kwargs, record=record, generation=None, notes=())
 
 
 def load_workload(request: WorkloadRequest) -> LoadedWorkload:
@@ -99,6 +107,7 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
     lay_out_siblings(model)
     model.eval()
+    new_tokens = (request.new_tokens or NEW_TOKENS) if request.phase == "generate" else 0
     inputs = make_inputs(model, request, device=device, dtype=dtype)
     record = _record(
         request,
@@ -110,9 +119,17 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         revision=source.revision,
         layers=request.layers if request.layers != total else None,
         total=total,
+        context=inputs.context,
+        new_tokens=new_tokens,
     )
     notes = (*source.notes, *inputs.notes)
-    return LoadedWorkload(model=model, args=(), kwargs=inputs.kwargs, record=record, request=request, notes=notes)
+    generation = None
+    if new_tokens:
+        ids = inputs.kwargs["input_ids"]
+        generation = Generation(model=model, input_ids=ids, new_tokens=new_tokens, model_id=request.model_id)
+    return LoadedWorkload(
+        model=model, args=(), kwargs=inputs.kwargs, record=record, request=request, generation=generation, notes=notes
+    )
 
 
 def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: torch.device) -> LoadedWorkload:
@@ -155,6 +172,8 @@ def _record(
     layers: int | None = None,
     total: int | None = None,
     batch: int | None = None,
+    context: int = 0,
+    new_tokens: int = 0,
 ) -> Workload:
     # `parameters()` yields a tied weight once, so it is counted once.
     parameters = list(model.parameters())
@@ -173,6 +192,8 @@ def _record(
         inputs=metas,
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         parameter_count=sum(parameter.numel() for parameter in parameters),
+        context=context,
+        new_tokens=new_tokens,
     )
 
 

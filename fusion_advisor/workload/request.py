@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from fusion_advisor.errors import UsageError
 
 DTYPES = ("auto", "fp32", "fp16", "bf16")
-PHASES = ("forward", "prefill")
+PHASES = ("forward", "prefill", "decode", "generate")
 WEIGHTS = ("auto", "hub", "local", "random")
 
 # A factory's right side is a Python name, its left side a dotted module or a .py file; hub ids never hold a colon.
@@ -28,7 +28,10 @@ class WorkloadRequest:
         batch: Examples per step.
         seq_len: Tokens per example; None takes a default below the model's maximum.
         phase: ``forward``: one pass, all logits. ``prefill``: one pass over the prompt, logits of the last token only. Neither
-            fills a cache: the cost of writing it is left out.
+            fills a cache: the cost of writing it is left out. ``decode``: one token on top of a static cache that holds
+            ``context`` tokens. ``generate``: a prompt of ``seq_len`` tokens and ``new_tokens`` more through ``model.generate``.
+        context: Tokens that the cache holds before a ``decode`` step; None takes 512, or what the model has room for.
+        new_tokens: Tokens that ``generate`` makes; None takes 32.
         layers: Keep only that many layers, for a quick look.
         seed: Of weights and inputs.
         weights: ``auto`` takes what there is and the record says which; the others insist.
@@ -43,6 +46,8 @@ class WorkloadRequest:
     batch: int = 1
     seq_len: int | None = None
     phase: str = "forward"
+    context: int | None = None
+    new_tokens: int | None = None
     layers: int | None = None
     seed: int = 0
     weights: str = "auto"
@@ -60,6 +65,15 @@ class WorkloadRequest:
         _at_least_one("--batch", self.batch)
         _at_least_one("--seq-len", self.seq_len)
         _at_least_one("--layers", self.layers)
+        _at_least_one("--context", self.context)
+        _only_with("--context", self.context, self.phase, "decode")
+        _only_with("--new-tokens", self.new_tokens, self.phase, "generate")
+        if self.new_tokens is not None and self.new_tokens < 2:
+            raise UsageError(
+                detail="--new-tokens 1 is a prefill and no decode step", help="pass --new-tokens 2 or more, or --phase prefill"
+            )
+        if self.phase == "decode" and self.seq_len is not None:
+            raise UsageError(detail="--seq-len has no effect on a decode step of one token", help="use --context")
 
     @property
     def factory(self) -> tuple[str, str] | None:
@@ -89,3 +103,8 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least_one(option: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(detail=f"{option} {value} is less than 1", help=f"pass {option} 1 or more")
+
+
+def _only_with(option: str, value: int | None, phase: str, wanted: str) -> None:
+    if value is not None and phase != wanted:
+        raise UsageError(detail=f"{option} has no effect on --phase {phase}", help=f"use --phase {wanted}, or leave it out")

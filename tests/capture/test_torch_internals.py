@@ -32,6 +32,14 @@ def test_placeholder_values_are_fake_tensors_of_the_inputs():
     assert [(type(value).__name__, tuple(value.shape), value.stride()) for value in values] == [("FakeTensor", (3, 5), (5, 1))]
 
 
+def test_copy_all_writes_into_the_tensors_that_are_there():
+    into = [torch.zeros(3), torch.tensor(0), torch.zeros(2, 2).t()]
+    places = [tensor.data_ptr() for tensor in into]
+    torch_internals.copy_all(into, [torch.ones(3), torch.tensor(7), torch.arange(4.0).view(2, 2)])
+    assert [tensor.data_ptr() for tensor in into] == places
+    assert into[0].sum() == 3 and into[1] == 7 and into[2].tolist() == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_has_dynamic_shapes(dynamic):
     _, found = dynamo_graph(lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=torch_internals.has_dynamic_shapes)

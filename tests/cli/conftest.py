@@ -30,6 +30,8 @@ class FakeRequest:
     batch: int = 1
     seq_len: int | None = None
     phase: str = "forward"
+    context: int | None = None
+    new_tokens: int | None = None
     layers: int | None = None
     seed: int = 0
     weights: str = "auto"
@@ -102,7 +104,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
             state.reverted += 1
 
         report = finish(applied(), options)
-        return SimpleNamespace(report=report, capture=captured(report), revert=revert)
+        return SimpleNamespace(report=report, capture=captured(report), parts=(), revert=revert)
 
     monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(

@@ -163,7 +163,7 @@ class Fused:
         with torch.no_grad():
             for _ in range(2):
                 check = check_whole_model(
-                    self.loaded, lambda: model(*args, **kwargs), lambda: self.fused.dispatch(*args, **kwargs)
+                    self.loaded, lambda: model(*args, **kwargs), lambda: self.fused.dispatch(*args, **kwargs), self.live.written
                 )
                 assert check.is_passed, check
         assert self.fused.fallbacks == {}
@@ -184,14 +184,14 @@ PRESETS = {
     "openai-community/gpt2": {"gelu_tanh": 2, "add_layernorm": 4},
     "Qwen/Qwen2.5-0.5B": LLAMA,
     # The norm of queries and keys and their rotation are one kernel.
-    "Qwen/Qwen3-0.6B": {"add_rmsnorm": 4, "rmsnorm": 1, "swiglu": 2, "pow_mean_add_rsqrt_mul_mul_*": 4},
+    "Qwen/Qwen3-0.6B": {"add_rmsnorm": 4, "rmsnorm": 1, "swiglu": 2, "qk_norm_rope": 4},
     "meta-llama/Llama-3.2-1B": LLAMA,
     "mistralai/Mistral-7B-v0.1": LLAMA,
     # Gate and up are halves of one tensor, and only a part of each head is rotated in some variants.
-    "microsoft/Phi-3-mini-4k-instruct": {"add_rmsnorm": 4, "rmsnorm": 1, "silu_mul_*": 2, "rope": 4},
+    "microsoft/Phi-3-mini-4k-instruct": {"add_rmsnorm": 4, "rmsnorm": 1, "swiglu_packed": 2, "rope": 4},
     # Norm, residual and next norm in one; scores capped, masked and normalised in one; logits capped.
     "google/gemma-2-2b": {
-        "pow_mean_add_rsqrt_mul_add_*": 4, "mul_div_tanh_mul_add_softmax_*": 2, "rope": 4, "gelu_mul_*": 2, "div_tanh_mul_*": 1,
+        "pow_mean_add_rsqrt_mul_add_*": 4, "mul_div_tanh_mul_add_softmax_*": 2, "rope": 4, "geglu_tanh": 2, "softcap": 1,
     },
     "EleutherAI/pythia-160m": {"mul_neg_cat_mul_add_cat_*": 4, "add_add_layer_norm_layer_norm_*": 1},
     "facebook/opt-125m": {"add_layernorm": 5},
@@ -201,12 +201,12 @@ PRESETS = {
     "albert/albert-base-v2": {"gelu_tanh": 2, "add_layernorm": 4},
     "google/vit-base-patch16-224": {"add_layernorm": 4, "cat_add_layer_norm_*": 1},
     "facebook/dinov2-small": {"mul_add_layer_norm_*": 4, "cat_add_layer_norm_*": 1},
-    "openai/clip-vit-base-patch32": {"mul_sigmoid_mul_*": 4, "add_layernorm": 7, "pow_sum_pow_div_*": 2},
+    "openai/clip-vit-base-patch32": {"quick_gelu": 4, "add_layernorm": 7, "pow_sum_pow_div_*": 2},
     "facebook/convnext-tiny-224": {},
     "microsoft/resnet-50": {"batch_norm_relu_*": 9},
     "openai/whisper-tiny": {"add_layernorm": 9},
     "google-t5/t5-small": {"add_rmsnorm": 9, "rmsnorm": 2},
-    "google/flan-t5-base": {"add_rmsnorm": 10, "rmsnorm": 2, "mul_pow_mul_add_mul_tanh_*": 4},
+    "google/flan-t5-base": {"add_rmsnorm": 10, "rmsnorm": 2, "geglu_tanh": 4},
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.fuse.decide import Candidate, decide
 from fusion_advisor.records import Status
 from fusion_advisor.timing import measure
@@ -24,6 +25,7 @@ class Machine:
         self.clock, self.effects, self.noise = clock, effects, noise
         self.random = random.Random(seed)
         self.runs = 0
+        self.live = LiveCapture()
 
     def build(self, fusions, passes):
         return (*passes, *(fusion.name for fusion in fusions))

@@ -51,6 +51,15 @@ def test_reads_every_key(tmp_path):
     assert (spec.name, spec.outputs, spec.has_backward, spec.constraints) == ("thing", ("total", "out"), False, ("even",))
 
 
+def test_a_check_case_may_lay_its_inputs_out_in_another_order(tmp_path):
+    spec = read(tmp_path, GOOD.replace('dtypes = ["float32"]\n[[bench]]', 'order = { x = ["S", "B", "H"] }\n[[bench]]'))
+    (case,) = spec.check
+    assert case.orders == (("x", ("S", "B", "H")),)
+    assert str(case) == "B=1 H=2 S=3 x[S B H]"
+    assert [tensor.order for tensor in spec.laid_out(case).inputs] == [("S", "B", "H"), ("S",), ("B", 1, "S")]
+    assert spec.laid_out(spec.bench[0]) == spec
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key", "words"),
     [
@@ -69,6 +78,10 @@ def test_reads_every_key(tmp_path):
         ("eps = 1e-5", 'eps = "small"', "constants.eps", "number"),
         ("num_warps = 4", "num_warps = 5", "tunables[0].num_warps", "power of two"),
         ("num_warps = 4", "warps = 4", "tunables[0].warps", "did you mean `num_warps`"),
+        ('dtypes = ["float32"]', 'order = { x = ["B", "H"] }', "check[0].order.x", "dims of shape"),
+        ('dtypes = ["float32"]', 'order = { z = ["S"] }', "check[0].order.z", "known are x, ids, cos"),
+        ('dtypes = ["float32"]', 'order = ["S"]', "check[0].order", "table of inputs"),
+        ("H = 16, S = 1024 }", 'H = 16, S = 1024 }\norder = { x = ["S", "H", "B"] }', "bench[0].order", "unknown key"),
         ("H = 2, S = 3", "H = 2", "check[0].sizes", "B, H, S"),
         ("H = 2, S = 3", "H = 2, S = -3", "check[0].sizes.S", "whole number"),
         ('dtypes = ["float32"]', 'dtypes = ["float16"]', "check[0].dtypes", "float32, bfloat16"),

@@ -8,9 +8,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fusion_advisor import units
+from fusion_advisor.records import GenerationCheck
 from fusion_advisor.report import view
+from fusion_advisor.report.html import render_html
+from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal import result_table, simple_table, summary_line
-from tests.report.fixtures import ALL, applied, profiled
+from tests.report.fixtures import ALL, applied, profiled, timing
 
 WIDTHS = (40, 60, 80, 100, 120)
 
@@ -105,3 +108,31 @@ def test_markup_in_names_is_text() -> None:
 
 def test_one_line_for_quiet() -> None:
     assert summary_line(applied()).startswith("1.19× eager's speed")
+
+
+def test_a_generation_is_told_in_sentences() -> None:
+    check = GenerationCheck(
+        prompt_tokens=128, new_tokens=32, prefill_before_ns=9_000_000, decode_before_ns=20_000_000, before=timing(700_000_000),
+        prefill_after_ns=8_000_000, decode_after_ns=5_000_000, after=timing(200_000_000),
+    )  # fmt: skip
+    work = replace(applied().workload, phase="generate", seq_len=128, new_tokens=32)
+    report = replace(applied(), workload=work, generation=check)
+    assert view.context_line(report).endswith("× 128 + 32 new")
+    text = " ".join(view.generation_lines(report))
+    assert "128 prompt + 32 new tokens in 700.00 ms → 200.00 ms" in text and "decode step 20.00 ms → 5.00 ms" in text
+    assert "All 32 greedy tokens are eager's." in text
+    parted = replace(report, generation=replace(check, first_divergence=7, logit_gap=0.0125, original_calls=2))
+    lines = view.generation_lines(parted)
+    assert lines[-1] == (
+        "Greedy tokens part from eager's at new token 7, where eager's choice led by 0.0125. 2 of 32 steps ran the original ops."
+    )
+    assert view.generation_lines(applied()) == ()
+    for page in (render_markdown(parted), render_html(parted)):
+        assert "part from eager" in page
+
+
+def test_a_decode_step_says_how_much_is_cached() -> None:
+    work = replace(applied().workload, phase="decode", seq_len=1, context=512)
+    report = replace(applied(), workload=work)
+    assert "decode" in view.context_line(report) and view.context_line(report).endswith("× 1, 512 cached")
+    assert ("Cached tokens", "512") in view.environment_rows(report)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
+from fusion_advisor.errors import NoExampleInputs, NoStaticCache, SequenceTooLong, UsageError
 from fusion_advisor.workload.inputs import move
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
@@ -61,6 +61,59 @@ def test_prefill_computes_the_last_logits_only() -> None:
 def test_prefill_of_an_encoder_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="--phase prefill needs a causal language model"):
         load("sentence-transformers/all-MiniLM-L6-v2", phase="prefill")
+
+
+@pytest.mark.parametrize(("model_id", "room"), [("HuggingFaceTB/SmolLM2-135M", 64), ("distilgpt2", 64)])
+def test_decode_is_one_token_on_a_cache_that_a_prefill_has_filled(model_id: str, room: int) -> None:
+    workload = load(model_id, phase="decode", context=9, batch=2)
+    assert (workload.record.phase, workload.record.context, workload.record.seq_len) == ("decode", 9, 1)
+    assert {name: meta.shape for name, meta in workload.record.inputs}["input_ids"] == (2, 1)
+    cache = workload.kwargs["past_key_values"]
+    assert int(cache.get_seq_length()) == 9 and cache.layers[0].keys.shape[2] == room
+    assert "past_key_values.layers.0.keys" in dict(workload.record.inputs)
+    logits = run(workload)
+    assert logits.shape[:2] == (2, 1)
+    # the same tokens in one pass without a cache: the last logits are those of the decode step
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(workload.model.config.vocab_size, (2, 10), generator=generator)
+    with torch.no_grad():
+        whole = workload.model(input_ids=ids, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_decode_on_a_cpu_holds_512_tokens_by_default_or_what_fits() -> None:
+    assert load("distilgpt2", phase="decode").record.context == 512
+    assert load("distilgpt2", phase="decode", context=1023).kwargs["past_key_values"].layers[0].keys.shape[2] == 1024
+    with pytest.raises(SequenceTooLong, match="--context 1024 is over the 1024 positions") as caught:
+        load("distilgpt2", phase="decode", context=1024)
+    assert caught.value.hint_text == "--context 1023 is the most it takes"
+
+
+def test_generate_leaves_room_for_its_tokens() -> None:
+    workload = load("distilgpt2", phase="generate", seq_len=8, new_tokens=3)
+    assert (workload.record.phase, workload.record.seq_len, workload.record.new_tokens) == ("generate", 8, 3)
+    assert workload.generation is not None and workload.generation().sequences.shape == (1, 11)
+    assert load("distilgpt2", phase="generate", new_tokens=1000).record.seq_len == 24
+    with pytest.raises(SequenceTooLong, match="--seq-len 1020"):
+        load("distilgpt2", phase="generate", seq_len=1020, new_tokens=8)
+
+
+@pytest.mark.parametrize("phase", ["decode", "generate"])
+def test_a_model_with_another_kind_of_state_has_no_static_cache(tmp_path, phase: str) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1,'
+        ' "state_size": 4, "vocab_size": 50, "expand": 2, "conv_kernel": 4, "time_step_rank": 2}'
+    )
+    with pytest.raises(NoStaticCache, match=rf"--phase {phase} needs a static KV cache") as caught:
+        workload = load(str(tmp_path), layers=None, phase=phase)
+        assert workload.generation is not None
+        workload.generation.steps()
+    assert (caught.value.code, caught.value.exit_code) == ("FA309", 4)
+
+
+def test_decode_of_an_encoder_decoder_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="--phase decode needs a causal language model"):
+        load("t5-small", phase="decode")
 
 
 def test_too_many_tokens_name_the_maximum() -> None:

@@ -25,6 +25,12 @@ def test_defaults_are_plain_json_and_come_back_equal() -> None:
         ({"batch": 0}, "--batch 0 is less than 1"),
         ({"seq_len": 0}, "--seq-len 0 is less than 1"),
         ({"layers": -1}, "--layers -1 is less than 1"),
+        ({"context": 0, "phase": "decode"}, "--context 0 is less than 1"),
+        ({"context": 8}, "--context has no effect on --phase forward"),
+        ({"context": 8, "phase": "generate"}, "--context has no effect on --phase generate"),
+        ({"new_tokens": 8, "phase": "decode"}, "--new-tokens has no effect on --phase decode"),
+        ({"new_tokens": 1, "phase": "generate"}, "--new-tokens 1 is a prefill"),
+        ({"seq_len": 8, "phase": "decode"}, "--seq-len has no effect on a decode step"),
     ],
 )
 def test_wrong_options_are_usage_errors(changes: dict[str, object], sentence: str) -> None:

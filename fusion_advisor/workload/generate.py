@@ -1,0 +1,76 @@
+"""``model.generate`` as a workload: greedy, a static cache, a fixed number of tokens; and the two steps that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusion_advisor.capture.arguments import copied
+from fusion_advisor.errors import NoStaticCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One call of ``generate``.
+
+    Attributes:
+        model: as the user has it; whatever stands in its place is called.
+        input_ids: the prompt, int64 [batch, tokens], without padding.
+        new_tokens: made in any case: an end-of-text token does not stop it.
+        model_id: for error messages only.
+    """
+
+    model: nn.Module
+    input_ids: torch.Tensor
+    new_tokens: int
+    model_id: str = "model"
+
+    def __call__(self) -> Any:
+        """Return what ``generate`` returns, with ``sequences`` and the raw ``logits`` of every new token.
+
+        transformers would compile the decode step by itself on a GPU (``disable_compile``): eager and fused are compared here.
+        """
+        model: Any = self.model
+        return model.generate(
+            self.input_ids,
+            attention_mask=torch.ones_like(self.input_ids),
+            max_new_tokens=self.new_tokens,
+            min_new_tokens=self.new_tokens,
+            do_sample=False,
+            num_beams=1,
+            cache_implementation="static",
+            disable_compile=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+            pad_token_id=0,
+        )
+
+    def steps(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the keyword arguments of the prefill and of the first decode step, as ``generate`` passed them.
+
+        Each has a cache of its own, in the state that it had before that step.
+
+        Raises:
+            NoStaticCache: generate refuses the cache, or passes the model something else.
+        """
+        seen: list[dict[str, Any]] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(seen) < 2 and not args:
+                seen.append(copied(kwargs, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
+
+        refuse = {"phase": "generate", "model_id": self.model_id, "class_name": type(self.model).__name__}
+        hook = self.model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            self()
+        except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise NoStaticCache(**refuse, detail=lines[0]) from error
+        finally:
+            hook.remove()
+        if len(seen) < 2 or not hasattr(seen[1].get("past_key_values"), "get_seq_length"):
+            raise NoStaticCache(**refuse, detail="generate passes its forward no past_key_values")
+        return seen[0], seen[1]

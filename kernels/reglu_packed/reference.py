@@ -1,0 +1,21 @@
+"""ReGLU with ReLU over one packed projection: which half is the gate, and how it is cut, differs between models."""
+
+from __future__ import annotations
+
+import torch
+
+
+def reference_chunk(packed: torch.Tensor) -> torch.Tensor:
+    gate, up = packed.chunk(2, dim=-1)
+    return torch.relu(gate) * up
+
+
+def reference_chunk_gate_last(packed: torch.Tensor) -> torch.Tensor:
+    up, gate = packed.chunk(2, dim=-1)
+    return up * torch.relu(gate)
+
+
+def reference_sliced(packed: torch.Tensor) -> torch.Tensor:
+    half = packed.shape[-1] // 2
+    gate, up = packed[..., :half], packed[..., half:]
+    return torch.relu(gate) * up

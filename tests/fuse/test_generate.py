@@ -1,0 +1,189 @@
+"""``generate``: two regimes in one fused model, tokens that are eager's own, and where they part when they are not."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_advisor.fuse import generate
+from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+from fusion_advisor.records import Status
+from fusion_advisor.workload.generate import Generation
+from fusion_advisor.workload.load import LoadedWorkload, describe_live
+from tests.tiny import fuse, gpt2, llama, qwen2
+
+MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
+NEW = 6
+
+
+def call_of(name):
+    model, inputs = MODELS[name]()
+    return Generation(model=model, input_ids=inputs["input_ids"], new_tokens=NEW)
+
+
+def loaded_generation(name):
+    call = call_of(name)
+    described = describe_live(call.model, (), {"input_ids": call.input_ids})
+    record = replace(described.record, phase="generate", new_tokens=NEW)
+    return LoadedWorkload(
+        model=call.model, args=(), kwargs=described.kwargs, record=record, request=described.request, generation=call
+    )
+
+
+def both(call, spoil=0.0):
+    """A fused model that holds the prefill and the decode step of a generation."""
+    prefill, decode = call.steps()
+    fused = fuse(call.model, (), decode, spoil=spoil)
+    fused.include(fuse(call.model, (), prefill, spoil=spoil))
+    return fused
+
+
+def test_the_steps_are_generates_own_each_with_its_cache():
+    prefill, decode = call_of("qwen2").steps()
+    assert prefill["input_ids"].shape == (2, 16) and decode["input_ids"].shape == (2, 1)
+    assert prefill["past_key_values"] is not decode["past_key_values"]
+    assert int(prefill["past_key_values"].get_seq_length()) == 0
+    assert int(decode["past_key_values"].get_seq_length()) == 16
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_tokens_are_eagers_and_every_step_was_fused(name):
+    call = call_of(name)
+    expected = call()
+    with both(call) as fused, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = call()
+        again = call()
+    assert torch.equal(found.sequences, expected.sequences) and torch.equal(again.sequences, expected.sequences)
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert fused.fallbacks == {} and list(fused._in_place.values()) == [True, True]
+
+
+def test_a_prompt_of_another_length_is_prefilled_by_the_original_and_decoded_fused():
+    call = call_of("qwen2")
+    other = replace(call, input_ids=call.input_ids[:, :15], new_tokens=NEW + 1)  # the same room in the cache
+    expected = other().sequences
+    with both(call) as fused:
+        with pytest.warns(UserWarning, match="not verified"):
+            assert torch.equal(other().sequences, expected)
+        assert sum(fused.fallbacks.values()) == 1
+
+
+def test_transformers_own_compile_still_runs_the_fused_graphs():
+    """On a GPU generate compiles the decode step by itself; dynamo must not look through the fused call."""
+    from transformers import CompileConfig
+
+    call = call_of("qwen2")
+    config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    config._compile_all_devices = True
+    options = {
+        "attention_mask": torch.ones_like(call.input_ids),
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+    }
+    with both(call, spoil=0.5) as fused:
+        spoiled = call().sequences
+        found = call.model.generate(
+            call.input_ids, **options, cache_implementation="static", compile_config=config, pad_token_id=0
+        )
+    assert torch.equal(found, spoiled) and fused.fallbacks == {}
+    assert not torch.equal(found, call().sequences)
+
+
+def logits_of(*rows):
+    return tuple(torch.tensor(row, dtype=torch.float32) for row in rows)
+
+
+def test_first_divergence_and_its_gap():
+    eager = torch.tensor([[9, 9, 1, 2, 0], [9, 9, 0, 1, 1]])
+    fused = torch.tensor([[9, 9, 1, 0, 2], [9, 9, 0, 1, 2]])
+    logits = logits_of([[0, 1, 0], [1, 0, 0]], [[2.5, 0, 3], [0, 4, 1]], [[1, 0, 0], [0, 1, 0]])
+    assert generate.first_divergence(eager, fused, logits, 2) == (1, 0.5)
+    assert generate.first_divergence(eager, eager, logits, 2) is None
+
+
+def quick(**more):
+    return ApplyOptions(runs=3, warmup=1, min_share=0.0, **more)
+
+
+def kept_by(monkeypatch, spoil):
+    """Let both regimes keep every chain, computed by the evaluator, off by ``spoil``; timing is not what is tested here."""
+
+    def apply_workload(loaded, options, progress=None, on_report=lambda _: None):
+        profiled, capture = generate.pipeline.profile_workload(loaded, ProfileOptions(runs=3, warmup=1, min_share=0.0))
+        fused = fuse(loaded.model, (), loaded.kwargs, spoil=spoil)
+        fused.apply()
+        report = replace(profiled, status="applied", after=replace(profiled.before, label="fused"))
+        return generate.AppliedRun(fused=fused, report=report, capture=capture)
+
+    monkeypatch.setattr(generate.pipeline, "apply_workload", apply_workload)
+
+
+def test_apply_holds_both_regimes_and_reports_the_tokens(monkeypatch):
+    loaded = loaded_generation("qwen2")
+    kept_by(monkeypatch, 0.0)
+    run = generate.apply_generate(loaded, quick())
+    try:
+        check = run.report.generation
+        assert check.is_same and check.original_calls == 0 and check.logit_gap is None
+        assert check.prefill_after_ns and check.decode_after_ns and check.after is not None
+        assert run.fused.is_applied and len(run.fused._in_place) == 2
+        assert run.report.workload.phase == "generate" and run.report.workload.new_tokens == NEW
+        name, part, _ = run.parts[0]
+        assert (name, part.workload.phase, part.workload.new_tokens) == ("prefill", "prefill", 0)
+    finally:
+        run.revert()
+    assert "_compiled_call_impl" not in loaded.model.__dict__
+
+
+def test_other_tokens_in_fp32_revert_everything(monkeypatch):
+    loaded = loaded_generation("qwen2")
+    kept_by(monkeypatch, 0.5)
+    run = generate.apply_generate(loaded, quick())
+    check = run.report.generation
+    assert not check.is_same and check.first_divergence is not None and check.logit_gap > 0
+    assert not run.fused.is_applied and "_compiled_call_impl" not in loaded.model.__dict__
+    assert any("differs from eager's" in warning for warning in run.report.warnings)
+    assert all(fusion.status is not Status.KEPT for fusion in run.report.fusions)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_the_whole_loop_on_a_real_backend(tmp_path):
+    """Nothing stands in: kernels are built, timed and kept or not, and the tokens are eager's."""
+    loaded = loaded_generation("llama")
+    expected = loaded.generation().sequences
+    run = generate.apply_generate(loaded, quick(run_dir=tmp_path))
+    try:
+        assert torch.equal(loaded.generation().sequences, expected)
+        assert run.report.generation.is_same
+    finally:
+        run.revert()
+    assert (tmp_path / "prefill").is_dir()
+
+
+def test_profile_measures_both_steps_and_the_whole_call():
+    (report, _), (prefill, _) = generate.profile_generate(loaded_generation("gpt2"), ProfileOptions(runs=3, warmup=1))
+    check = report.generation
+    assert check.before.median_ns > check.prefill_before_ns > 0 and check.decode_before_ns > 0 and check.after is None
+    assert report.workload.phase == "generate" and prefill.workload.phase == "prefill"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_on_a_gpu_in_fp32_gives_eagers_tokens(name):
+    model, inputs = MODELS[name]()
+    call = Generation(model=model.cuda(), input_ids=inputs["input_ids"].cuda(), new_tokens=NEW)
+    expected = call().sequences
+    described = describe_live(call.model, (), {"input_ids": call.input_ids})
+    loaded = replace(described, record=replace(described.record, phase="generate", new_tokens=NEW), generation=call)
+    run = generate.apply_generate(loaded, ApplyOptions(runs=5, warmup=2, min_share=0.0, min_gain=0.0, confidence=0.5))
+    try:
+        assert run.report.generation.is_same and torch.equal(call().sequences, expected)
+    finally:
+        run.revert()

@@ -1,0 +1,31 @@
+# bias_gelu_erf: bias add and exact GELU, in one pass
+#
+# Moves each operand once: x 4 B/element, bias 4 B/column, out 4 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel bias_gelu_erf, variant builtin.
+# Source: https://arxiv.org/abs/2104.04473
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_bias_gelu_erf_59a255(
+    x_ptr, bias_ptr, out_ptr,
+    rows, cols, x_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0)
+    total = x + bias
+    out = total * 0.5 * (1.0 - tl.erf(total * -0.7071067811865476))
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -1,0 +1,31 @@
+# bias_relu_squared: bias add and ReLU squared, in one pass
+#
+# Moves each operand once: x 2 B/element, bias 2 B/column, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel bias_relu_squared, variant builtin.
+# Source: https://arxiv.org/abs/2109.08668
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_bias_relu_squared_157acd(
+    x_ptr, bias_ptr, out_ptr,
+    rows, cols, x_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    maximum_total = tl.maximum(x + bias, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    out = maximum_total * maximum_total
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

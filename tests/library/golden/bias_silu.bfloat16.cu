@@ -1,0 +1,131 @@
+// bias_silu: bias add and SiLU, in one pass
+//
+// Moves each operand once: x 2 B/element, bias 2 B/column, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel bias_silu, variant builtin.
+// Source: https://arxiv.org/abs/1702.03118
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // threads along a column
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: neighbouring rows
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+// One unit in the last place off; unlike __fdividef's, a quotient below 2^-126 keeps its value.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Good to 20 bits and more, for results that are rounded to 11 at most.
+__device__ __forceinline__ float half_sigmoid(float x) {
+    return approximate_reciprocal(1.0f + half_exp2(x * -1.4426950408889634f));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_bias_silu_bbd34f(
+    const bfloat16_bits* __restrict__ x_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t rows,
+    index_t cols,
+    index_t x_stride0,
+    index_t out_stride0) {
+    const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
+    if (top >= rows) return;
+    const index_t step = (index_t)gridDim.y * THREADS * VEC;
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+        Pack<bfloat16_bits> x_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t row = top + p;
+            const bool is_inside = row < rows;
+            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+        }
+        const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + first);
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t row = top + p;
+            const bool is_inside = row < rows;
+            if (!is_inside) continue;
+            Pack<bfloat16_bits> out_pack;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float x = wide(x_packs[p][lane]);
+                const float bias = wide(bias_pack[lane]);
+                const float total = x + bias;
+                const float out = total * half_sigmoid(total);
+                out_pack[lane] = narrow<bfloat16_bits>(out);
+            }
+            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+// geglu_erf: gelu(gate) * up with the exact GELU, in one pass
+//
+// Moves each operand once: gate 2 B/element, up 2 B/element, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel geglu_erf, variant builtin.
+// Source: https://arxiv.org/abs/2002.05202
+
+#ifndef THREADS
+#define THREADS 256  // threads of a block
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// exp(-x * x) times a polynomial in 1 / (1 + 0.44 |x|), fitted to 6e-6 of erfc(|x|) at any x: the tail keeps its digits, and
+// results are rounded to 11 bits at most.
+__device__ __forceinline__ float half_erfc(float x) {
+    float t;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fmaf(fabsf(x), 0.44f, 1.0f)));
+    float poly = -0.14544582f;
+    poly = fmaf(poly, t, 0.3488371f);
+    poly = fmaf(poly, t, 0.04261189f);
+    poly = fmaf(poly, t, 0.26267788f);
+    poly = fmaf(poly, t, 0.24277207f);
+    poly = fmaf(poly, t, 0.2485445f);
+    const float tail = poly * t * half_exp2(x * x * -1.4426950408889634f);
+    return x < 0.0f ? 2.0f - tail : tail;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fa_geglu_erf_0903ad(
+    const bfloat16_bits* __restrict__ gate_ptr,
+    const bfloat16_bits* __restrict__ up_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t size) {
+    Pack<bfloat16_bits> gate_packs[PACKS];
+    Pack<bfloat16_bits> up_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        gate_packs[p] = load_pack(gate_ptr + first, is_inside);
+        up_packs[p] = load_pack(up_ptr + first, is_inside);
+    }
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        if (!is_inside) continue;
+        Pack<bfloat16_bits> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float gate = wide(gate_packs[p][lane]);
+            const float product = gate * 0.5f * half_erfc(gate * -0.7071067811865476f);
+            const float up = wide(up_packs[p][lane]);
+            const float out = product * up;
+            out_pack[lane] = narrow<bfloat16_bits>(out);
+        }
+        store_pack(out_ptr + first, out_pack);
+    }
+}

@@ -1,0 +1,54 @@
+# masked_softmax_boolean: scale, boolean mask and softmax, in one pass
+#
+# Moves each operand once: mask 1 B/element, scores 4 B/element, out 4 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel masked_softmax_boolean, variant where.
+# Source: https://arxiv.org/abs/2104.04473
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    # tl.exp rounds x * log2(e) once, which costs |x| / 2 ulp; the product's rounding error is put back here.
+    scaled = x * 1.4426950408889634
+    error = tl.fma(x, 1.4426950408889634, -scaled) + x * 1.925963033500e-08
+    power = tl.exp2(scaled)
+    # At 0 and inf there is nothing to put back, and an infinite x has no error: inf - inf would be NaN.
+    return tl.where((power > 0.0) & (power < float("inf")), power + power * (error * 0.6931471805599453), power)
+
+
+@triton.jit
+def maximum(a, b):
+    # tl.max would drop a NaN.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fa_masked_softmax_boolean_37c331(
+    mask_ptr, scores_ptr, out_ptr,
+    rows, size1, cols, mask_stride1, scores_stride0, scores_stride1, out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i1 = row % size1
+    i0 = row // size1
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
+    out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
+
+    mask_2 = tl.load(mask_ptr + i1 * mask_stride1 + col, mask=mask, other=0)
+    scores = tl.load(scores_row + col, mask=mask, other=0.0)
+    scale = 0.125
+    blocked = float("-inf")
+    chosen = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)
+    chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)
+    exp_chosen_shifted = exp(chosen - chosen_max)
+    exp_chosen_shifted_sum = tl.sum(tl.where(col_mask, exp_chosen_shifted, 0.0), axis=1, keep_dims=True)
+    out = tl.div_rn(exp_chosen_shifted, exp_chosen_shifted_sum)
+
+    tl.store(out_row + col, out, mask=mask)

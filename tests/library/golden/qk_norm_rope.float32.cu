@@ -1,0 +1,180 @@
+// qk_norm_rope: per-head RMSNorm and rotary embedding, in one pass, x read where the projection wrote it
+//
+// Moves each operand once: weight 4 B/column, x 4 B/element, cos 4 B/element, sin 4 B/element, out 4 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel qk_norm_rope, variant llama.
+// Source: https://arxiv.org/abs/2505.09388
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: PACKS * THREADS * VEC >= cols
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_qk_norm_rope_947755(
+    const float* __restrict__ weight_ptr,
+    const float* __restrict__ x_ptr,
+    const float* __restrict__ cos_ptr,
+    const float* __restrict__ sin_ptr,
+    float* __restrict__ out_ptr,
+    index_t rows,
+    index_t size1,
+    index_t cols,
+    index_t weight_offset,
+    index_t x_stride0,
+    index_t x_stride1,
+    index_t x_offset,
+    index_t cos_stride0,
+    index_t cos_offset,
+    index_t sin_stride0,
+    index_t sin_offset,
+    index_t out_stride0,
+    index_t out_stride1,
+    index_t out_offset) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const index_t i1 = row % size1;
+    const index_t i0 = row / size1;
+    const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
+    float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+    const float eps = 1e-06f;
+    const float product = 2.0f * (float)cols;
+    Pack<float> x_packs[PACKS];
+    Pack<float> x_shifted_packs[PACKS];
+    Pack<float> cos_packs[PACKS];
+    Pack<float> cos_shifted_packs[PACKS];
+    Pack<float> sin_packs[PACKS];
+    Pack<float> sin_shifted_packs[PACKS];
+    Pack<float> weight_packs[PACKS];
+    Pack<float> weight_shifted_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        x_packs[p] = load_pack(x_row + first, is_inside);
+        x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside);
+        cos_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first, is_inside);
+        cos_shifted_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset, is_inside);
+        sin_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first, is_inside);
+        sin_shifted_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset, is_inside);
+        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
+    }
+
+    float total_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = x_packs[p][lane];
+            const float x_shifted = x_shifted_packs[p][lane];
+            total_sum_part += x * x + x_shifted * x_shifted;
+        }
+    }
+    const float total_sum = row_reduce<Sum, 0>(total_sum_part);
+    const float rsqrt_total = rsqrtf(eps + total_sum / product);
+
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        Pack<float> out_pack;
+        Pack<float> out_pack_2;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float weight = weight_packs[p][lane];
+            const float weight_shifted = weight_shifted_packs[p][lane];
+            const float x = x_packs[p][lane];
+            const float x_shifted = x_shifted_packs[p][lane];
+            const float product_2 = weight * (x * rsqrt_total);
+            const float product_3 = weight_shifted * (x_shifted * rsqrt_total);
+            const float cos_2 = cos_packs[p][lane];
+            const float cos_shifted = cos_shifted_packs[p][lane];
+            const float sin_2 = sin_packs[p][lane];
+            const float sin_shifted = sin_shifted_packs[p][lane];
+            const float out = product_2 * cos_2 + -product_3 * sin_2;
+            const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
+            out_pack[lane] = out;
+            out_pack_2[lane] = out_2;
+        }
+        store_pack(out_row + first, out_pack);
+        store_pack(out_row + first + out_offset, out_pack_2);
+    }
+}

@@ -1,0 +1,26 @@
+# reglu: relu(gate) * up, in one pass
+#
+# Moves each operand once: gate 2 B/element, up 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel reglu, variant builtin.
+# Source: https://arxiv.org/abs/2002.05202
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_reglu_7c6e97(
+    gate_ptr, up_ptr, out_ptr,
+    size,
+    INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = index < size
+
+    gate = tl.load(gate_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    maximum_gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    out = maximum_gate * up
+
+    tl.store(out_ptr + index, out, mask=mask)

@@ -1,0 +1,25 @@
+# relu_squared: max(x, 0) squared, in one pass
+#
+# Moves each operand once: x 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel relu_squared, variant square.
+# Source: https://arxiv.org/abs/2109.08668
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_relu_squared_e58892(
+    x_ptr, out_ptr,
+    size,
+    INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = index < size
+
+    x = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    maximum_x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    out = maximum_x * maximum_x
+
+    tl.store(out_ptr + index, out, mask=mask)

@@ -1,0 +1,96 @@
+// scale_gelu_erf: scale by a constant and exact GELU, in one pass
+// Moves 33,554,432 bytes at 8388608: every input is read once and every output written once.
+// Origin: library kernel scale_gelu_erf, variant builtin
+// Source: https://arxiv.org/abs/1606.08415
+// Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline uint32_t fa_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+static inline float fa_from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+static inline float fa_from_bf16(uint16_t x) { return fa_from_bits(uint32_t{x} << 16); }
+
+// Round to nearest even; a NaN stays a NaN.
+static inline uint16_t fa_to_bf16(float x) {
+  const uint32_t bits = fa_bits(x);
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
+}
+
+// The build contracts nothing by itself; polynomials ask for it, where the CPU has it.
+static inline float fa_fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// e^r - 1 = r + r^2 p(r) for |r| <= ln(2)/2; the fit's relative error is 1.4e-8.
+static inline float fa_expm1_core(float r) {
+  float p = 1.38825108e-3f;
+  p = fa_fma(p, r, 8.36654752e-3f);
+  p = fa_fma(p, r, 4.16672006e-2f);
+  p = fa_fma(p, r, 1.66665435e-1f);
+  p = fa_fma(p, r, 4.9999997e-1f);
+  return fa_fma(p * r, r, r);
+}
+
+// 2^n for an integral n in [-126, 127].
+static inline float fa_pow2(float n) {
+  return fa_from_bits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+}
+
+// Below 1 an odd polynomial, above it 1 - e^-q(|x|): both sides are evaluated and one is chosen.
+static inline float fa_erf(float x) {
+  const float t = x * x;
+  float small = 7.85385419e-5f;
+  small = fa_fma(small, t, -8.01019138e-4f);
+  small = fa_fma(small, t, 5.18832728e-3f);
+  small = fa_fma(small, t, -2.6853811e-2f);
+  small = fa_fma(small, t, 1.12835854e-1f);
+  small = fa_fma(small, t, -3.7612626e-1f);
+  small = fa_fma(small, t, 1.28379166e-1f);
+  small = fa_fma(x, small, x);
+
+  float a = std::fabs(x);
+  a = a > 3.95f ? 3.95f : a;
+  float q = -1.92426043e-4f;
+  q = fa_fma(q, a, 3.00853699e-3f);
+  q = fa_fma(q, a, -2.20876411e-2f);
+  q = fa_fma(q, a, 1.03640325e-1f);
+  q = fa_fma(q, a, 6.37517035e-1f);
+  q = fa_fma(q, a, 1.12747502f);
+  q = fa_fma(q, a, 2.44713883e-4f);
+  const float n = std::rint(q * -1.44269504f);
+  const float r = fa_fma(n, 2.12194440e-4f, fa_fma(n, -0.693359375f, -q));
+  const float large = fa_fma(-fa_pow2(n), 1.0f + fa_expm1_core(r), 1.0f);
+  return std::fabs(x) < 1.0f ? small : std::copysign(large, x);
+}
+
+// Threads start from this many elements on: below it they cost more than they save.
+static constexpr int64_t kParallelFrom = 16384;
+
+// Outputs must not overlap inputs. Sizes and strides count elements.
+extern "C" void fa_scale_gelu_erf_3aa2dd(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t n,
+        int threads) {
+  const float scale = 0.7f;
+#pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
+  for (int64_t i = 0; i < n; ++i) {
+    const float x_value = fa_from_bf16(x[i]);
+    const float erfc = 1.0f - fa_erf(x_value * scale * -0.7071067811865476f);
+    out[i] = fa_to_bf16(x_value * 0.35f * erfc);
+  }
+}

@@ -1,0 +1,89 @@
+// scale_gelu_tanh: scale by a constant and GELU with the tanh approximation, in one pass
+//
+// Moves each operand once: x 4 B/element, out 4 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel scale_gelu_tanh, variant builtin.
+// Source: https://arxiv.org/abs/1606.08415
+
+#ifndef THREADS
+#define THREADS 256  // threads of a block
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack, a divisor of every row and stride
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+// For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fa_scale_gelu_tanh_b4a4cb(
+    const float* __restrict__ x_ptr,
+    float* __restrict__ out_ptr,
+    index_t size) {
+    const float scale = 0.7f;
+    Pack<float> x_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        x_packs[p] = load_pack(x_ptr + first, is_inside);
+    }
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = first < size;
+        if (!is_inside) continue;
+        Pack<float> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = x_packs[p][lane];
+            const float product = __fmul_rn(x, scale);
+            const float total = product + product * (product * product) * 0.044715f;
+            const float out = x * 0.35f * (2.0f * sigmoid(total * 1.5957691216057308f));
+            out_pack[lane] = out;
+        }
+        store_pack(out_ptr + first, out_pack);
+    }
+}

@@ -1,0 +1,36 @@
+# softmax: exp(x - max) / sum over the last dim, the row read once
+#
+# Moves each operand once: x 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel softmax, variant builtin.
+# Source: https://arxiv.org/abs/1805.02867
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def maximum(a, b):
+    # tl.max would drop a NaN.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fa_softmax_cfd04a(
+    x_ptr, out_ptr,
+    rows, cols, x_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0).to(tl.float32)
+    x_max = tl.reduce(tl.where(col_mask, x, float("-inf")), 1, maximum, keep_dims=True)
+    exp_x_shifted = tl.exp(x - x_max)
+    exp_x_shifted_sum = tl.sum(tl.where(col_mask, exp_x_shifted, 0.0), axis=1, keep_dims=True)
+    out = tl.div_rn(exp_x_shifted, exp_x_shifted_sum)
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -1,0 +1,36 @@
+# swiglu_packed: swiglu read from one packed gate/up tensor, in one pass
+#
+# Moves each operand once: packed 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel swiglu_packed, variant chunk.
+# Source: https://arxiv.org/abs/2002.05202
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    # For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def fa_swiglu_packed_073406(
+    packed_ptr, out_ptr,
+    rows, cols, packed_stride0, packed_offset, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    packed = tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0).to(tl.float32)
+    packed_shifted = tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0).to(tl.float32)
+    out = packed * sigmoid(packed) * packed_shifted
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)
