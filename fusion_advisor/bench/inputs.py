@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import map_aggregate
 
 from fusion_advisor.library.patterns import example
-from fusion_advisor.library.spec import Input, KernelSpec
+from fusion_advisor.library.spec import KernelSpec, below_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ def make_inputs(
 ) -> list[torch.Tensor]:
     """Make the reference's arguments.
 
-    Floats are normal; integers are indices into the first dim of the widest table among the inputs; booleans are fair coins;
+    Floats are normal; integers are uniform below what the manifest says; booleans are fair coins;
     ``cos`` and ``sin`` belong to one random angle, so that a rotation done in place again and again stays finite.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -41,7 +41,7 @@ def make_inputs(
         if made.dtype == torch.bool:
             made.bernoulli_(0.5, generator=generator)
         elif not made.is_floating_point():
-            made.random_(0, _rows_of_table(spec, tensor, sizes), generator=generator)
+            made.random_(0, below_of(tensor, sizes), generator=generator)
         elif tensor.name in ("cos", "sin"):
             angles = torch.Generator(device=device).manual_seed(seed)
             turn = torch.empty(made.shape, dtype=torch.float32, device=device).uniform_(0.0, 6.28, generator=angles)
@@ -51,12 +51,6 @@ def make_inputs(
             made.normal_(generator=generator)
         found.append(made)
     return found
-
-
-def _rows_of_table(spec: KernelSpec, ids: Input, sizes: Mapping[str, int]) -> int:
-    own = {dim for dim in ids.shape if isinstance(dim, str)}
-    rows = [sizes[t.shape[0]] for t in spec.inputs if len(t.shape) > 1 and isinstance(t.shape[0], str) and t.shape[0] not in own]
-    return max(1, max(rows, default=2))
 
 
 def outputs_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:

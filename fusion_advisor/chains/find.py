@@ -86,9 +86,17 @@ def depends_on_inputs(ops: Sequence[OpNode]) -> list[bool]:
 
 
 def is_candidate(op: OpNode) -> bool:
-    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` (a choice by index); nothing that writes in place."""
-    arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION) or op.target.startswith("aten.cat.")
+    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` (a choice by index), reads of rows by their numbers.
+
+    Nothing that writes in place.
+    """
+    arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION) or op.target.startswith("aten.cat.") or reads_by_number(op)
     return arithmetic and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
+
+
+def reads_by_number(op: OpNode) -> bool:
+    """Whether an op reads a tensor where another tensor says: it moves what it returns, not the whole table."""
+    return op.target.startswith(("aten.embedding.", "aten.index_select.", "aten.gather.", "aten.index.Tensor"))
 
 
 class _Finder:

@@ -7,7 +7,6 @@ reduced ones come last, and what no store needs is dropped.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.order import guard_masked_loads
-from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value, depends_on
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
@@ -62,14 +61,18 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     """
     results, loops = _written_out(lowering, list(results))
     stores = [(result.index, _store(lowering, loops, result), result.value) for result in results]
-    addresses = [value.strides for value in lowering.values if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
-    kept = {value.dim for value in lowering.values if value.op in ("index", "size")}
     order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
     order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
+    row = [dim for dim in loops.reduced if dim in order]
+    if len(row) > 1:
+        stores = _one_run(lowering, loops, row, stores)
+    live = [lowering.values[number] for number in _live(lowering.values, [number for _, _, number in stores])]
+    addresses = [value.strides for value in live if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
+    kept = {value.dim for value in live if value.op in ("index", "size")} - set(row)
     groups = _collapse(loops, order, addresses, kept)
     if len(groups) > _MOST_DIMS:
         raise CannotLower("FA603", f"the loop nest {lowering.nest.shape} has {len(groups)} dims that do not collapse")
-    if loops.reduced and len(groups[-1]) != len([dim for dim in loops.reduced if dim in itertools.chain(*groups)]):
+    if row and groups[-1] != row:
         raise CannotLower("FA603", "the reduced dims do not form one run of memory")
     return _finish(lowering, loops, groups, stores)
 
@@ -146,6 +149,64 @@ def _repeat(lowering: Lowering, value: Value, number: int, variable: int, turn: 
 def _fixed(place: Place, variable: int, turn: int) -> Place:
     step = dict(place.terms).get(variable, 0)
     return Place(tuple(term for term in place.terms if term[0] != variable), place.shift + step * turn, place.gathered)
+
+
+# -- reduced loops that become one ------------------------------------------------------------------------------------------
+
+
+def _one_run(
+    lowering: Lowering, loops: _Loops, row: list[int], stores: list[tuple[int, tuple[tuple[int, ...], int], int]]
+) -> list[tuple[int, tuple[tuple[int, ...], int], int]]:
+    """Let what does not run along with a row be read at a quotient of the row's index: a channel's weight at ``col // (H * W)``.
+
+    Raises:
+        CannotLower: what is written, or read by its index, does not run along.
+    """
+    if any(value.op == "index" and value.dim in row for value in lowering.values):
+        raise CannotLower("FA603", "the place inside several reduced dims cannot be told from one index")
+    found: dict[int, int] = {}
+    for number, value in enumerate(tuple(lowering.values)):
+        if value.op == "index":
+            found[number] = number
+            continue
+        args = tuple(found[arg] for arg in value.args)
+        guard = None if value.guard is None else found[value.guard]
+        moved = replace(value, args=args, guard=guard)
+        runs = _runs(loops, row, value.strides) if value.op == "load" else []
+        if any(value.strides[run[-1]] == 0 for run in runs) and len(runs) > 1:  # else it is as large as the row
+            moved = _at_quotients(lowering, loops, row, moved, runs)
+        found[number] = number if moved == value else lowering.emit(moved)
+    return [(index, address, found[number]) for index, address, number in stores]
+
+
+def _runs(loops: _Loops, row: list[int], strides: tuple[int, ...]) -> list[list[int]]:
+    """The dims of a row in runs that an address walks as one, outermost first."""
+    runs: list[list[int]] = [row[:1]]
+    for dim in row[1:]:
+        if strides[runs[-1][-1]] == strides[dim] * loops.extents[dim]:
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    return runs
+
+
+def _at_quotients(lowering: Lowering, loops: _Loops, row: list[int], value: Value, runs: list[list[int]]) -> Value:
+    """A load that is moved by the row's index taken apart, and by none of the row's loops."""
+    args, steps = list(value.args), list(value.steps)
+    for run in runs:
+        if not (step := value.strides[run[-1]]):
+            continue
+        index = lowering.emit(Value(op="index", dim=row[-1], dtype="int64"))
+        inner = math.prod(loops.extents[dim] for dim in row[row.index(run[-1]) + 1 :])
+        if inner != 1:
+            extent = lowering.emit(Value(op="extent", constant=inner, dtype="int64"))
+            index = lowering.emit(Value(op="quotient", args=(index, extent), dtype="int64"))
+        if run is not runs[0]:
+            size = lowering.emit(Value(op="extent", constant=math.prod(loops.extents[dim] for dim in run), dtype="int64"))
+            index = lowering.emit(Value(op="remainder", args=(index, size), dtype="int64"))
+        args, steps = [*args, index], [*steps, step]
+    strides = tuple(0 if dim in row else stride for dim, stride in enumerate(value.strides))
+    return replace(value, args=tuple(args), steps=tuple(steps), strides=strides)
 
 
 # -- loops to dims -----------------------------------------------------------------------------------------------------------
@@ -268,10 +329,11 @@ def _live(values: Sequence[Value], results: Sequence[int]) -> list[int]:
 def _touched(lowering: Lowering, root: int, operand: int, values: Sequence[Value], dims: tuple[int, ...]) -> int:
     """Distinct elements read of an operand: unguarded loads at different offsets add up, guarded ones cover no more than one."""
     counts = {True: {(): 0}, False: {(): 0}}
-    for value in values:
+    for value, walked in zip(values, depends_on(values, dims), strict=True):
         if value.op == "load" and value.operand == operand:
-            count = math.prod(size for size, stride in zip(dims, value.strides, strict=True) if stride != 0)
-            counts[value.guard is None][value.strides, value.offset] = count  # type: ignore[index]
+            is_plain = value.guard is None or bool(value.args)  # ids that are in range, as all should be
+            place = (value.strides, value.offset, value.args, value.steps)
+            counts[is_plain][place] = math.prod(dims[dim] for dim in walked)  # type: ignore[index]
     owned = math.prod(lowering.meta(root).shape)
     return max(min(sum(counts[True].values()), owned), *counts[False].values())
 

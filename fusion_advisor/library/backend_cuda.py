@@ -180,18 +180,20 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
     Alignment is 1 where every tensor has it: an element is aligned to itself.
     """
     program, width = plan.program, vector_width(plan)
-    places = [(plan.loads[n], v.strides, v.offset) for n, v in enumerate(program.values) if v.op == "load"]
-    places += [(access, s.strides, s.offset) for access, s in zip(plan.stores, program.stores, strict=True)]
+    places = [(plan.loads[n], v.strides, (v.offset, *v.steps)) for n, v in enumerate(program.values) if v.op == "load"]
+    places += [(access, s.strides, (s.offset,)) for access, s in zip(plan.stores, program.stores, strict=True)]
+    borders = [int(program.values[v.args[1]].constant or 0) for v in program.values if v.op == "quotient"]
     along = [place for place in places if place[0].strides[-1] == "1"]
     while width > 1:
         moves = [
             (ITEM_BYTES[access.operand.dtype], move)
-            for access, strides, offset in along
-            for move in (offset, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
+            for access, strides, moves in along
+            for move in (*moves, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
         # A pack's elements take whole calls of the random numbers, which make four.
         is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
-        if program.dims[-1] % width == 0 and is_whole and all(move * item % min(16, item * width) == 0 for item, move in moves):
+        is_whole = is_whole and all(size % width == 0 for size in (program.dims[-1], *borders))
+        if is_whole and all(move * item % min(16, item * width) == 0 for item, move in moves):
             return width, max(min(16, ITEM_BYTES[access.operand.dtype] * width) for access, _, _ in along)
         width //= 2
     return 1, 1

@@ -8,7 +8,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from fusion_advisor.library.patterns import example
-from fusion_advisor.library.spec import Case, KernelSpec
+from fusion_advisor.library.spec import Case, KernelSpec, below_of
 
 KINDS = {"normal": 1.0, "large": 3e3, "tiny": 1e-4, "NaN and Inf": 1.0}
 """Kinds of input, with the magnitude of what has the first input's shape; parameters stay near 1."""
@@ -32,7 +32,9 @@ def make_inputs(spec: KernelSpec, case: Case, dtype: str, kind: str, device: str
         if made.dtype == torch.bool:
             values = torch.randint(0, 2, made.shape, generator=generator).bool()
         elif not made.is_floating_point():
-            values = torch.randint(0, 8, made.shape, generator=generator)
+            values = torch.randint(0, below_of(tensor, dict(case.sizes)), made.shape, generator=generator)
+            for place, planted in enumerate(tensor.planted):
+                values.view(-1)[place :: 3 * len(tensor.planted)] = planted
         else:
             values = torch.randn(made.shape, generator=generator, dtype=torch.float64)
             if tensor.shape == spec.inputs[0].shape:

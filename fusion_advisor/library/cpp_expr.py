@@ -59,7 +59,8 @@ COST = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
     **dict.fromkeys(("sin", "cos", "pow", "remainder", "dropout"), 40),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
-    **dict.fromkeys(("const", "size", "index"), 0),
+    "quotient": 12,
+    **dict.fromkeys(("const", "size", "index", "extent"), 0),
 }
 """What an op costs next to an addition, roughly; it decides what is recomputed and when threads pay."""
 
@@ -153,6 +154,8 @@ def operation(value: Value, args: Sequence[Expr], dtypes: Sequence[str], constan
     if op == "where":
         chosen = [convert(a, d, held, prelude) for a, d in zip(args[1:], dtypes[1:], strict=True)]
         return Expr(f"{args[0].at(COMPARE)} ? {chosen[0].at(TERNARY + 1)} : {chosen[1].at(TERNARY + 1)}", TERNARY)
+    if op == "quotient":
+        return Expr(f"{args[0].at(PRODUCT)} / {args[1].at(ATOM)}", PRODUCT)
     if op == "isnan":
         return Expr(f"std::isnan({args[0].text})") if dtypes[0] in ("float32", "float64") else Expr("false")
     if op == "not":

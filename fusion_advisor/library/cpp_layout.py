@@ -6,11 +6,12 @@ compiled kernel to another Program of the same layout finds the values in :attr:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.library.cpp_expr import C_TYPES
 from fusion_advisor.library.cpp_names import Names
-from fusion_advisor.library.program import Program, Store, Value
+from fusion_advisor.library.program import Program, Store, Value, reader_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class View:
     terms: list[tuple[int, str]]
     """(dim, stride parameter or "") for each dim with a stride other than 0."""
     offset: str
+    gathered: tuple[tuple[int, str], ...]
+    """(value number, step parameter or "") for each value that moves the address."""
 
 
 class Layout:
@@ -52,6 +55,11 @@ class Layout:
         repeated = {o for o in loads if loads.count(o) > 1} | {o for o in stores if stores.count(o) > 1}
         self.load_views = {i: self._view(v, v.operand in repeated) for i, v in enumerate(program.values) if v.op == "load"}
         self.store_views = [self._view(t, t.operand in repeated) for t in program.stores]
+        self.extents = {
+            i: self._parameter(f"{self.operands[reader_of(program, i)]}_extent", int(v.constant or 0))
+            for i, v in enumerate(program.values)
+            if v.op == "extent"
+        }
         self.numbers = {i: self._number(v) for i, v in enumerate(program.values) if v.op == "dropout"}
         self.row_pointers: list[str] = []
 
@@ -74,7 +82,9 @@ class Layout:
             elif stride != 0:
                 terms.append((dim, self._parameter(f"{name}_{self.loops[dim]}_stride", stride)))
         offset = self._parameter(f"{name}_offset", access.offset) if access.offset else ""
-        return View(name=name, operand=access.operand, terms=terms, offset=offset)
+        moved = zip(access.args, access.steps, strict=True) if isinstance(access, Value) else ()
+        gathered = tuple((number, "" if step == 1 else self._parameter(f"{name}_step", step)) for number, step in moved)
+        return View(name=name, operand=access.operand, terms=terms, offset=offset, gathered=gathered)
 
     def _number(self, value: Value) -> str:
         """The row-major number of the element that a dropout decides on."""
@@ -91,14 +101,22 @@ class Layout:
         self.parameters.append(Parameter(name=taken, value=value))
         return taken
 
-    def address(self, view: View, *, is_inner: bool) -> str:
-        """Where a load or store goes; a loop over the last dim goes through a pointer to its row."""
-        if is_inner and self.last and view.terms and view.terms[-1][0] == self.last:
+    def address(self, view: View, *, is_inner: bool, moved: Sequence[str] = ()) -> str:
+        """Where a load or store goes; a loop over the last dim goes through a pointer to its row.
+
+        Args:
+            view: the load or store.
+            is_inner: whether it stands in the loop over the last dim.
+            moved: the values that move the address, as factors.
+        """
+        if is_inner and self.last and view.terms and view.terms[-1][0] == self.last and not view.gathered:
             pointer = self._row_pointer(view)
             terms = view.terms[-1:]
         else:
             pointer, terms = self.operands[view.operand], view.terms
         parts = [f"{self.loops[d]} * {s}" if s else self.loops[d] for d, s in terms]
+        steps = (step for _, step in view.gathered)
+        parts = [f"{code} * {step}" if step else code for code, step in zip(moved, steps, strict=True)] + parts
         if view.offset and pointer == self.operands[view.operand]:
             parts.insert(0, view.offset)
         return f"{pointer}[{' + '.join(parts) or '0'}]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fusion_advisor.library.cpp_expr import C_TYPES, TERNARY, Expr, Prelude, computed_in, convert, literal, operation
+from fusion_advisor.library.cpp_expr import C_TYPES, PRODUCT, TERNARY, Expr, Prelude, computed_in, convert, literal, operation
 from fusion_advisor.library.cpp_layout import Layout, View
 from fusion_advisor.library.cpp_names import describe
 from fusion_advisor.library.program import Store, Value, dropout_constants
@@ -50,7 +50,7 @@ class Scope:
         """Print a value: as part of what uses it, or as a line of its own."""
         value = self.layout.program.values[number]
         expr = self._express(number, value)
-        if value.op in ("const", "size", "index"):
+        if value.op in ("const", "size", "index", "extent"):
             self.known[number] = expr
             return
         wants_name = self.uses.get(number, 0) > 1 or number in self._must_name or must_name
@@ -84,6 +84,8 @@ class Scope:
             return convert(Expr(layout.loops[value.dim]), "int64", held, self.prelude)
         if value.op == "size":
             return convert(Expr(layout.sizes[value.dim]), "int64", held, self.prelude)
+        if value.op == "extent":
+            return Expr(layout.extents[number])
         if value.op == "load":
             return self._load(number, value, held)
         if value.op == "dropout":
@@ -103,7 +105,8 @@ class Scope:
 
     def _load(self, number: int, value: Value, held: str) -> Expr:
         layout = self.layout
-        text = layout.address(layout.load_views[number], is_inner=self._is_inner)
+        moved = [self.known[arg].at(PRODUCT) for arg in value.args]
+        text = layout.address(layout.load_views[number], is_inner=self._is_inner, moved=moved)
         dtype = layout.program.operands[value.operand].dtype
         if value.guard is None:
             return convert(Expr(text), dtype, held, self.prelude)

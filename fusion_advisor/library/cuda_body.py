@@ -33,7 +33,7 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
-    loads = _loads(plan, writer, list(writer.packs), is_looped=False) if plan.kind == "rows" and not is_looped else []
+    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
@@ -48,7 +48,8 @@ def _step(
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
-    declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n)]
+    declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n not in writer.per_pack]
+    per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
     head: list[str] = []
     lane: list[str] = []
     accumulators, after = [], []
@@ -82,9 +83,9 @@ def _step(
         lane.append(f"{pack}[lane] = {code};")
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
-    head += kept([_declare(plan, writer, n) for n in per_p if writer.is_named(n)], lane)
+    head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
-    loads = _loads(plan, writer, [n for n in step.values if n in writer.packs], is_looped=is_looped)
+    loads = _loads(plan, writer, [n for n in step.values if n in writer.packs], per_p, is_looped=is_looped)
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
@@ -127,9 +128,10 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     }
 
 
-def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], *, is_looped: bool) -> list[str]:
+def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[int, ...], *, is_looped: bool) -> list[str]:
     """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last.
 
+    A pack that is gathered needs its row's number here already. There is no branch around that read, for the same reason.
     What dropout keeps is decided next: it needs no operand but the seed, and that work is done while the loads are under way.
     """
     decided = [n for n in packs if n in plan.numbers]
@@ -138,7 +140,8 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], *, is_looped: b
     lines = [f"Pack<{_type(plan, n)}> {writer.packs[n]}[PACKS];" for n in arrays]
     each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
-        lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
+        numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
+        lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
     shared = [n for n in packs if n not in arrays]
     lines += [f"const Pack<{_type(plan, n)}> {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
     lines += [f"const unsigned {writer.packs[n]} = {writer.kept_bits(n)};" for n in decided if shared_by_rows(plan, n)]
@@ -190,8 +193,10 @@ def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
     return f"{writer.base(access)}[{writer.element(access)}] = {code};"
 
 
-def _declare(plan: Schedule, writer: CudaWriter, number: int) -> str:
+def _declare(plan: Schedule, writer: CudaWriter, number: int, *, condition: str = "") -> str:
     name, code = writer.statement(number)
+    if condition and plan.program.values[number].op == "load":
+        code = f"{condition} ? {code} : 0"
     kind = "index_t" if writer.is_only_compared(number) else COMPUTE[plan.program.values[number].dtype]
     return f"const {kind} {name} = {code};"
 

@@ -10,7 +10,7 @@ import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
 from fusion_advisor.library.order import order_of
-from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.library.program import ADDRESSED, ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -41,12 +41,28 @@ def shared_by_rows(plan: Schedule, number: int) -> bool:
     return plan.kind == "tiled" and not moves_with_p(plan, number)
 
 
+def _per_pack(plan: Schedule) -> frozenset[int]:
+    """The values that differ between columns, but not inside a pack: quotients of the column, and what is made of them alone.
+
+    A launch whose packs would lie across a border takes narrower ones (``pack_width``).
+    """
+    values, found = plan.program.values, set()
+    for number, value in enumerate(values):
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        is_made_of_them = bool(needs) and all(n in found or not plan.has_col(n) for n in needs)
+        is_read_at_them = value.op not in ADDRESSED or value.strides[-1] == 0
+        if plan.has_col(number) and (value.op == "quotient" or (is_made_of_them and is_read_at_them)):
+            found.add(number)
+    return frozenset(found)
+
+
 class CudaWriter(Writer):
     """Prints values as CUDA C++.
 
     Attributes:
         packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; and the
             dropouts that are decided for a pack at once, with the name of its bits.
+        per_pack: the values that all columns of a pack share, though others have their own.
     """
 
     helper_names = frozenset(
@@ -58,6 +74,7 @@ class CudaWriter(Writer):
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
         self.packs: dict[int, str] = {}
+        self.per_pack = _per_pack(plan)
         self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         super().__init__(plan, fast_math=fast_math)
 
@@ -80,7 +97,8 @@ class CudaWriter(Writer):
 
     def load(self, number: int, value: Value, access: Access) -> str:
         """A lane of a pack, or an element read by itself."""
-        if access.strides[-1] == "1" and (value.guard is None or self.pack_guard(value.guard)):
+        is_run = access.strides[-1] == "1" and not any(self.plan.has_col(n) for n in value.args)
+        if is_run and (value.guard is None or self.pack_guard(value.guard)):
             is_shared = shared_by_rows(self.plan, number)
             self.packs[number] = self.fresh(f"{self._nouns[number]}_pack" + ("" if is_shared else "s"))
             lane = "[lane]" if is_shared else "[p][lane]"
@@ -101,6 +119,9 @@ class CudaWriter(Writer):
         if order is not None and order.column == self.plan.col_dim:
             return f"first <= {self.text(self.plan.program.values[number].args[1]).at(SUM)}"
         value, width = self.plan.program.values[number], vector_width(self.plan)
+        is_of_index = any(self.plan.program.values[n].op == "index" for n in value.args)
+        if not self.plan.has_col(number) and not is_of_index:
+            return self.text(number).at(ATOM)
         if value.op in ("and", "or"):
             parts = [self.pack_guard(n) for n in value.args]
             return f"({parts[0]} {value.op.replace('and', '&&').replace('or', '||')} {parts[1]})" if all(parts) else ""
@@ -189,6 +210,10 @@ class CudaWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
             )
+        if op == "quotient":
+            index = self.plan.program.values[value.args[0]]
+            code = "first" if index.op == "index" and index.dim == self.plan.col_dim else args[0].at(SUM + 1)
+            return Text(f"(long long)({code} / {args[1].at(ATOM)})", UNARY)
         if op == "where":
             return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
         if op == "not":

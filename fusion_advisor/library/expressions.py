@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor.library.order import order_of
-from fusion_advisor.library.program import REDUCTIONS, Value
+from fusion_advisor.library.program import REDUCTIONS, Value, reader_of
 from fusion_advisor.library.schedule import Access, Numbering, Schedule
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
@@ -30,6 +30,7 @@ _NOUNS = {
     "where": "chosen",
     "neg": "negated",
     "cast": "cast",
+    "quotient": "part",
 }
 
 
@@ -128,7 +129,7 @@ class Writer:
     def base(self, access: Access) -> str:
         """The pointer; where several dims move it, the name of its row, which ``bases`` defines once."""
         terms = _terms(self.plan.indices[:-1], access.strides[:-1])
-        if len(terms) < 2:
+        if len(terms) < 2 or access.gathered:  # a row's name is defined before any value is
             return access.pointer
         code = " + ".join([access.pointer, *terms])
         if code not in self._base_names:
@@ -142,6 +143,8 @@ class Writer:
         terms = _terms(indices, strides)
         if self.base(access) != access.pointer:
             terms = _terms(indices[-1:], strides[-1:])
+        moved = [(self._texts[number].at(PRODUCT), step) for number, step in access.gathered]
+        terms = [*_terms(tuple(code for code, _ in moved), tuple(step for _, step in moved)), *terms]
         return " + ".join([*terms, access.offset] if access.offset else terms) or "0"
 
     def number_base(self, numbering: Numbering) -> str:
@@ -161,9 +164,12 @@ class Writer:
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
-        for value in program.values:
+        ranges = {value.guard for value in program.values if value.op == "load" and value.args}
+        for number, value in enumerate(program.values):
             args = [nouns[a] for a in value.args]
-            if value.op == "load":
+            if number in ranges:
+                noun = f"has_{program.operands[reader_of(program, number)].name}"
+            elif value.op == "load":
                 is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
                 noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
             elif value.op == "dropout":
@@ -223,7 +229,7 @@ class Writer:
         return name
 
     def _is_folded(self, number: int, value: Value, text: Text) -> bool:
-        if value.op in ("index", "size") or (value.op == "const" and not value.constant_name):
+        if value.op in ("index", "size", "extent") or (value.op == "const" and not value.constant_name):
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
@@ -253,6 +259,8 @@ class Writer:
             return self.dropout(number, value)
         if value.op == "index":
             return self.index(number, value)
+        if value.op == "extent":
+            return Text(self.plan.extents[number])
         if value.op == "size" and self.is_only_compared(number):
             return Text(self.plan.sizes[value.dim])
         args = [self._texts[a] for a in value.args]
@@ -294,7 +302,9 @@ class Writer:
     def index(self, number: int, value: Value) -> Text:
         """The loop variable of a dim, as a 64-bit integer unless it is only compared."""
         name = self.plan.indices[value.dim]
-        return Text(name) if self.is_only_compared(number) else Text(self.widen(name))
+        users = [self.plan.program.values[user].op for user in self._users[number]]
+        is_divided = bool(users) and set(users) == {"quotient"}
+        return Text(name) if is_divided or self.is_only_compared(number) else Text(self.widen(name))
 
     def is_only_compared(self, number: int) -> bool:
         """Whether nothing but comparisons with other places comes of a place: it then needs no more bits than an index."""

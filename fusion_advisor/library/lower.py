@@ -23,6 +23,7 @@ from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
 from fusion_advisor.library.rules import DTYPES, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule
+from fusion_advisor.library.rules_gather import READS_ONE
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
 __all__ = ["Lowered", "Lowering", "lower"]
@@ -75,7 +76,8 @@ def _widest_shape(
     shapes = [ops[index].outputs[0].shape for index in outputs]
     for index in members:
         op = ops[index]
-        if op.op_class is OpClass.REDUCTION and op.args and isinstance(op.args[0], Ref):
+        is_reduction = op.op_class is OpClass.REDUCTION and op.target.removeprefix("aten.").split(".")[0] not in READS_ONE
+        if is_reduction and op.args and isinstance(op.args[0], Ref):
             found = ops[op.args[0].index].outputs
             if len(found) != 1:
                 raise CannotLower("FA601", f"{ops[op.args[0].index].target} has {len(found)} outputs")
@@ -140,12 +142,13 @@ class Lowering:
         """The index of an output as a function of the loop variables; a reduced output is indexed by its rows."""
         shape, nest = meta.shape, self.nest
         whole = nest.index()
-        if math.prod(shape) == math.prod(nest.shape):
+        is_rows = shape == nest.shape[: len(shape)]
+        if math.prod(shape) == math.prod(nest.shape) and not (is_rows and 0 in shape):
             return reshaped(whole, nest.shape, shape, nest.extents)
         if len(shape) > len(nest.shape):
             raise CannotLower("FA603", f"an output of shape {shape} does not lie in the loop nest {nest.shape}")
         rows = len(nest.shape) - len(shape)
-        if shape == nest.shape[: len(shape)] and rows:  # keepdim=False over the trailing dims
+        if is_rows and rows:  # keepdim=False over the trailing dims
             return whole[: len(shape)]
         padded = (1,) * rows + shape
         if all(size in (1, full) for size, full in zip(padded, nest.shape, strict=True)):
@@ -351,13 +354,12 @@ class Lowering:
         for stride, size, place in zip(meta.stride, meta.shape, where, strict=True):
             if size != 1:  # else its one element, wherever a cat or a slice says that it begins
                 address = address.plus(place.scaled(stride))
-        if address.gathered:
-            raise CannotLower("FA603", f"{self.op(index).target} is read at places that a tensor holds")
         strides = dict(address.terms)
         self._input_of.setdefault(root, len(self._input_of))
         return self.emit(
             Value(
                 op="load", operand=root, strides=tuple(strides.get(variable, 0) for variable in range(len(self.nest.extents))),
+                args=tuple(number for number, _ in address.gathered), steps=tuple(step for _, step in address.gathered),
                 offset=address.shift, guard=self._guard, dtype=compute_dtype(meta.dtype),
             )
         )  # fmt: skip

@@ -143,7 +143,8 @@ class _Canonical:
             return f"{value.dtype}#"
         if value.op == "load":
             guard = "" if value.guard is None else f"?{self.hashes[value.guard]}"
-            return f"load[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+            moved = f"({','.join(self.hashes[arg] for arg in value.args)})" if value.args else ""
+            return f"load[{self._varies(value.strides)}{self._shift(value)}]{moved}{guard}"
         arguments = [self.hashes[arg] for arg in value.args]
         if value.op == "dropout":
             arguments.append(self._varies(value.strides))
@@ -158,12 +159,15 @@ class _Canonical:
         value = self.program.values[number]
         if value.op == "const":
             return self._show_constant(number, value)
+        if value.op == "extent":  # two tables of one length are still two
+            return "extent"
         self.seen[number] = len(self.seen)
         name = f"v{self.seen[number]}="
         if value.op == "load":
             operand = self.operands.setdefault(value.operand, len(self.operands))
+            moved = f"({','.join(self._show(arg) for arg in value.args)})" if value.args else ""
             guard = "" if value.guard is None else f"?{self._show(value.guard)}"
-            return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{guard}"
+            return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{moved}{guard}"
         if value.op == "dropout":
             self._show_constant(number, value)
             return f"{name}dropout.{value.dtype}[{self._varies(value.strides)}]({self._show(value.args[0])})"
@@ -205,7 +209,7 @@ class _Canonical:
     def _shift(self, value: Value) -> str:
         if value.guard is None or order_of(self.program, value.guard) is not None:
             return self.ranks[value.operand, value.strides, value.offset]
-        if not value.strides or not value.strides[-1]:
+        if value.args or not value.strides or not value.strides[-1]:
             return ""
         return f"{Fraction(value.offset, value.strides[-1] * max(self.program.dims[-1], 1))}"
 

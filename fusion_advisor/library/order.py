@@ -42,7 +42,7 @@ def compared(lowering: Lowering, name: str, left: int, right: int) -> int | None
     """
     if name not in _MIRRORED:
         return None
-    places = [_place_of(lowering, number) for number in (left, right)]
+    places = [place_of(lowering, number) for number in (left, right)]
     if places[0] is None or places[1] is None:
         return None
     return compared_places(lowering, name, places[0], places[1])
@@ -75,17 +75,20 @@ def compared_places(lowering: Lowering, name: str, left: Place, right: Place) ->
     return is_within if name in ("lt", "le") else lowering.make("not", is_within, dtype="bool")
 
 
-def _place_of(lowering: Lowering, number: int) -> Place | None:
+def place_of(lowering: Lowering, number: int) -> Place | None:
+    """The place that a value is by its formula alone, as positions made by ``arange`` are; None for any other value."""
     value = lowering.values[number]
     if value.op == "index":
         return Place(((value.dim, 1),))
     if value.op == "const" and value.dtype == "int64":
         return Place().moved(int(value.constant or 0))
-    if value.op not in ("add", "sub") or value.dtype != "int64":
+    if value.op not in ("add", "sub", "mul") or value.dtype != "int64":
         return None
-    left, right = (_place_of(lowering, arg) for arg in value.args)
+    left, right = (place_of(lowering, arg) for arg in value.args)
     if left is None or right is None:
         return None
+    if value.op == "mul":
+        return left.scaled(right.shift) if right.is_fixed else right.scaled(left.shift) if left.is_fixed else None
     return left.plus(right.scaled(1 if value.op == "add" else -1))
 
 

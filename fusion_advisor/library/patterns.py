@@ -27,7 +27,7 @@ from fusion_advisor.library.spec import Input, KernelSpec
 from fusion_advisor.records import OpClass, Ref
 
 _SENTINEL = 0.00123456789
-_ROWS, _COLS = (5, 3, 7, 2), 24
+_ROWS, _COLS, _TABLE = (5, 3, 7, 2), 24, 11
 
 
 def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, ...], dict[str, str]]:
@@ -175,10 +175,13 @@ def example(tensor: Input, sizes: Mapping[str, int], dtype: torch.dtype) -> torc
 def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     letters = list(dict.fromkeys(dim for tensor in spec.inputs for dim in tensor.shape if isinstance(dim, str)))
     last = next(dim for dim in reversed(spec.inputs[0].shape) if isinstance(dim, str))
-    rows = [letter for letter in letters if letter != last]
+    tables = [tensor.below for tensor in spec.inputs if isinstance(tensor.below, str) and tensor.below not in ("", last)]
+    rows = [letter for letter in letters if letter not in (last, *tables)]
     many = {letter: _ROWS[number % len(_ROWS)] for number, letter in enumerate(rows)}
+    length = dict.fromkeys(tables, _TABLE)  # no loop runs over it
     for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
-        yield {**{letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}, last: _COLS}
+        sized = {letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}
+        yield {**sized, **length, last: _COLS}
 
 
 def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[str, float]) -> Pattern:

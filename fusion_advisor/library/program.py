@@ -3,7 +3,8 @@
 A :class:`Program` is a loop nest over :attr:`Program.dims` (outermost first) whose body is a list of SSA values in order. The
 last dim may be reduced; then a ``reduce_*`` value is a number per row and everything after it may use both. Loads and stores
 address tensors by one stride per dim plus an offset, all in elements, so every view (transpose, slice, expand, split) has
-already been folded into the address and no template needs to know what a view is.
+already been folded into the address and no template needs to know what a view is. A load may also be moved by int64 values of
+the kernel itself, one step each: that is what an embedding or a gather is.
 
 ``lower`` makes Programs from captured op chains and from kernel references alike, ``match`` compares their :func:`structure`,
 the backends print them. Rendered kernels take sizes and strides as arguments: two Programs with the same
@@ -11,10 +12,12 @@ the backends print them. Rendered kernels take sizes and strides as arguments: t
 
 Op names (``Value.op``):
 
-- ``load``   operand, strides, offset, guard: elements where ``guard`` is false are not read and give 0 (under a guard of the form
-  ``le(index, index + offset)``, a causal mask's, they may also be read: nothing looks at them, and packs stay whole)
+- ``load``   operand, strides, offset, guard, args, steps: elements where ``guard`` is false are not read and give 0 (under a
+  guard ``le(index, index + offset)``, a causal mask's, they may also be read: nothing looks at them, and packs stay whole);
+  the address moves by ``steps[n]`` elements for each unit of ``args[n]``
 - ``const``  constant (python number or bool); ``index``  dim: the loop variable of that dim as int64; ``size``  dim: that dim's
-  extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width)
+  extent in the value's dtype (a mean is reduce_sum divided by size, so it serves every width); ``extent``  constant: a size of
+  some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
@@ -27,6 +30,7 @@ Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
@@ -62,6 +66,8 @@ class Value:
     """Set when a kernel's manifest names the constant (``eps``): it becomes a kernel argument-like literal with that name."""
     operand: int = -1
     strides: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    """Of a load: how far one unit of each of ``args`` moves its address."""
     offset: int = 0
     guard: int | None = None
     """Number of the boolean value that says where this load may read."""
@@ -101,29 +107,45 @@ class Program:
 
     def depends_on(self) -> tuple[frozenset[int], ...]:
         """For each value, the dims it varies over (a reduction drops the last dim)."""
-        last = len(self.dims) - 1
-        found: list[frozenset[int]] = []
-        for value in self.values:
-            dims: set[int] = set()
-            for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
-                dims |= found[arg]
-            if value.op in ADDRESSED:
-                dims |= {i for i, stride in enumerate(value.strides) if stride != 0 and self.dims[i] != 1}
-            elif value.op == "index":
-                dims.add(value.dim)
-            elif value.op in REDUCTIONS:
-                dims.discard(last)
-            found.append(frozenset(dims))
-        return tuple(found)
+        return depends_on(self.values, self.dims)
+
+
+def depends_on(values: Sequence[Value], sizes: tuple[int, ...]) -> tuple[frozenset[int], ...]:
+    """For each value of a loop nest, the dims of more than one element that it varies over."""
+    last = len(sizes) - 1
+    found: list[frozenset[int]] = []
+    for value in values:
+        dims: set[int] = set()
+        for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
+            dims |= found[arg]
+        if value.op in ADDRESSED:
+            dims |= {i for i, stride in enumerate(value.strides) if stride != 0 and sizes[i] != 1}
+        elif value.op == "index":
+            dims.add(value.dim)
+        elif value.op in REDUCTIONS:
+            dims.discard(last)
+        found.append(frozenset(dims))
+    return tuple(found)
+
+
+def reader_of(program: Program, number: int) -> int:
+    """The operand of the first load that a value moves or guards, however far on; -1 when there is none."""
+    reached = {number}
+    for other, value in enumerate(program.values):
+        if reached.intersection(value.args) or value.guard in reached:
+            if value.op == "load":
+                return value.operand
+            reached.add(other)
+    return -1
 
 
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
     Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load or store with the strides
-    of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
+    (and steps) of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
     """
-    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def strides(values: tuple[int, ...]) -> str:
         return "".join(str(s) if s in (0, 1) else "s" for s in values)
@@ -133,11 +155,14 @@ def layout_key(program: Program) -> str:
     for number, v in enumerate(program.values):
         where = ""
         if v.op == "load":
-            same = first.setdefault((v.operand, v.strides), number)
-            where = f"@{v.operand}[{strides(v.strides)}]{'+' if v.offset else ''}{f'={same}' if same != number else ''}?{v.guard}"
+            same = first.setdefault((v.operand, v.strides, v.steps), number)
+            shared = f"={same}" if same != number else ""
+            moved = f"[{strides(v.strides)}{'|' + strides(v.steps) if v.steps else ''}]{'+' if v.offset else ''}"
+            where = f"@{v.operand}{moved}{shared}?{v.guard}"
         elif v.op == "dropout":
             where = f"[{strides(v.strides)}]{'+' if v.offset else ''}"
-        parts.append(f"{v.op}{v.args}{v.dtype}{v.constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
+        constant = None if v.op == "extent" else v.constant
+        parts.append(f"{v.op}{v.args}{v.dtype}{constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     written: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, s in enumerate(program.stores):
         same = written.setdefault((s.operand, s.strides), number)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from fusion_advisor.library.index import Index
 from fusion_advisor.library.rule import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
+from fusion_advisor.library.rules_gather import GATHERS, GROUPED
 from fusion_advisor.library.rules_pointwise import POINTWISE
-from fusion_advisor.library.rules_row import SPECIAL
+from fusion_advisor.library.rules_row import SPECIAL as _ROWS
 from fusion_advisor.library.rules_view import RESHAPES, VIEWS, piece_rule
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "compute_dtype", "piece_rule",
 ]  # fmt: skip
 
+SPECIAL = {**_ROWS, **GATHERS, **GROUPED}
 LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES
 """Base names of the ATen ops that some kernel can compute."""

@@ -66,7 +66,8 @@ def _scaled(lowering: Lowering, op: OpNode, where: Index, number: int, *, weight
     return number
 
 
-def _mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
+def mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
+    """The mean of an element over the reduced loops."""
     total = lowering.reduce("sum", number, variables)
     return lowering.make("div", total, lowering.emit(Value(op="size", dim=-1, dtype=lowering.values[total].dtype)))
 
@@ -74,9 +75,9 @@ def _mean_of(lowering: Lowering, number: int, variables: frozenset[int]) -> int:
 def _layer_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     value, inner, variables = _norm_parts(lowering, op, where)
     dtype = lowering.values[value].dtype
-    mean = _mean_of(lowering, value, variables)
+    mean = mean_of(lowering, value, variables)
     centred = lowering.make("sub", value, mean)
-    variance = _mean_of(lowering, lowering.make("mul", centred, centred), variables)
+    variance = mean_of(lowering, lowering.make("mul", centred, centred), variables)
     if inner != where:  # read at another place than its own row element (rotated, say)
         centred = lowering.make("sub", lowering.argument(op, 0, where), mean)
     eps = op.args[4] if len(op.args) > 4 else 1e-5
@@ -89,7 +90,7 @@ def _rms_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     element = value if inner == where else lowering.argument(op, 0, where)
     eps = op.args[3] if len(op.args) > 3 else None
     eps = _EPSILON[lowering.values[value].dtype] if eps is None else eps
-    mean = _mean_of(lowering, lowering.make("mul", value, value), variables)
+    mean = mean_of(lowering, lowering.make("mul", value, value), variables)
     scale = lowering.make("rsqrt", lowering.make("add", mean, lowering.element(eps, where, op, lowering.values[value].dtype)))
     return _scaled(lowering, op, where, lowering.make("mul", element, scale), weight=2, bias=None)
 
@@ -195,7 +196,7 @@ def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
     inner, variables = lowering.reduction_index(op, meta, wanted, where, keepdim=bool(keepdim))
     value = lowering.row_element(source.index, inner, op)
     dtype = lowering.values[value].dtype
-    centred = lowering.make("sub", value, _mean_of(lowering, value, variables))
+    centred = lowering.make("sub", value, mean_of(lowering, value, variables))
     total = lowering.reduce("sum", lowering.make("mul", centred, centred), variables)
     count = lowering.emit(Value(op="size", dim=-1, dtype=dtype))
     if correction:
@@ -276,7 +277,6 @@ SPECIAL: dict[str, Rule] = {
     "logsumexp": _logsumexp,
     "linalg_vector_norm": _vector_norm, "batch_norm": _batch_norm, "max": _larger("maximum"), "min": _larger("minimum"),
     "cumsum": _refused("needs the elements before its own"),
-    **dict.fromkeys(("group_norm", "native_group_norm"), _refused("reduces over groups of channels, not rows")),
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"), _refused("reduces over windows, not rows")),
     **dict.fromkeys(("argmax", "argmin"), _refused("returns places, not values")),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fusion_advisor.library.online import OnlineSum
-from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, reader_of
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -44,6 +44,8 @@ class Access:
     """One per dim: ``0``, ``1`` or the name of an argument."""
     offset: str
     """Name of an argument; empty when there is no offset."""
+    gathered: tuple[tuple[int, str], ...] = ()
+    """Numbers of the values that move the address too, each with its step: ``1`` or the name of an argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Schedule:
         sizes: names of the extents, one per dim.
         arguments: every integer argument with its value for this Program, in the order of the signature.
         varies: for each value the dims it varies over, as the layout key tells them.
+        extents: names of the arguments that ``extent`` values stand for, by value number.
     """
 
     program: Program
@@ -79,6 +82,7 @@ class Schedule:
     arguments: tuple[tuple[str, int], ...]
     varies: tuple[frozenset[int], ...]
     taken: frozenset[str]
+    extents: dict[int, str]
 
     @property
     def col_dim(self) -> int:
@@ -113,7 +117,7 @@ class Schedule:
 
     @property
     def needs_int64(self) -> bool:
-        """Whether an index or an address may pass 32 bits."""
+        """Whether an index or an address may pass 32 bits; what a gathered value adds to one is int64 in any case."""
         program = self.program
         extents = [prod(program.dims)]
         places = [(v.strides, v.offset) for v in program.values if v.op in ADDRESSED]
@@ -166,25 +170,34 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
 
     pointers = tuple(names.take(f"{name}_ptr", exact=True) for name in operand_names)
     loads: dict[int, Access] = {}
-    shared: dict[tuple[int, tuple[int, ...]], tuple[str, ...]] = {}
+    shared: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
     stores: list[Access] = []
+    extents: dict[int, str] = {}
     numbers: dict[int, Numbering] = {}
     for number, value in enumerate(program.values):
+        if value.op == "extent":
+            reader = reader_of(program, number)
+            extents[number] = names.take(f"{operand_names[reader]}_extent" if reader >= 0 else "extent")
+            arguments.append((extents[number], int(value.constant or 0)))
         if value.op == "dropout":
             strides = _stride_names(names, "element", value.strides, arguments)
             numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
         if value.op != "load":
             continue
         base = operand_names[value.operand]
-        key = (value.operand, value.strides)
+        key = (value.operand, value.strides, value.steps)
         if key not in shared:
-            shared[key] = _stride_names(names, base, value.strides, arguments)
+            strides = _stride_names(names, base, value.strides, arguments)
+            shared[key] = (*strides, *_stride_names(names, base, value.steps, arguments, kind="step"))
         offset = _offset_name(names, base, value.offset, arguments)
         operand = program.operands[value.operand]
-        loads[number] = Access(operand=operand, pointer=pointers[value.operand], strides=shared[key], offset=offset)
+        gathered = tuple(zip(value.args, shared[key][dims:], strict=True))
+        loads[number] = Access(
+            operand=operand, pointer=pointers[value.operand], strides=shared[key][:dims], offset=offset, gathered=gathered
+        )
     for store in program.stores:
         base = operand_names[store.operand]
-        key = (store.operand, store.strides)
+        key = (store.operand, store.strides, ())
         if key not in shared:
             shared[key] = _stride_names(names, base, store.strides, arguments)
         strides = shared[key]
@@ -194,7 +207,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     return Schedule(
         program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
         stores=tuple(stores),
-        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken),
+        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), extents=extents,
     )  # fmt: skip
 
 
@@ -309,13 +322,15 @@ class _Names:
         return candidate
 
 
-def _stride_names(names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]]) -> tuple[str, ...]:
+def _stride_names(
+    names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]], kind: str = "stride"
+) -> tuple[str, ...]:
     found: list[str] = []
     for d, stride in enumerate(strides):
         if stride in (0, 1):
             found.append(str(stride))
         else:
-            found.append(names.take(f"{base}_stride{d}"))
+            found.append(names.take(f"{base}_{kind}{d}"))
             arguments.append((found[-1], stride))
     return tuple(found)
 
@@ -338,7 +353,11 @@ def _with_rows(program: Program) -> Program:
         else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
         for v in program.values
     )  # fmt: skip
-    stores = tuple(replace(s, strides=(0,) * missing + s.strides) for s in program.stores)
+    # One number per row lies at its row, also where there is one row: Triton's reductions are blocks, and so is its address then.
+    by_row = program.is_reduced and missing == 1
+    stores = tuple(
+        replace(s, strides=(int(by_row and s.strides[-1] == 0),) + (0,) * (missing - 1) + s.strides) for s in program.stores
+    )
     return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.library.program import ITEM_BYTES
+from fusion_advisor.library.rule import INTEGERS
 from fusion_advisor.library.source import Tuning, identifier
 
 BACKENDS = ("triton", "cuda", "cpp")
@@ -42,6 +43,10 @@ class Input:
     """The same dims, as they lie in memory, outermost first."""
     dtype: str = ""
     """Fixed dtype; empty: the case's."""
+    below: str | int = ""
+    """Of integers: they lie in ``range(below)``, a letter of a case or a number; ids lie below their table's length."""
+    planted: tuple[int, ...] = ()
+    """Values outside that range which mean something and are checked too, as -100 says that a target does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,11 @@ class KernelSpec:
         """The manifest with its inputs in the memory orders of a case."""
         orders = dict(case.orders)
         return replace(self, inputs=tuple(replace(tensor, order=orders.get(tensor.name, tensor.order)) for tensor in self.inputs))
+
+
+def below_of(tensor: Input, sizes: Mapping[str, int]) -> int:
+    """What the elements of an integer input lie below; at least 1, so that a table without rows can still be written down."""
+    return max(1, sizes[tensor.below] if isinstance(tensor.below, str) else tensor.below)
 
 
 def read_spec(folder: Path) -> KernelSpec:
@@ -226,7 +236,7 @@ class _Reader:
         for name, value in self._table("inputs").items():
             key = f"inputs.{name}"
             table = value if isinstance(value, dict) else {"shape": value}
-            self._known(key, table, ("shape", "order", "dtype"))
+            self._known(key, table, ("shape", "order", "dtype", "below", "planted"))
             shape = table.get("shape")
             if not isinstance(shape, list) or not all(isinstance(d, str | int) and not isinstance(d, bool) for d in shape):
                 self._refuse(key, 'needs a shape such as ["R", "C"]')
@@ -234,15 +244,40 @@ class _Reader:
             dtype = table.get("dtype", "")
             if dtype and dtype not in ITEM_BYTES:
                 self._refuse(key, f"`{dtype}` is not one of {', '.join(ITEM_BYTES)}")
-            found.append(Input(name=self._identifier(key, name), shape=tuple(shape or []), order=order, dtype=dtype))
+            found.append(
+                Input(
+                    name=self._identifier(key, name), shape=tuple(shape or []), order=order, dtype=dtype,
+                    below=self._below(key, table), planted=tuple(self._planted(key, table)),
+                )
+            )  # fmt: skip
         if not found:
             self._refuse("inputs", "needs at least one tensor")
+        letters = {dim for tensor in found for dim in tensor.shape if isinstance(dim, str)}
+        for tensor in found:
+            if tensor.below and isinstance(tensor.below, str) and tensor.below not in letters:
+                self._refuse(f"inputs.{tensor.name}", f"below: no input has a dim `{tensor.below}`")
         return tuple(found)
 
     def _order(self, key: str, order: Any, shape: Sequence[str | int]) -> tuple[str | int, ...]:
         if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, shape)):
             self._refuse(key, "order must hold the dims of shape")
         return tuple(order)
+
+    def _below(self, key: str, table: dict[str, Any]) -> str | int:
+        below, is_integer = table.get("below", ""), table.get("dtype", "") in INTEGERS
+        if is_integer != ("below" in table):
+            self._refuse(key, "needs `below`: what its integers are smaller than" if is_integer else "below is for integers")
+        if isinstance(below, bool) or not isinstance(below, str | int) or (isinstance(below, int) and below < 1):
+            self._refuse(key, "below must be a letter of some shape or a number of at least 1")
+        return below if isinstance(below, str | int) else ""
+
+    def _planted(self, key: str, table: dict[str, Any]) -> list[int]:
+        planted = table.get("planted", [])
+        if not isinstance(planted, list) or not all(isinstance(value, int) and not isinstance(value, bool) for value in planted):
+            self._refuse(key, "planted must be a list of whole numbers")
+        if planted and "below" not in table:
+            self._refuse(key, "planted is for integers")
+        return list(planted)
 
     def _gemv(self, inputs: tuple[Input, ...], letters: set[str]) -> Gemv | None:
         if "gemv" not in self.data:

@@ -82,7 +82,8 @@ class TritonWriter(Writer):
         code = self.operand_address(access)
         for d in sorted(varies):
             in_tile = d >= self.plan.col_dim - (1 if self.plan.kind == "tiled" else 0) or self.plan.kind == "rows"
-            if access.strides[d] == "0" and in_tile:
+            is_moved = any(d in self.plan.varies[number] for number, _ in access.gathered)
+            if access.strides[d] == "0" and in_tile and not is_moved:
                 code += f" + 0 * {self.plan.indices[d]}"
         return code
 
@@ -90,7 +91,10 @@ class TritonWriter(Writer):
         """A masked ``tl.load``."""
         varies = self.plan.varies[number]
         masks = [self.mask(varies)] if self.mask(varies) else []
-        if value.guard is not None:
+        if value.guard is not None and masks and value.args and not self.plan.varies[value.guard]:
+            # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
+            masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
+        elif value.guard is not None:
             masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
         if self.plan.col_dim in varies:
             self.zero_past_end.add(number)
@@ -175,6 +179,8 @@ class TritonWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
             )
+        if op == "quotient":
+            return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
         if op == "where":
             return Text(f"tl.where({', '.join(code)})")
         if op in ("maximum", "minimum"):

@@ -11,7 +11,7 @@ from fusion_advisor.fuse.plan import generated_name, judge_with, make_plan
 from fusion_advisor.library.lower import lower
 from fusion_advisor.records import Bandwidth, Match, NoMatch
 from fusion_advisor.serialize import dump_capture, load_capture
-from tests.tiny import launches, patterns, planned, profiled, region_of
+from tests.tiny import launches, patterns, planned, profile_live, profiled, region_of
 
 
 def kernels(plan):
@@ -34,11 +34,12 @@ def test_gpt2_gets_the_librarys_kernels():
 def test_qwen2_gets_the_librarys_kernels_with_its_own_eps():
     plan = planned("qwen2")
     found = kernels(plan)
-    assert {"add_rmsnorm", "rmsnorm", "swiglu", "rope"} <= set(found)
+    assert {"add_rmsnorm", "embedding_rmsnorm", "swiglu", "rope"} <= set(found)
     assert sites(plan, "swiglu") == 2
     assert sites(plan, "rope") == 4  # q and k of each layer
-    assert sites(plan, "add_rmsnorm") + sites(plan, "rmsnorm") == 2 * 2 + 1
-    for name in ("add_rmsnorm", "rmsnorm"):
+    assert sites(plan, "add_rmsnorm") == 2 * 2
+    assert sites(plan, "embedding_rmsnorm") == 1
+    for name in ("add_rmsnorm", "embedding_rmsnorm"):
         assert dict(found[name].constants) == {"eps": 3e-6}
     rope = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope"]
     assert {site.module_path for fusion in rope for site in fusion.chain.sites} == {
@@ -134,3 +135,50 @@ def test_the_judges_key_is_equal_for_equal_layouts_alone():
     assert one.is_fusible and one.floor_bytes == 2 * 64 * 4
     assert one.key != two_.key
     assert one.key == judge_with(ops, (tanh[0], tanh[0] + 1), (tanh[0] + 1,)).key
+
+
+def test_gpt2_begins_with_one_kernel():
+    plan = planned("gpt2")
+    (first,) = [fusion for fusion in plan.fusions if "embedding" in fusion.chain.ops]
+    assert first.chain.ops == ("embedding", "embedding", "add", "layer_norm")
+    assert len(first.chain.sites) == 1
+    tokens = [operand.element_count for operand in first.program.operands if operand.dtype == "int64"]
+    tables = [
+        o.element_count for o in first.program.operands if not o.is_output and o.dtype == "float32" and o.element_count > 64
+    ]
+    assert tokens == [2 * 16, 16]
+    assert tables == [2 * 16 * 64, 16 * 64]  # the rows that are read, not the tables
+
+
+def test_berts_embeddings_are_the_librarys_kernel():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=200,
+        max_position_embeddings=64,
+    )
+    inputs = {"input_ids": torch.randint(1, 200, (2, 16)), "token_type_ids": torch.randint(0, 2, (2, 16))}
+    capture, _ = profile_live(BertModel(config, add_pooling_layer=False).eval(), (), inputs)
+    found = kernels(make_plan(capture, patterns(), min_share=0.0))
+    assert found["embedding_add_layernorm"].is_library
+    assert dict(found["embedding_add_layernorm"].constants) == {"eps": 1e-12}
+
+
+def test_a_lookup_alone_gets_no_row():
+    plan = plan_of(
+        lambda w, ids: torch.nn.functional.embedding(ids, w) @ w, torch.randn(8, 8), torch.tensor([1, 2, 3]), min_share=0.0
+    )
+    assert plan.chains == ()
+
+
+def test_a_lookup_and_its_scale_become_one_kernel():
+    ids = torch.tensor([[1, 2, 3], [0, 7, 7]])
+    plan = plan_of(lambda w, ids: torch.nn.functional.embedding(ids, w) * 8.0, torch.randn(8, 64), ids, min_share=0.0)
+    assert [answer.kernel for answer in plan.answers if isinstance(answer, Match)] == ["embedding_scale"]
+    (chain,) = plan.chains
+    assert chain.moved_bytes == 2 * 3 * 8 + 4 * (6 * 64) * 4  # ids; rows read and written by the lookup, then by the product

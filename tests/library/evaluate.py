@@ -67,7 +67,7 @@ def _one(program, value, args, guard, inputs):
     dims, op = program.dims, value.op
     dtype = _WIDE[value.dtype]
     if op == "load":
-        return _load(program, value, guard, inputs[value.operand]).to(dtype)
+        return _load(program, value, args, guard, inputs[value.operand]).to(dtype)
     if op == "const":
         return torch.tensor(value.constant, dtype=dtype)
     if op == "index":
@@ -78,6 +78,10 @@ def _one(program, value, args, guard, inputs):
         return _dropout(value, args[0], _address(dims, value)).to(dtype)
     if op == "size":
         return torch.tensor(dims[value.dim], dtype=dtype)
+    if op == "extent":
+        return torch.tensor(value.constant)
+    if op == "quotient":
+        return torch.div(*args, rounding_mode="floor")
     if op.startswith("reduce_"):
         whole = args[0].expand(dims)
         if op == "reduce_sum":
@@ -96,9 +100,11 @@ def _one(program, value, args, guard, inputs):
     return getattr(torch, op)(args[0])
 
 
-def _load(program, value, guard, tensor):
+def _load(program, value, args, guard, tensor):
     """Gather by address, so that a guarded element is never touched."""
     address = _address(program.dims, value)
+    for moved, step in zip(args, value.steps, strict=True):
+        address = address + moved * step
     if not address.dim():
         address = address.reshape([1] * len(program.dims))
     if guard is None:

@@ -237,3 +237,22 @@ def test_unaligned_tensors_are_read_column_by_column(tmp_path):
     out = torch.zeros(1003, device="cuda").bfloat16()[3:]
     launcher(x, out)
     assert distance("gelu", out.cpu(), evaluate(program, x.cpu())[0]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("gathered_embedding", 4), ("gathered_embedding-bfloat16", 8), ("gathered_embedding_odd", 1),
+        ("gathered_embedding_transposed", 4), ("gathered_group_norm", 8), ("gathered_group_norm_odd", 1),
+        ("gathered_group_norm_narrow", 2),
+    ],
+)  # fmt: skip
+def test_packs_lie_in_one_row_of_a_table_and_in_one_channel(name, width):
+    assert pack_width(schedule(CASES[name], flatten_rows=True))[0] == width
+
+
+def test_what_a_pack_shares_is_read_once_for_it():
+    lines = render(CASES["gathered_group_norm"]).source.splitlines()
+    lane = max(n for n, line in enumerate(lines) if "int lane = 0" in line)
+    reads = [n for n, line in enumerate(lines) if "x2_ptr[" in line or "x3_ptr[" in line or "first / " in line]
+    assert len(reads) == 3 and max(reads) < lane

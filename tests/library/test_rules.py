@@ -326,3 +326,148 @@ def test_a_remainder_of_floats_is_refused_and_one_of_integers_is_not():
     with pytest.raises(CannotLower, match="remainder"):
         check(torch.remainder, rand(3, 5), rand(3, 5, seed=1))
     check(lambda x: torch.remainder(x, 7), torch.arange(-20, 20).reshape(8, 5))
+
+
+TABLE = rand(11, 8, seed=3)
+IDS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(4))
+GATHERS = {
+    "embedding": (lambda w, i: functional.embedding(i, w), TABLE, IDS),
+    "embedding_padding": (lambda w, i: functional.embedding(i, w, padding_idx=3) * 2, TABLE, IDS),
+    "embedding_int32": (lambda w, i: functional.embedding(i, w) + 1, TABLE, IDS.int()),
+    "embedding_of_one_row": (lambda w, i: functional.embedding(i, w) + 1, TABLE[:1], IDS * 0),
+    "embedding_of_a_slice": (lambda w, i: functional.embedding(i[:, 1:], w[2:, ::2]), TABLE, IDS % 9),
+    "embedding_of_a_transposed_table": (lambda w, i: functional.embedding(i, w.t()), rand(8, 11), IDS),
+    "embedding_of_what_the_chain_computes": (lambda w, i: functional.embedding(i + 1, w * 2), TABLE, IDS % 10),
+    "embedding_of_an_embedding": (lambda w, i: functional.embedding(functional.embedding(i, w).long(), w), TABLE.abs(), IDS),
+    "index_select": (lambda w, i: w.index_select(0, i) * 2, TABLE, IDS[0]),
+    "index_select_columns": (lambda w, i: w.index_select(-1, i) * 2, TABLE, IDS[0] % 8),
+    "gather": (lambda w, i: w.gather(-1, i) * 2, TABLE, IDS % 8),
+    "gather_rows": (lambda w, i: w.gather(0, i) * 2, TABLE, IDS),
+    "gather_integers": (lambda w, i: w.gather(1, i) + 1, torch.arange(22).reshape(2, 11), IDS),
+    "index": (lambda w, i: w[i] * 2, TABLE, IDS),
+    "index_negative": (lambda w, i: w[i] * 2, TABLE, IDS - 11),
+    "index_columns": (lambda w, i: w[:, i] * 2, TABLE, IDS % 16 - 8 + (IDS > 7) * 3),
+    "arange": (lambda w, _i: w + functional.embedding(torch.arange(2, 13, 1), torch.cat((w, w))), TABLE, IDS),
+    "arange_stepped": (lambda w, _i: w[torch.arange(1, 9, 3)] + 1, TABLE, IDS),
+    "arange_of_elements": (lambda w, _i: w * torch.arange(8), TABLE, IDS),
+    "embedding_then_norm": (lambda w, i: functional.layer_norm(functional.embedding(i, w), (8,), w[0], w[1]), TABLE, IDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_reads_where_a_tensor_says(name):
+    function, *inputs = GATHERS[name]
+    check(function, *inputs)
+
+
+def evaluated(function, *inputs):
+    lowered, ops = lower_function(function, *inputs)
+    return run(lowered, ops, inputs)[0]
+
+
+@pytest.mark.parametrize("wrong", [11, -1, 2**40, -(2**40)])
+def test_an_id_out_of_range_reads_nothing_and_shows(wrong):
+    ids = IDS.clone()
+    ids[1, 2] = wrong
+    got = evaluated(lambda w, i: functional.embedding(i, w), TABLE, ids)
+    assert got[1, 2].isnan().all()
+    got[1, 2] = 0
+    ids[1, 2] = 0
+    expected = functional.embedding(ids, TABLE)
+    expected[1, 2] = 0
+    assert torch.equal(got, expected)
+
+
+def test_an_integer_read_out_of_range_is_no_id_of_any_table():
+    ids = torch.tensor([[0, 7]])
+    got = evaluated(lambda t, w, i: functional.embedding(t.gather(1, i), w), torch.tensor([[1, 2, 3]]), TABLE, ids)
+    assert torch.equal(got[0, 0], TABLE[1]) and got[0, 1].isnan().all()
+
+
+def test_a_table_moves_the_rows_that_are_read():
+    wide = rand(1000, 8)
+    program = check(lambda w, i: functional.embedding(i, w), wide, IDS)
+    assert [operand.element_count for operand in program.operands] == [10, 80, 80]
+    program = check(lambda w, i: functional.embedding(i, w), wide[:3], IDS % 3)
+    assert [operand.element_count for operand in program.operands] == [10, 24, 80]
+
+
+TARGETS = torch.tensor([0, 7, 3, -100, 2, 5, 5, -100, 1, 6, 4])
+LOSSES = {
+    "cross_entropy": lambda x, t: functional.cross_entropy(x, t, reduction="none"),
+    "cross_entropy_scaled": lambda x, t: functional.cross_entropy(x * 30, t, reduction="none") * 2,
+    "cross_entropy_ignoring": lambda x, t: functional.cross_entropy(x, t.clamp(min=0), reduction="none", ignore_index=5),
+    "log_softmax_and_nll": lambda x, t: functional.nll_loss(functional.log_softmax(x, -1), t, reduction="none"),
+    "nll": lambda x, t: functional.nll_loss(x, t, reduction="none") * 2,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    check(LOSSES[name], TABLE, TARGETS)
+
+
+def test_a_target_that_is_no_class_gives_nan():
+    targets = torch.tensor([0, 8, -1, 7] + [0] * 7)
+    got = evaluated(LOSSES["cross_entropy"], TABLE, targets)
+    assert got.isnan().tolist() == [False, True, True] + [False] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "reduction='none'"),
+        ({"reduction": "sum"}, "reduction='none'"),
+        ({"reduction": "none", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"reduction": "none", "weighted": True}, "weight for each class"),
+    ],
+)
+def test_losses_that_are_refused(options, sentence):
+    named = {name: value for name, value in options.items() if name != "weighted"}
+
+    def loss(x, t):
+        weight = x[0] if "weighted" in options else None
+        return functional.cross_entropy(x, t, weight=weight, **named).reshape(-1, 1) * x
+
+    with pytest.raises(CannotLower) as error:
+        lower_function(loss, TABLE, TARGETS)
+    assert sentence in error.value.reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, i: w[i, i] * 2,
+        lambda w, i: w[i > 3] * 2,
+        lambda w, i: (w > 0)[i] ^ (w > 1)[i],
+    ],
+    ids=["two tensors", "a mask", "a table of booleans"],
+)
+def test_reads_that_are_refused(function):
+    with pytest.raises(Exception, match="|".join(("no lowering", "out of range", "data-dependent", "nonzero"))):
+        check(function, TABLE, IDS)
+
+
+GROUPS = [((2, 6, 4, 5), 3), ((2, 6, 4, 5), 1), ((2, 6, 4, 5), 6), ((1, 4, 3), 2), ((2, 6), 2), ((2, 6, 1, 1), 3), ((1, 1, 7), 1),
+          ((3, 4, 2, 3, 2), 2), ((2, 1, 1, 1), 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "groups"), GROUPS, ids=str)
+def test_group_norm(shape, groups):
+    x, weight, bias = rand(*shape), rand(shape[1], seed=1), rand(shape[1], seed=2)
+    check(lambda x: functional.group_norm(x, groups), x)
+    check(lambda x, w, b: functional.silu(functional.group_norm(x + 1, groups, w, b, 1e-3)), x, weight, bias)
+
+
+def test_a_channels_weight_is_read_at_a_quotient_of_the_column():
+    program = check(lambda x, w: functional.group_norm(x, 3, w), rand(2, 6, 4, 5), rand(6))
+    quotient = next(value for value in program.values if value.op == "quotient")
+    assert program.dims == (2, 3, 40)
+    assert program.values[quotient.args[1]].constant == 20
+    assert [operand.element_count for operand in program.operands] == [240, 6, 240]
+
+
+def test_group_norm_of_channels_last_is_refused():
+    x = rand(2, 6, 4, 5).contiguous(memory_format=torch.channels_last)
+    with pytest.raises(CannotLower, match="one run of memory"):
+        lower_function(lambda x: functional.group_norm(x, 3), x)

@@ -18,7 +18,7 @@ has_backward = false
 constraints = ["even"]
 [inputs]
 x = { shape = ["B", "H", "S"], order = ["B", "S", "H"] }
-ids = { shape = ["S"], dtype = "int64" }
+ids = { shape = ["S"], dtype = "int64", below = "H", planted = [-1] }
 cos = ["B", 1, "S"]
 [constants]
 eps = 1e-5
@@ -42,7 +42,7 @@ def read(tmp_path, text):
 def test_reads_every_key(tmp_path):
     spec = read(tmp_path, GOOD)
     assert spec.inputs[0] == Input(name="x", shape=("B", "H", "S"), order=("B", "S", "H"))
-    assert spec.inputs[1].dtype == "int64"
+    assert (spec.inputs[1].dtype, spec.inputs[1].below, spec.inputs[1].planted) == ("int64", "H", (-1,))
     assert spec.constants == (("eps", 1e-5),)
     assert spec.tunables == (Tuning(num_warps=4),)
     assert spec.check == (Case(sizes=(("B", 1), ("H", 2), ("S", 3)), dtypes=("float32",)),)
@@ -87,6 +87,11 @@ def test_a_check_case_may_lay_its_inputs_out_in_another_order(tmp_path):
         ('dtypes = ["float32"]', 'dtypes = ["float16"]', "check[0].dtypes", "float32, bfloat16"),
         ("[[bench]]", "[[check]]", "bench", "at least one case"),
         ("[inputs]", "[inputs", "file", "is not TOML"),
+        (', below = "H"', "", "inputs.ids", "needs `below`"),
+        ('below = "H"', 'below = "Z"', "inputs.ids", "no input has a dim `Z`"),
+        ('below = "H"', "below = 0", "inputs.ids", "at least 1"),
+        ("planted = [-1]", 'planted = ["x"]', "inputs.ids", "whole numbers"),
+        ('cos = ["B", 1, "S"]', 'cos = { shape = ["B", 1, "S"], below = "H" }', "inputs.cos", "below is for integers"),
     ],
 )
 def test_refuses_with_file_and_key(tmp_path, old, new, key, words):

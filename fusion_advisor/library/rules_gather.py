@@ -1,0 +1,203 @@
+"""Ops that read where a tensor says (embedding, gather, the losses) and norms over groups of channels.
+
+A position out of range stops torch: the CPU raises, CUDA kills the process's context. A kernel of ours never reads there and
+gives NaN (the least integer, for integers): a wrong id cannot read memory that is not the table's, cannot pass unseen, and the
+context lives on, so that the caller can look for it. Clamping would hide it behind a plausible row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fusion_advisor.library.index import ORIGIN, Index, Place, reshaped
+from fusion_advisor.library.order import place_of
+from fusion_advisor.library.program import Value
+from fusion_advisor.library.rule import INTEGERS, CannotLower, Rule, argument_of, compute_dtype
+from fusion_advisor.library.rules_row import mean_of
+from fusion_advisor.records import Arg, OpNode, Ref
+
+if TYPE_CHECKING:
+    from fusion_advisor.library.lower import Lowering
+
+_LEAST = {"int64": -(2**31), "int32": -(2**31), "int16": -(2**15), "int8": -(2**7)}
+"""What an integer read out of range gives: far below every id, so that a table read with it gives NaN."""
+
+
+def _ref(op: OpNode, position: int) -> int:
+    argument = op.args[position]
+    if not isinstance(argument, Ref):
+        raise CannotLower("FA601", f"{op.target} has an argument {argument!r} that no kernel takes")
+    return argument.index
+
+
+def _ids(lowering: Lowering, op: OpNode, tensor: int, where: Index) -> int:
+    """The element of an index tensor, as an int64 value."""
+    if lowering.meta(tensor).dtype not in ("int64", "int32"):
+        raise CannotLower("FA601", f"{op.target} by {lowering.meta(tensor).dtype} has no lowering")
+    return lowering.at(tensor, where)
+
+
+def _inside(lowering: Lowering, number: int, size: int) -> int:
+    """Whether a position lies in a dim of ``size``, which is an argument of the kernel."""
+    extent = lowering.emit(Value(op="extent", constant=size, dtype="int64"))
+    low = lowering.make("ge", number, lowering.const(0, "int64"), dtype="bool")
+    return lowering.make("and", low, lowering.make("lt", number, extent, dtype="bool"), dtype="bool")
+
+
+def _wrapped(lowering: Lowering, number: int, size: int) -> int:
+    """A position counted from the end where it is negative."""
+    extent = lowering.emit(Value(op="extent", constant=size, dtype="int64"))
+    is_negative = lowering.make("lt", number, lowering.const(0, "int64"), dtype="bool")
+    return lowering.make("where", is_negative, lowering.make("add", number, extent), number, dtype="int64")
+
+
+def _read(lowering: Lowering, op: OpNode, table: int, where: Index, dim: int, number: int) -> int:
+    """Element ``where`` of a table, but for ``dim``, where the position is a value; NaN where that is out of range."""
+    dtype, size = op.outputs[0].dtype, lowering.meta(table).shape[dim]
+    known = place_of(lowering, number)
+    if known is not None and lowering.range_of(known)[0] >= 0 and lowering.range_of(known)[1] < size:
+        return lowering.cast(lowering.at(table, (*where[:dim], known, *where[dim:])), compute_dtype(dtype))
+    guard = _inside(lowering, number, size)
+    place = Place(gathered=((number, 1),))
+    element = lowering.guarded(table, (*where[:dim], place, *where[dim:]), guard, compute_dtype(dtype))
+    if (dtype in INTEGERS and dtype not in _LEAST) or dtype == "bool":
+        raise CannotLower("FA601", f"{op.target} of {dtype} could not show an index out of range")
+    wrong = lowering.const(_LEAST.get(dtype, math.nan), lowering.values[element].dtype)
+    return lowering.make("where", guard, element, wrong, dtype=lowering.values[element].dtype)
+
+
+def _embedding(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """``weight[ids]``; ``padding_idx`` only matters to gradients."""
+    return _read(lowering, op, _ref(op, 0), where[-1:], 0, _ids(lowering, op, _ref(op, 1), where[:-1]))
+
+
+def _dim_of(lowering: Lowering, op: OpNode) -> int:
+    rank, dim = len(lowering.meta(_ref(op, 0)).shape), op.args[1]
+    if rank == 0 or not isinstance(dim, int):
+        raise CannotLower("FA601", f"{op.target} of a single number has no lowering")
+    return dim % rank
+
+
+def _index_select(lowering: Lowering, op: OpNode, where: Index) -> int:
+    dim, index = _dim_of(lowering, op), _ref(op, 2)
+    number = _ids(lowering, op, index, where[dim : dim + 1] if lowering.meta(index).shape else ())
+    return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
+
+
+def _gather(lowering: Lowering, op: OpNode, where: Index) -> int:
+    dim = _dim_of(lowering, op)
+    number = _ids(lowering, op, _ref(op, 2), where)
+    return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
+
+
+def _index(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """``x[..., ids, ...]`` with one index tensor; negative ids count from the end."""
+    indices = op.args[1]
+    assert isinstance(indices, tuple)
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    index = indices[dims[0]] if dims else None
+    if len(dims) != 1 or not isinstance(index, Ref):
+        raise CannotLower("FA601", f"{op.target} by {len(dims)} tensors has no lowering")
+    table, dim, rank = _ref(op, 0), dims[0], len(lowering.meta(index.index).shape)
+    number = _ids(lowering, op, index.index, where[dim : dim + rank])
+    number = _wrapped(lowering, number, lowering.meta(table).shape[dim])
+    return _read(lowering, op, table, (*where[:dim], *where[dim + rank :]), dim, number)
+
+
+def _loss_at(
+    lowering: Lowering, op: OpNode, where: Index, ignored: Arg, weight: Arg, reduction: Arg, value_of: Callable[[int], int]
+) -> int:
+    """The loss of one row: ``value_of`` its target, 0 where that is to be ignored, NaN where it is no class."""
+    shape = lowering.meta(_ref(op, 0)).shape
+    if reduction != 0:
+        raise CannotLower("FA601", f"{op.target} makes one number of all rows: only reduction='none' is one kernel")
+    if weight is not None:
+        raise CannotLower("FA601", f"{op.target} with a weight for each class has no lowering")
+    if len(shape) != 2 or lowering.meta(_ref(op, 1)).dtype not in ("int64", "int32"):
+        raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and their targets")
+    assert isinstance(ignored, int)
+    target = _ids(lowering, op, _ref(op, 1), where)
+    loss = value_of(target)
+    is_ignored = lowering.make("eq", target, lowering.const(ignored, "int64"), dtype="bool")
+    zero = lowering.const(0.0, lowering.values[loss].dtype)
+    return lowering.make("where", is_ignored, zero, loss, dtype=lowering.values[loss].dtype)
+
+
+def _nll_loss(lowering: Lowering, op: OpNode, where: Index) -> int:
+    weight, reduction = argument_of(op, 2, "weight"), argument_of(op, 3, "reduction", 1)
+    ignored = argument_of(op, 4, "ignore_index", -100)
+
+    def value_of(target: int) -> int:
+        return lowering.make("neg", _read(lowering, op, _ref(op, 0), where, 1, target))
+
+    return _loss_at(lowering, op, where, ignored, weight, reduction, value_of)
+
+
+def _cross_entropy(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """``log(sum(exp(x - highest))) - (x[target] - highest)``, the order in which torch's log_softmax subtracts."""
+    if argument_of(op, 5, "label_smoothing", 0.0):
+        raise CannotLower("FA601", f"{op.target} with label_smoothing has no lowering")
+    weight, reduction = argument_of(op, 2, "weight"), argument_of(op, 3, "reduction", 1)
+    ignored = argument_of(op, 4, "ignore_index", -100)
+    source = _ref(op, 0)
+
+    def value_of(target: int) -> int:
+        inner, variables = lowering.reduction_index(op, lowering.meta(source), (1,), where, keepdim=False)
+        value = lowering.row_element(source, inner, op)
+        highest = lowering.reduce("max", value, variables)
+        exponential = lowering.make("exp", lowering.make("sub", value, highest))
+        total = lowering.reduce("sum", exponential, variables)
+        wanted = lowering.make("sub", _read(lowering, op, source, where, 1, target), highest)
+        return lowering.make("sub", lowering.make("log", total), wanted)
+
+    return _loss_at(lowering, op, where, ignored, weight, reduction, value_of)
+
+
+def _group_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
+    """Rows are (batch, group); a group's channels and all dims after them are reduced. The nest is cut between groups."""
+    source, groups = _ref(op, 0), op.args[1]
+    shape, nest = lowering.meta(source).shape, lowering.nest
+    assert isinstance(groups, int)
+    if math.prod(shape) == 0:
+        raise CannotLower("FA604", f"{op.target} of no elements is left to torch")
+    if math.prod(shape) != math.prod(nest.shape):
+        raise CannotLower("FA604", f"{op.target} reduces a shape {shape} that is not the chain's loop nest {nest.shape}")
+    cut = (shape[0], groups, math.prod(shape[1:]) // groups)
+    members = reshaped(nest.index(), nest.shape, cut, nest.extents)[2]
+    row = reshaped(where, shape, cut, nest.extents)[:2]
+    inner = reshaped((*row, members), cut, shape, nest.extents)
+    variables = frozenset(variable for variable, _ in members.terms)
+    if not variables and nest.extents[-1] == 1:
+        variables = frozenset({len(nest.extents) - 1})
+    if not variables:
+        raise CannotLower("FA604", f"{op.target} over groups of one element is left to torch")
+    if variables & {variable for place in row for variable, _ in place.terms if nest.extents[variable] != 1}:
+        raise CannotLower("FA604", f"{op.target}: a row index depends on the reduced dim")
+    value = lowering.row_element(source, inner, op)
+    dtype = lowering.values[value].dtype
+    mean = mean_of(lowering, value, variables)
+    centred = lowering.make("sub", value, mean)
+    variance = mean_of(lowering, lowering.make("mul", centred, centred), variables)
+    if inner != where:
+        centred = lowering.make("sub", lowering.argument(op, 0, where), mean)
+    eps = argument_of(op, 4, "eps", 1e-5)
+    scale = lowering.make("rsqrt", lowering.make("add", variance, lowering.element(eps, where, op, dtype)))
+    result = lowering.make("mul", centred, scale)
+    channel = (where[1],) if shape[1] != 1 else (ORIGIN,)
+    for op_name, position, name in (("mul", 2, "weight"), ("add", 3, "bias")):
+        if (parameter := argument_of(op, position, name)) is not None:
+            result = lowering.make(op_name, result, lowering.element(parameter, channel, op))
+    return result
+
+
+READS_ONE = frozenset(["nll_loss", "nll_loss_nd"])
+"""Reductions to torch, which read one element of each row."""
+
+GATHERS: dict[str, Rule] = {
+    "embedding": _embedding, "index_select": _index_select, "gather": _gather, "index": _index,
+    "nll_loss": _nll_loss, "nll_loss_nd": _nll_loss, "cross_entropy_loss": _cross_entropy,
+}  # fmt: skip
+
+GROUPED: dict[str, Rule] = {"group_norm": _group_norm}

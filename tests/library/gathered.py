@@ -1,0 +1,109 @@
+"""Functions that read where a tensor says, with inputs, as Programs that the tests of every backend run."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from lowered import lower_function
+from torch.nn import functional as f
+
+
+def _floats(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _ids(below, *shape, dtype=torch.int64):
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def _planted(ids, *values):
+    ids.view(-1)[: len(values)] = torch.tensor(values)
+    return ids
+
+
+def _functions():
+    half, brain = torch.float16, torch.bfloat16
+    norm = (_floats(40, seed=8), _floats(40, seed=9))
+    return {
+        "embedding": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 40), _ids(19, 3, 5)),
+        "embedding-bfloat16": (
+            lambda w, i: f.embedding(i, w) * 2,
+            _floats(19, 40, dtype=brain),
+            _ids(19, 3, 5, dtype=torch.int32),
+        ),
+        "embedding_odd": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 33, dtype=half), _ids(19, 7)),
+        "embedding_one_token": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 40), _ids(19, 1, 1)),
+        "embedding_layernorm_one_token": (
+            lambda w, g, b, i: f.layer_norm(f.embedding(i, w), (40,), g, b),
+            _floats(19, 40),
+            *norm,
+            _ids(19, 1, 1),
+        ),
+        "cross_entropy_one_row": (lambda x, t: f.cross_entropy(x, t, reduction="none"), _floats(1, 40), _ids(40, 1)),
+        "embedding_one_column": (lambda w, i: f.embedding(i, w) * 2, _floats(19, 1), _ids(19, 5)),
+        "embedding_out_of_range": (
+            lambda w, i: f.embedding(i, w) * 2,
+            _floats(19, 40),
+            _planted(_ids(19, 9), 19, -1, 2**40, -(2**62)),
+        ),
+        "embedding_transposed": (lambda w, i: f.embedding(i, w.t()) * 2, _floats(40, 19), _ids(19, 9)),
+        "embedding_add": (
+            lambda w, p, i, q: f.embedding(i, w) + f.embedding(q, p),
+            _floats(19, 40),
+            _floats(9, 40),
+            _ids(19, 3, 8),
+            _ids(9, 1, 8),
+        ),
+        "embedding_arange": (
+            lambda w, p, i: f.embedding(i, w) + f.embedding(torch.arange(8), p),
+            _floats(19, 40),
+            _floats(9, 40),
+            _ids(19, 3, 8),
+        ),
+        "embedding_layernorm": (
+            lambda w, g, b, i: f.layer_norm(f.embedding(i, w), (40,), g, b),
+            _floats(19, 40, dtype=brain),
+            *(t.to(brain) for t in norm),
+            _ids(19, 3, 5),
+        ),
+        "looped_embedding_rmsnorm": (lambda w, i: f.rms_norm(f.embedding(i, w), (16400,)), _floats(3, 16400), _ids(3, 2)),
+        "index_negative": (lambda w, i: w[i] * 2, _floats(19, 40), _planted(_ids(19, 9), -1, -19, 18)),
+        "index_columns": (lambda w, i: w[:, i] * 2, _floats(6, 19), _ids(19, 3, 5)),
+        "index_flat": (lambda w, i: w[i] * 2, _floats(19), _ids(19, 50)),
+        "gather": (lambda w, i: w.gather(1, i) * 2, _floats(6, 19), _ids(19, 6, 7)),
+        "gather_rows": (lambda w, i: w.gather(0, i) * 2, _floats(19, 40), _ids(19, 7, 40)),
+        "gather_integers": (lambda w, i: w.gather(1, i) + 1, _ids(90, 6, 19), _planted(_ids(19, 6, 7), 19)),
+        "cross_entropy": (
+            lambda x, t: f.cross_entropy(x * 4, t, reduction="none"),
+            _floats(9, 40),
+            _planted(_ids(40, 9), -100, 40, -1),
+        ),
+        "looped_cross_entropy": (
+            lambda x, t: f.cross_entropy(x, t, reduction="none"),
+            _floats(3, 16400, dtype=half),
+            _planted(_ids(16400, 3), -100),
+        ),
+        "nll": (lambda x, t: f.nll_loss(x, t, reduction="none") * 2, _floats(9, 40), _planted(_ids(40, 9), -100)),
+        "group_norm": (
+            lambda x, w, b: f.silu(f.group_norm(x, 3, w, b)),
+            _floats(2, 6, 4, 8, dtype=brain),
+            _floats(6, dtype=brain),
+            _floats(6, dtype=brain),
+        ),
+        "group_norm_odd": (lambda x, w, b: f.group_norm(x, 3, w, b), _floats(2, 6, 3, 5), _floats(6), _floats(6)),
+        "group_norm_narrow": (lambda x, w, b: f.group_norm(x, 2, w, b), _floats(2, 8, 2, 1), _floats(8), _floats(8)),
+        "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
+    }
+
+
+@functools.cache
+def gathered():
+    """Return name → (Program, input tensors in the order of its operands)."""
+    found = {}
+    for name, (function, *inputs) in _functions().items():
+        lowered, ops = lower_function(function, *inputs)
+        at = [op.index for op in ops if op.role not in ("op", "output")]
+        key = name if name.startswith("looped") else f"gathered_{name}"
+        found[key] = (lowered.program, [inputs[at.index(root)].flatten() for root in lowered.inputs])
+    return found

@@ -1,0 +1,163 @@
+// cross_entropy: the loss of each row of logits: log(sum(exp(x))) - x[target], the row read once
+//
+// Moves each operand once: targets 8 B/row, logits 4 B/element, loss 4 B/row.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel cross_entropy, variant builtin.
+// Source: https://arxiv.org/abs/2410.10989
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread at a time
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+#define INF_VALUEF __int_as_float(0x7f800000)
+
+#define NAN_VALUEF __int_as_float(0x7fffffff)
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// fmaxf and fminf would drop a NaN.
+template <typename T>
+__device__ __forceinline__ T nan_max(T a, T b) { return (a != a || a > b) ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// One instruction instead of three.
+__device__ __forceinline__ float nan_max(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+#endif
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+struct Max {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return nan_max(a, b); }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_cross_entropy_3e2824(
+    const long long* __restrict__ targets_ptr,
+    const float* __restrict__ logits_ptr,
+    float* __restrict__ loss_ptr,
+    index_t rows,
+    index_t cols,
+    index_t logits_stride0,
+    index_t logits_extent,
+    index_t logits_stride0_2) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const long long targets = targets_ptr[row];
+    const bool has_logits = (targets >= 0) & (targets < logits_extent);
+    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : 0.0f;
+
+    float logits_max_part = -3.40282347e38f;
+    float exp_logits_shifted_sum_part = 0;
+    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+        Pack<float> logits_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            logits_packs[p] = load_pack(logits_ptr + row * logits_stride0 + first, is_inside);
+        }
+        float logits_max_raised = logits_max_part;
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float logits = logits_packs[p][lane];
+                logits_max_raised = nan_max(logits_max_raised, logits);
+            }
+        }
+        exp_logits_shifted_sum_part *= expf(logits_max_part - logits_max_raised);
+        logits_max_part = logits_max_raised;
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float logits = logits_packs[p][lane];
+                exp_logits_shifted_sum_part += expf(logits - logits_max_part);
+            }
+        }
+    }
+    const float row_logits_max = row_reduce<Max, 0>(logits_max_part);
+    exp_logits_shifted_sum_part *= expf(logits_max_part - row_logits_max);
+    const float row_exp_logits_shifted_sum = row_reduce<Sum, 1>(exp_logits_shifted_sum_part);
+    // Only a row of -inf alone leaves the sum at 0.
+    const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;
+    const float exp_logits_shifted_sum = row_exp_logits_shifted_sum == 0 ? NAN_VALUEF : row_exp_logits_shifted_sum;
+    const float difference = (has_logits ? logits_2 : NAN_VALUEF) - logits_max;
+    const float loss = (targets == -100) ? 0.0f : logf(exp_logits_shifted_sum) - difference;
+
+    if (threadIdx.x == 0) {
+        loss_ptr[row] = loss;
+    }
+}

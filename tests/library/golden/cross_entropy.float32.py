@@ -1,0 +1,72 @@
+# cross_entropy: the loss of each row of logits: log(sum(exp(x))) - x[target], the row read once
+#
+# Moves each operand once: targets 8 B/row, logits 4 B/element, loss 4 B/row.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel cross_entropy, variant builtin.
+# Source: https://arxiv.org/abs/2410.10989
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    # tl.exp rounds x * log2(e) once, which costs |x| / 2 ulp; the product's rounding error is put back here.
+    scaled = x * 1.4426950408889634
+    error = tl.fma(x, 1.4426950408889634, -scaled) + x * 1.925963033500e-08
+    power = tl.exp2(scaled)
+    # At 0 and inf there is nothing to put back, and an infinite x has no error: inf - inf would be NaN.
+    return tl.where((power > 0.0) & (power < float("inf")), power + power * (error * 0.6931471805599453), power)
+
+
+@triton.jit
+def add_exp(highest, total, x):
+    # Of exp(x - new highest) and the old sum's factor exp(highest - new highest) one is 1: one exp serves both.
+    distance = x - highest
+    power = exp(-tl.abs(distance))
+    total = tl.where(distance > 0.0, total * power + 1.0, total + power)
+    return maximum(highest, x), total
+
+
+@triton.jit
+def maximum(a, b):
+    # tl.max would drop a NaN.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def merge_exp_sums(highest, total):
+    # A lane that saw only -inf still has its start and a sum of 0; a row of such lanes has the maximum -inf.
+    row_highest = tl.reduce(highest, 1, maximum, keep_dims=True)
+    total = tl.sum(total * exp(highest - row_highest), axis=1, keep_dims=True)
+    return tl.where(total == 0.0, float("-inf"), row_highest), total
+
+
+@triton.jit
+def fa_cross_entropy_12433a(
+    targets_ptr, logits_ptr, loss_ptr,
+    rows, cols, logits_stride0, logits_extent, logits_stride0_2,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    targets = tl.load(targets_ptr + row, mask=row_mask, other=0)
+    has_logits = (targets >= 0) & (targets < logits_extent)
+    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=0.0)
+
+    logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], -3.4028234663852886e38, tl.float32)
+    exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
+    for start in range(0, cols, BLOCK_COLS):
+        col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
+        col_mask = col < cols
+        mask = row_mask & col_mask
+        logits = tl.load(logits_ptr + row * logits_stride0 + col, mask=mask, other=0.0)
+        logits_max_tile, exp_logits_shifted_sum_tile = add_exp(
+            logits_max_tile, exp_logits_shifted_sum_tile, tl.where(col_mask, logits, float("-inf"))
+        )
+    logits_max, exp_logits_shifted_sum = merge_exp_sums(logits_max_tile, exp_logits_shifted_sum_tile)
+    exp_logits_shifted_sum = tl.where(logits_max == float("-inf"), float("nan"), exp_logits_shifted_sum)
+    difference = tl.where(has_logits, logits_2, float("nan")) - logits_max
+    loss = tl.where(targets == -100, 0.0, tl.log(exp_logits_shifted_sum) - difference)
+
+    tl.store(loss_ptr + row, loss, mask=row_mask)

@@ -1,0 +1,218 @@
+// embedding_add_layernorm: word, token type and position rows looked up, added and LayerNormed in one pass
+//
+// Moves each operand once: ids 8 B/row, words 2 B/column, type_ids 8 B/row, types 2 B/column, position_ids
+// 8 B/row, positions 2 B/column, weight 2 B/column, bias 2 B/column, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel embedding_add_layernorm, variant type_first.
+// Source: https://arxiv.org/abs/1810.04805
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: PACKS * THREADS * VEC >= cols
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+#define NAN_VALUEF __int_as_float(0x7fffffff)
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_embedding_add_layernorm_21095e(
+    const long long* __restrict__ ids_ptr,
+    const bfloat16_bits* __restrict__ words_ptr,
+    const long long* __restrict__ type_ids_ptr,
+    const bfloat16_bits* __restrict__ types_ptr,
+    const long long* __restrict__ position_ids_ptr,
+    const bfloat16_bits* __restrict__ positions_ptr,
+    const bfloat16_bits* __restrict__ weight_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t rows,
+    index_t size1,
+    index_t cols,
+    index_t ids_stride0,
+    index_t words_extent,
+    index_t words_step0,
+    index_t type_ids_stride0,
+    index_t types_extent,
+    index_t types_step0,
+    index_t positions_extent,
+    index_t positions_step0,
+    index_t out_stride0,
+    index_t out_stride1) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const index_t i1 = row % size1;
+    const index_t i0 = row / size1;
+    const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
+    const long long* const type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1;
+    bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+    const long long ids = ids_row[0];
+    const bool has_words = (ids >= 0) & (ids < words_extent);
+    const long long type_ids = type_ids_row[0];
+    const bool has_types = (type_ids >= 0) & (type_ids < types_extent);
+    const long long position_ids = position_ids_ptr[i1];
+    const bool has_positions = (position_ids >= 0) & (position_ids < positions_extent);
+    const float eps = 1e-12f;
+    Pack<bfloat16_bits> words_packs[PACKS];
+    Pack<bfloat16_bits> types_packs[PACKS];
+    Pack<bfloat16_bits> positions_packs[PACKS];
+    Pack<bfloat16_bits> weight_packs[PACKS];
+    Pack<bfloat16_bits> bias_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
+        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
+        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+    }
+
+    float total_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float words = wide(words_packs[p][lane]);
+            const float types = wide(types_packs[p][lane]);
+            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
+            const float positions = wide(positions_packs[p][lane]);
+            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
+            total_sum_part += total_2;
+        }
+    }
+    const float total_sum = row_reduce<Sum, 0>(total_sum_part);
+    const float total_mean = total_sum / (float)cols;
+
+    float total_centered_squared_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float words = wide(words_packs[p][lane]);
+            const float types = wide(types_packs[p][lane]);
+            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
+            const float positions = wide(positions_packs[p][lane]);
+            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
+            const float total_centered = total_2 - total_mean;
+            total_centered_squared_sum_part += total_centered * total_centered;
+        }
+    }
+    const float total_centered_squared_sum = row_reduce<Sum, 1>(total_centered_squared_sum_part);
+    const float total_variance_eps = total_centered_squared_sum / (float)cols + eps;
+    const float inverse_deviation = rsqrtf(total_variance_eps);
+
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        Pack<bfloat16_bits> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float words = wide(words_packs[p][lane]);
+            const float types = wide(types_packs[p][lane]);
+            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
+            const float positions = wide(positions_packs[p][lane]);
+            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
+            const float total_centered = total_2 - total_mean;
+            const float weight = wide(weight_packs[p][lane]);
+            const float bias = wide(bias_packs[p][lane]);
+            const float out = total_centered * inverse_deviation * weight + bias;
+            out_pack[lane] = narrow<bfloat16_bits>(out);
+        }
+        store_pack(out_row + first, out_pack);
+    }
+}

@@ -1,0 +1,54 @@
+# embedding_add_layernorm: word, token type and position rows looked up, added and LayerNormed in one pass
+#
+# Moves each operand once: ids 8 B/row, words 2 B/column, type_ids 8 B/row, types 2 B/column, position_ids
+# 8 B/row, positions 2 B/column, weight 2 B/column, bias 2 B/column, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel embedding_add_layernorm, variant type_first.
+# Source: https://arxiv.org/abs/1810.04805
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_embedding_add_layernorm_027cee(
+    ids_ptr, words_ptr, type_ids_ptr, types_ptr, position_ids_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr,
+    rows, size1, cols, ids_stride0, words_extent, words_step0, type_ids_stride0, types_extent, types_step0,
+    positions_extent, positions_step0, out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i1 = row % size1
+    i0 = row // size1
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    ids_row = ids_ptr + i0 * ids_stride0 + i1
+    type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1
+    out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
+
+    ids = tl.load(ids_row, mask=row_mask, other=0)
+    has_words = (ids >= 0) & (ids < words_extent)
+    words = tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=0.0).to(tl.float32)
+    type_ids = tl.load(type_ids_row, mask=row_mask, other=0)
+    has_types = (type_ids >= 0) & (type_ids < types_extent)
+    types = tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=0.0).to(tl.float32)
+    position_ids = tl.load(position_ids_ptr + i1, mask=row_mask, other=0)
+    has_positions = (position_ids >= 0) & (position_ids < positions_extent)
+    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0).to(tl.float32)
+    total = tl.where(has_words, words, float("nan")) + tl.where(has_types, types, float("nan"))
+    chosen = tl.where(has_positions, positions, float("nan"))
+    total_2 = total + chosen
+    total_sum = tl.sum(tl.where(col_mask, total_2, 0.0), axis=1, keep_dims=True)
+    total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
+    total_centered = total_2 - total_mean
+    total_centered_squared_sum = tl.sum(tl.where(col_mask, total_centered * total_centered, 0.0), axis=1, keep_dims=True)
+    total_variance = tl.div_rn(total_centered_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-12
+    inverse_deviation = tl.rsqrt(total_variance + eps)
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    out = total_centered * inverse_deviation * weight + bias
+
+    tl.store(out_row + col, out, mask=mask)

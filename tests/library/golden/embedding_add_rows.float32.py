@@ -1,0 +1,36 @@
+# embedding_add_rows: token rows looked up, and the position rows of a slice added
+#
+# Moves each operand once: ids 8 B/row, weight 4 B/column, positions 4 B/element, out 4 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel embedding_add_rows, variant sliced.
+# Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_embedding_add_rows_97b817(
+    ids_ptr, weight_ptr, positions_ptr, out_ptr,
+    rows, cols, ids_stride0, weight_extent, weight_step0, positions_stride1, out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    ids_row = ids_ptr + i0 * ids_stride0 + row
+    out_row = out_ptr + i0 * out_stride0 + row * out_stride1
+
+    ids = tl.load(ids_row, mask=row_mask, other=0)
+    has_weight = (ids >= 0) & (ids < weight_extent)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    positions = tl.load(positions_ptr + row * positions_stride1 + col, mask=mask, other=0.0)
+    out = tl.where(has_weight, weight, float("nan")) + positions
+
+    tl.store(out_row + col, out, mask=mask)

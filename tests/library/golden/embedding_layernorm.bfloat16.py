@@ -1,0 +1,39 @@
+# embedding_layernorm: token rows looked up and LayerNormed in one pass
+#
+# Moves each operand once: ids 8 B/row, table 2 B/column, weight 2 B/column, bias 2 B/column, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel embedding_layernorm, variant builtin.
+# Source: https://arxiv.org/abs/1607.06450
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_embedding_layernorm_eabd2b(
+    ids_ptr, table_ptr, weight_ptr, bias_ptr, out_ptr,
+    rows, cols, table_extent, table_step0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
+    has_table = (ids >= 0) & (ids < table_extent)
+    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0).to(tl.float32)
+    chosen = tl.where(has_table, table, float("nan"))
+    chosen_sum = tl.sum(tl.where(col_mask, chosen, 0.0), axis=1, keep_dims=True)
+    chosen_mean = tl.div_rn(chosen_sum, tl.cast(cols, tl.float32))
+    chosen_centered = chosen - chosen_mean
+    chosen_centered_squared_sum = tl.sum(tl.where(col_mask, chosen_centered * chosen_centered, 0.0), axis=1, keep_dims=True)
+    chosen_variance = tl.div_rn(chosen_centered_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-05
+    inverse_deviation = tl.rsqrt(chosen_variance + eps)
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    out = chosen_centered * inverse_deviation * weight + bias
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

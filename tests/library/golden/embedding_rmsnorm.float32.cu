@@ -1,0 +1,151 @@
+// embedding_rmsnorm: token rows looked up for the residual stream, and RMS-normed for the first block
+//
+// Moves each operand once: ids 8 B/row, table 4 B/column, weight 4 B/column, rows 4 B/element, out 4 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel embedding_rmsnorm, variant llama.
+// Source: https://arxiv.org/abs/1910.07467
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: PACKS * THREADS * VEC >= cols
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+#define NAN_VALUEF __int_as_float(0x7fffffff)
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_embedding_rmsnorm_9eaf6a(
+    const long long* __restrict__ ids_ptr,
+    const float* __restrict__ table_ptr,
+    const float* __restrict__ weight_ptr,
+    float* __restrict__ rows_ptr,
+    float* __restrict__ out_ptr,
+    index_t rows,
+    index_t cols,
+    index_t table_extent,
+    index_t table_step0,
+    index_t rows_stride0,
+    index_t out_stride0) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const long long ids = ids_ptr[row];
+    const bool has_table = (ids >= 0) & (ids < table_extent);
+    const float eps = 1e-06f;
+    Pack<float> table_packs[PACKS];
+    Pack<float> weight_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+    }
+
+    float chosen_squared_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        Pack<float> rows_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float table = table_packs[p][lane];
+            const float rows_2 = has_table ? table : NAN_VALUEF;
+            chosen_squared_sum_part += rows_2 * rows_2;
+            rows_pack[lane] = rows_2;
+        }
+        store_pack(rows_ptr + row * rows_stride0 + first, rows_pack);
+    }
+    const float chosen_squared_sum = row_reduce<Sum, 0>(chosen_squared_sum_part);
+    const float inverse_rms = rsqrtf(chosen_squared_sum / (float)cols + eps);
+
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        Pack<float> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float table = table_packs[p][lane];
+            const float rows_2 = has_table ? table : NAN_VALUEF;
+            const float weight = weight_packs[p][lane];
+            const float out = weight * (rows_2 * inverse_rms);
+            out_pack[lane] = out;
+        }
+        store_pack(out_ptr + row * out_stride0 + first, out_pack);
+    }
+}

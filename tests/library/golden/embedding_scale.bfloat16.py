@@ -1,0 +1,32 @@
+# embedding_scale: token rows looked up and scaled, as Gemma begins
+#
+# Moves each operand once: ids 8 B/row, weight 2 B/column, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel embedding_scale, variant scaled.
+# Source: https://arxiv.org/abs/2403.08295
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_embedding_scale_e5f3be(
+    ids_ptr, weight_ptr, out_ptr,
+    rows, cols, weight_extent, weight_step0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
+    has_weight = (ids >= 0) & (ids < weight_extent)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0).to(tl.float32)
+    scale = 55.42562584220407
+    out = tl.where(has_weight, weight, float("nan")) * scale
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

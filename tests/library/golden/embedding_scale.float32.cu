@@ -1,0 +1,103 @@
+// embedding_scale: token rows looked up and scaled, as Gemma begins
+//
+// Moves each operand once: ids 8 B/row, weight 4 B/column, out 4 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel embedding_scale, variant scaled.
+// Source: https://arxiv.org/abs/2403.08295
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // threads along a column
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: neighbouring rows
+#endif
+#ifndef VEC
+#define VEC 4  // columns of a pack, a divisor of every row and stride
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+#define NAN_VALUEF __int_as_float(0x7fffffff)
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_embedding_scale_c2047f(
+    const long long* __restrict__ ids_ptr,
+    const float* __restrict__ weight_ptr,
+    float* __restrict__ out_ptr,
+    index_t rows,
+    index_t cols,
+    index_t weight_extent,
+    index_t weight_step0,
+    index_t out_stride0) {
+    const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
+    if (top >= rows) return;
+    const float scale = 55.42562584220407f;
+    const index_t step = (index_t)gridDim.y * THREADS * VEC;
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+        Pack<float> weight_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t row = top + p;
+            const bool is_inside = row < rows;
+            const long long ids = is_inside ? ids_ptr[row] : 0;
+            const bool has_weight = (ids >= 0) & (ids < weight_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+        }
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t row = top + p;
+            const bool is_inside = row < rows;
+            if (!is_inside) continue;
+            Pack<float> out_pack;
+            const long long ids = ids_ptr[row];
+            const bool has_weight = (ids >= 0) & (ids < weight_extent);
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float weight = weight_packs[p][lane];
+                const float out = (has_weight ? weight : NAN_VALUEF) * scale;
+                out_pack[lane] = out;
+            }
+            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+// groupnorm: normalise groups of channels; a group's channels are read as one row
+//
+// Moves each operand once: x 2 B/element, weight 2 B/row, bias 2 B/row, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel groupnorm, variant builtin.
+// Source: https://arxiv.org/abs/1803.08494
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // rows of a block; 1 when more than a warp shares a row
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread at a time
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+};
+
+// Combines one number per thread over a row's threads; every thread gets the result. Each call has its own number, and with
+// it its own shared memory: no reader of an earlier one has to be waited for.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (THREADS > 32) {
+        __shared__ T partial[THREADS / 32];
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+        __syncthreads();
+        value = partial[0];
+        #pragma unroll
+        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+    }
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_groupnorm_8175d0(
+    const bfloat16_bits* __restrict__ x_ptr,
+    const bfloat16_bits* __restrict__ weight_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t rows,
+    index_t size1,
+    index_t cols,
+    index_t x_stride0,
+    index_t x_stride1,
+    index_t weight_extent,
+    index_t weight_stride1,
+    index_t bias_stride1,
+    index_t out_stride0,
+    index_t out_stride1) {
+    const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
+    if (row >= rows) return;
+    const index_t i1 = row % size1;
+    const index_t i0 = row / size1;
+    const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
+    bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+    const float eps = 1e-05f;
+
+    float x_sum_part = 0;
+    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+        Pack<bfloat16_bits> x_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            x_packs[p] = load_pack(x_row + first, is_inside);
+        }
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float x = wide(x_packs[p][lane]);
+                x_sum_part += x;
+            }
+        }
+    }
+    const float x_sum = row_reduce<Sum, 0>(x_sum_part);
+    const float x_mean = x_sum / (float)cols;
+
+    float x_centered_squared_sum_part = 0;
+    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+        Pack<bfloat16_bits> x_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            x_packs[p] = load_pack(x_row + first, is_inside);
+        }
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float x = wide(x_packs[p][lane]);
+                const float x_centered = x - x_mean;
+                x_centered_squared_sum_part += x_centered * x_centered;
+            }
+        }
+    }
+    const float x_centered_squared_sum = row_reduce<Sum, 1>(x_centered_squared_sum_part);
+    const float inverse_deviation = rsqrtf(x_centered_squared_sum / (float)cols + eps);
+
+    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+        Pack<bfloat16_bits> x_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            x_packs[p] = load_pack(x_row + first, is_inside);
+        }
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            Pack<bfloat16_bits> out_pack;
+            const long long part = (long long)(first / weight_extent);
+            const float weight = wide(weight_ptr[part + i1 * weight_stride1]);
+            const float bias = wide(bias_ptr[part + i1 * bias_stride1]);
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float x = wide(x_packs[p][lane]);
+                const float x_centered = x - x_mean;
+                const float out = x_centered * inverse_deviation * weight + bias;
+                out_pack[lane] = narrow<bfloat16_bits>(out);
+            }
+            store_pack(out_row + first, out_pack);
+        }
+    }
+}
