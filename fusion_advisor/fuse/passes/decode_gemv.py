@@ -11,7 +11,7 @@ down → + residual. What ends one is what the next begins with, so the residual
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,15 @@ class GemvSite:
 
 def find_gemv_sites(graph: Graph) -> list[GemvSite]:
     """Return the linears on at most 64 rows, each with as much of its surroundings as one kernel can take in."""
-    return [site for node in graph.nodes if node.target is _LINEAR and (site := _site(node)) is not None]
+    found: dict[Node, GemvSite] = {}
+    for node in graph.nodes:
+        site = _site(node, found) if node.target is _LINEAR else None
+        if site is not None:
+            found[site.result] = site
+    return list(found.values())
 
 
-def _site(linear: Node) -> GemvSite | None:
+def _site(linear: Node, taken: Collection[Node]) -> GemvSite | None:
     source, weight, out = linear.args[0], linear.args[1], linear.meta["val"]
     assert isinstance(source, Node) and isinstance(weight, Node)
     inner = weight.meta["val"].shape[1]
@@ -92,7 +97,8 @@ def _site(linear: Node) -> GemvSite | None:
     gate = _gate(linear)
     result, residual = gate or linear, None
     found = _residual(result)
-    if found is not None and not _is_written(found[1:], linear, _first_reader(found[0])):
+    # The sum of two linears is computed by one of them.
+    if found is not None and found[0] not in taken and not _is_written(found[1:], linear, _first_reader(found[0])):
         result, residual = found
     end = _first_reader(result)
     if _is_written(linear.all_input_nodes, linear, end):
@@ -113,8 +119,13 @@ def _site(linear: Node) -> GemvSite | None:
 
 
 def _before_views(node: Node) -> Node:
-    """Return what lies before slices of everything (a head's "last positions" where there is one) that nothing else reads."""
-    while node.target is _ATEN.slice.Tensor and isinstance(source := node.args[0], Node) and len(source.users) == 1:
+    """Return what lies before slices of everything (a head's "last positions" where there is one) that nothing else reads.
+
+    Torch 2.13 traces such a slice as an ``alias``.
+    """
+    while node.target in (_ATEN.slice.Tensor, _ATEN.alias.default) and isinstance(source := node.args[0], Node):
+        if len(source.users) != 1:
+            break
         if source.meta["val"].shape != node.meta["val"].shape or len(node.users) != 1:
             break
         node = source
@@ -191,10 +202,12 @@ def _halves(linear: Node) -> tuple[Node | None, Node | None]:
 
 
 def _residual(node: Node) -> tuple[Node, Node] | None:
-    """Return the sum that alone reads a node, and what is added."""
+    """Return the sum that alone reads a node (through a dropout of inference or not), and what is added."""
     if len(node.users) != 1:
         return None
     total = next(iter(node.users))
+    if total.target is _ATEN.dropout.default and not total.args[2]:
+        return _residual(total)
     if total.target is not _ATEN.add.Tensor or total.kwargs:
         return None
     other = next((source for source in total.args[:2] if source is not node), None)
