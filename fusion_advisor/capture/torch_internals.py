@@ -140,9 +140,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.seen.append((str(func), result))
         return result

