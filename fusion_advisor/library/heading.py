@@ -32,15 +32,13 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
 
 
 def comment(lines: list[str]) -> list[str]:
-    """Lines of a comment: printable ASCII, wrapped.
-
-    "decoding: the" in one of a Python file's first two lines would name its encoding (PEP 263), so a comma stands there.
-    """
+    """Lines of a comment: printable ASCII, wrapped. "decoding: the" in a first line would name an encoding (PEP 263)."""
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
+        clean = re.sub(r"coding(?=[:=])", "coding ", clean)
         wrapped += wrap(clean)
-    return [re.sub(r"coding[:=]", "coding,", line) if number < 2 else line for number, line in enumerate(wrapped)]
+    return wrapped
 
 
 def wrap(line: str) -> list[str]:
