@@ -57,10 +57,11 @@ def test_a_decode_step_of_a_model():
     assert moved and all(torch.equal(written.tensors[name], value) for name, value in moved.items())
 
 
-def test_sums_read_before_a_count_moves_on_and_after_it_are_different_sums():
+@pytest.mark.parametrize("count_of", [lambda a: a, lambda a: a.view(1)], ids=["itself", "through a view"])
+def test_sums_read_before_a_count_moves_on_and_after_it_are_different_sums(count_of):
     def function(a, b):
         before = torch.arange(1) + a
-        a.add_(1)
+        count_of(a).add_(1)
         after = torch.arange(1) + a
         other = torch.arange(1) + b
         return torch.cat([before, after, other])
