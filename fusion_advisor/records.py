@@ -290,6 +290,8 @@ class Status(enum.StrEnum):
     BUILD_FAILED = "build failed"
     NOT_MATCHED = "not matched"
     NOT_REPLACED = "not replaced"
+    ABSORBED = "absorbed"
+    """It was kept, and then a kernel that computes more took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
