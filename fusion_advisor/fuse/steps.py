@@ -66,7 +66,7 @@ class _FusedRunner(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if "fusion_id" not in n.meta or n.op != "call_function":
             return super().run_node(n)
-        with torch.profiler.record_function(f"fa:kernel:{getattr(n.target, '__name__', n.name)}"):
+        with torch.profiler.record_function(f"{timeline.KERNEL_RANGE}{getattr(n.target, '__name__', n.name)}"):
             return super().run_node(n)
 
 
