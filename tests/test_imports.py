@@ -154,7 +154,7 @@ def test_a_dependency_is_used_in_its_own_place(package, allowed):
 def test_the_terminal_belongs_to_the_command_line():
     for package in ("typer", "rich"):
         for module in users(package, with_typing=True):
-            views = {"fusion_advisor.report.terminal", "fusion_advisor.bench.view"}
+            views = {f"fusion_advisor.{name}" for name in ("report.terminal", "report.trace_table", "bench.view")}
             assert layer(module) == "cli" or module in views, module
 
 

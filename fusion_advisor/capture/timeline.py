@@ -7,6 +7,7 @@ device time twice, and its op rows hide which kernel ran. Times taken under the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import logging
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,9 +51,11 @@ _MARKER = b"USDT:"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One event of a trace; times in nanoseconds on the trace's own clock."""
+class Event(NamedTuple):
+    """One event of a trace; times in nanoseconds on the trace's own clock.
+
+    A trace has hundreds of thousands: as frozen dataclasses they would take as long to make as their JSON to decode.
+    """
 
     name: str
     start_ns: int
@@ -186,7 +189,7 @@ def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:
             kind = kernels
         elif category == "cpu_op":
             kind = cpu_ops
-        elif category in _RUNTIME and isinstance(name, str) and any(word in name for word in _LAUNCHING):
+        elif category in _RUNTIME and isinstance(name, str) and _is_launching(name):
             kind = launches
         elif category == "user_annotation" and isinstance(name, str) and name.startswith(("fa:", *_STEPS)):
             kind = ranges
@@ -205,6 +208,11 @@ def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:
         cpu_ops=tuple(cpu_ops),
         unreadable=unreadable,
     )
+
+
+@functools.cache
+def _is_launching(name: str) -> bool:
+    return any(word in name for word in _LAUNCHING)
 
 
 def is_step(event: Event) -> bool:
@@ -231,20 +239,21 @@ def _event(raw: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]
         thread=sys.intern(f"{raw.get('pid')}/{raw.get('tid')}"),
         correlation=int(arguments.get("correlation", -1)),
         external=int(arguments.get("External id", -1)),
-        stream=int(stream) if str(stream).isdigit() else 0,
-        device=int(device) if str(device).isdigit() else 0,
-        grid=tuple(arguments.get("grid", ())),
-        block=tuple(arguments.get("block", ())),
+        stream=stream if type(stream) is int else 0,
+        device=device if type(device) is int else 0,
+        grid=tuple(arguments["grid"]) if "grid" in arguments else (),
+        block=tuple(arguments["block"]) if "block" in arguments else (),
         inputs=_inputs(arguments, shapes) if "Input Dims" in arguments else None,
     )
 
 
 def _nanoseconds(microseconds: Any) -> int:
     """Convert a trace's time; as text it keeps the nanoseconds that a float loses on a clock that counts from 1970."""
-    if isinstance(microseconds, str):
-        whole, _, fraction = microseconds.partition(".")
-        if whole.isdigit() and (not fraction or fraction.isdigit()):
-            return int(whole) * _NS_PER_US + int((fraction + "000")[:3])
+    if isinstance(microseconds, str) and microseconds[-4:-3] == ".":
+        try:
+            return int(microseconds.replace(".", ""))
+        except ValueError:  # 1.0e5
+            pass
     return round(float(microseconds) * _NS_PER_US)
 
 
