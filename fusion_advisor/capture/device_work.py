@@ -233,7 +233,7 @@ _BY_NAME = (
     (OpClass.ATTENTION, "flash fmha attention attn mha_"),
     (OpClass.CONVOLUTION, "conv wgrad dgrad fprop winograd im2col"),
     (OpClass.GEMM, "gemm gemv nvjet cutlass cublas splitk cijk_ triton_tem wgmma triton_mm matmul addmm"),
-    (OpClass.REDUCTION, "reduce softmax layer_norm layernorm rms_norm rmsnorm groupnorm welford triton_red triton_per argmax norm"),
+    (OpClass.REDUCTION, "reduce softmax norm welford triton_red triton_per argmax argmin"),
     (OpClass.MEMORY, "catarray indexselect index_ gather scatter embedding copy fill transpose memcpy memset arange"),
     (OpClass.POINTWISE, "elementwise pointwise triton_poi functor gelu silu rotary rope"),
 )  # fmt: skip
@@ -263,7 +263,7 @@ def kernel_class(name: str) -> OpClass:
 def kernel_label(name: str) -> str:
     """Return the short name of what a kernel computes: ``tanh`` for ``…<4, at::native::tanh_kernel_cuda(…)…>``."""
     if name.startswith(("Memcpy", "Memset", FUSED_PREFIX)):
-        return name.split("(")[0].strip()
+        return name.split("(", maxsplit=1)[0].strip()
     if "_copy_kernel" in name:
         return CAST if _CASTS.search(name) else "copy"
     if "CatArray" in name:

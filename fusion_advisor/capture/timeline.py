@@ -12,6 +12,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,8 @@ STEP_RANGE = "fa:step:"
 """A recorded step's range; in traces made elsewhere it is ``ProfilerStep#``."""
 KERNEL_RANGE = "fa:kernel:"
 """Stands for a fused kernel on a CPU, where it is no ATen op."""
+MODULE_RANGE = "fa:module:"
+"""The call of a submodule; its path follows."""
 _STEPS = (STEP_RANGE, "ProfilerStep#")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
@@ -171,6 +174,53 @@ def markers_logged() -> Iterator[None]:
                     _log.debug(line.decode(errors="replace").rstrip())
                 else:
                     os.write(2, line)
+
+
+@contextlib.contextmanager
+def module_ranges(model: torch.nn.Module, open_range: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Open a range around every call of a submodule, so that a trace shows ``model.layers.3.mlp`` above its ops.
+
+    The ranges hang on forward hooks, which are taken off again. A model that runs otherwise with hooks than without gets none:
+    torch's own transformer layers leave their fast path, and compiled modules are compiled again.
+
+    Args:
+        model: called in the block, from one thread.
+        open_range: makes the range of a name (``torch.profiler.record_function``, say).
+    """
+    ranges: list[contextlib.AbstractContextManager[Any]] = []
+    handles: list[Any] = []
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            ranges.append(open_range(name))
+            ranges[-1].__enter__()
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    try:
+        if not any(_minds_hooks(module) for module in model.modules()):
+            for path, module in model.named_modules():
+                if path:
+                    handles.append(module.register_forward_pre_hook(entering(f"{MODULE_RANGE}{plain_name(path)}")))
+                    handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _minds_hooks(module: torch.nn.Module) -> bool:
+    fast = torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, fast) or is_compiled
+
+
+def plain_name(path: str) -> str:
+    """Return a module's path as a range may carry it: Kineto writes quotes unescaped and drops what is not ASCII."""
+    return re.sub(r'[^ -~]|["\\]', "?", path)
 
 
 def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:

@@ -148,7 +148,9 @@ class _Document:
             except json.JSONDecodeError as error:
                 why, place = error.msg, error.pos
             except (RecursionError, ValueError) as error:  # an integer of thousands of digits is a ValueError
-                self._file.refuse(f"it is nested too deeply, or holds a number too long, at line {self._line_of(self._at):,}", error)
+                self._file.refuse(
+                    f"it is nested too deeply, or holds a number too long, at line {self._line_of(self._at):,}", error
+                )
             else:
                 if end < len(self._text) or not self._more():
                     self._at = end

@@ -82,7 +82,9 @@ def _grouped(runs: Sequence[Sequence[Hashable]], costs: Sequence[Sequence[int]])
     equal: dict[tuple[Hashable, ...], list[int]] = {}
     for number, run in enumerate(runs):
         equal.setdefault(tuple(run), []).append(number)
-    summed = {items: tuple(map(sum, zip(*(costs[number] for number in numbers), strict=True))) for items, numbers in equal.items()}
+    summed = {
+        items: tuple(map(sum, zip(*(costs[number] for number in numbers), strict=True))) for items, numbers in equal.items()
+    }
     kept: list[tuple[list[int], _Fragment]] = []
     room = _MOST_ITEMS
     for items, numbers in sorted(equal.items(), key=lambda entry: -sum(summed[entry[0]])):

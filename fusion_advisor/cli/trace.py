@@ -28,7 +28,7 @@ def check_usage(context: typer.Context, model_id: str, trace_file: Path | None) 
         return
     given = [name for name in context.params if _is_given(context, name)]
     if others := [name for name in given if name not in _TAKEN]:
-        named = {option.name: option.opts[0] for option in context.command.params}
+        named = {option.name: option.opts[-1] for option in context.command.params}
         words = ", ".join("MODEL_ID" if name == "model_id" else named.get(name, name) for name in others)
         raise UsageError(detail=f"--trace reads a file and runs nothing, so it takes no {words}", help=f"leave {words} out")
 
@@ -43,9 +43,7 @@ def run_trace(
 ) -> None:
     """Rank a trace's kernels and repeated chains, and print them."""
     with TerminalProgress(settings) as progress:
-        found = core.profile_trace(
-            path, progress, min_share=min_share, top=top, kernel_dirs=kernel_dirs, tool=tool_version()
-        )
+        found = core.profile_trace(path, progress, min_share=min_share, top=top, kernel_dirs=kernel_dirs, tool=tool_version())
     if as_json:
         write_result(dump_record(found, TRACE_SCHEMA))
         return
@@ -58,4 +56,6 @@ def run_trace(
         return
     with console.capture() as captured:
         console.print(trace_table(found, console))
-    write_result(captured.get() + "next: fusion-advisor profile MODEL_ID   (with the model: what may be fused, and what it saves)\n")
+    write_result(
+        captured.get() + "next: fusion-advisor profile MODEL_ID   (with the model: what may be fused, and what it saves)\n"
+    )

@@ -168,9 +168,7 @@ def repeated_sites(
             taken.update(place for number, _ in free for place in (number, number + 1))
             found.append(Repeated(sites=tuple(site for _, site in free), gemm_at=len(before)))
     left = [run.work for number, run in enumerate(runs) if number not in taken]
-    repeats = find_repeats(
-        [_tokens(run) for run in left], [[item.busy_ns for item in run] for run in left], least_cost=least_ns
-    )
+    repeats = find_repeats([_tokens(run) for run in left], [[item.busy_ns for item in run] for run in left], least_cost=least_ns)
     for repeat in repeats.found:
         length = len(repeat.items)
         found.append(Repeated(sites=tuple(left[run][start : start + length] for run, start in repeat.places)))

@@ -22,14 +22,16 @@ def trace_table(report: TraceReport, console: Console) -> RenderableType:
             sentence = f"Save is an upper bound at {rate}, the fastest pointwise kernel of the trace; bounds do not add up."
             lines.append(_line(sentence, console, "dim"))
         if any(chain.kernel for chain in report.chains):
-            words = 'Looks like: the op names are those of a library kernel ("part": of a part of the chain); a hint, not a match.'
+            words = (
+                'Looks like: the op names are those of a library kernel ("part": of a part of the chain); a hint, not a match.'
+            )
             lines.append(_line(words, console, "dim"))
     else:
         lines.append(_line(trace_summary(report), console))
     lines += [Text(""), column_table(_kernel_columns(report), console)]
     if report.ranked_left_out:
         left = plural(report.ranked_left_out, "more kernel")
-        lines.append(_line(f"{left}; --top N shows more, --json has what --top lets through.", console, "dim"))
+        lines.append(_line(f"{left}; --top N shows more.", console, "dim"))
     lines += [Text(""), _line("This trace cannot tell:", console, "bold")]
     lines += [_line(f"- {sentence}", console) for sentence in report.unknown]
     return Group(*lines)

@@ -31,7 +31,7 @@ def test_a_repeat_of_itself_counts_as_its_period():
 
 
 def test_a_long_periodic_run_is_its_period_at_every_place():
-    (items, places), = found(" ".join(["m g a s"] * 100)).items()
+    ((items, places),) = found(" ".join(["m g a s"] * 100)).items()
     assert sorted(items.split()) == ["a", "g", "m", "s"]
     assert len(places) >= 99
 

@@ -61,6 +61,13 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
     assert "\x1b" not in ran.err + ran.out
 
 
+def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:
+    line = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop fusion-advisor profile org/m"
+    assert f"{line} --seed 0 --nvtx" in " ".join(run("profile", "org/m", "--nvtx", "-v").err.split())
+    assert "nsys" not in run("profile", "org/m", "--nvtx", "-o", "a").err + run("profile", "org/m", "-v", "-o", "b").err
+    assert fake.options[0].nvtx and not fake.options[-1].nvtx
+
+
 def test_json_is_one_document(run: Run, fake: Core) -> None:
     ran = run("apply", "org/m", "--json")
     assert ran.code == 0

@@ -24,7 +24,7 @@ TABLE = """\
 #  Chain                                                 Sites  Kernels  GPU ms  Share  Looks like
 1  add → to → pow → mean → add → rsqrt → mul → to → mul     56    504→?    2.19  14.3%  add_rmsnorm
 2  mul → neg → cat → mul → add                              56    280→?    1.26   8.2%  rope
-3  silu → [gemm] → mul                                      28     56→?   0.707   4.6%  swiglu
+3  silu → [gemm] → mul                                      28     56→?    0.71   4.6%  swiglu
 27.1% of GPU time is in 3 chains that repeat.
 """
 
@@ -100,8 +100,12 @@ def test_a_trace_takes_no_model_and_nothing_that_describes_one(run: Run, argumen
 def test_hostile_names_are_inert(run: Run, tmp_path: Path) -> None:
     recorder = Recorder()
     for _ in range(3):
-        recorder.op("aten::mm", "gemm").op("aten::add", "[/bold]\x1b[31m\u202eelementwise").op("aten::mul", "</script>\ud800functor")
-    ran = run("profile", "--trace", str(write(tmp_path / "t.json", recorder.document(deviceProperties=[{"name": "\x07"}, 3, {}]))))
+        recorder.op("aten::mm", "gemm").op("aten::add", "[/bold]\x1b[31m\u202eelementwise").op(
+            "aten::mul", "</script>\ud800functor"
+        )
+    ran = run(
+        "profile", "--trace", str(write(tmp_path / "t.json", recorder.document(deviceProperties=[{"name": "\x07"}, 3, {}])))
+    )
     assert ran.code == 0
     assert "\x1b" not in ran.out and "\u202e" not in ran.out and "\x07" not in ran.out
     assert "[/bold]\\x1b[31m\\u202eelementwise" in ran.out

@@ -9,8 +9,8 @@ from fusion_advisor.capture import timeline
 from fusion_advisor.errors import MissingKernels, UnreadableTrace
 from fusion_advisor.fuse import trace_profile
 from fusion_advisor.fuse.trace_profile import profile_trace
-from fusion_advisor.serialize import TRACE_SCHEMA, dump_record, load_record
 from fusion_advisor.records import TraceReport
+from fusion_advisor.serialize import TRACE_SCHEMA, dump_record, load_record
 from tests.traces import Recorder, event, of_capture, write
 
 KNOWN = {
@@ -99,7 +99,9 @@ def test_a_bound_needs_shapes_and_stands_on_the_fastest_kernel(tmp_path):
 def test_a_gated_activation_around_a_gemm_is_one_chain_only_if_the_library_knows_it(tmp_path):
     recorder = Recorder()
     for _ in range(4):
-        recorder.op("aten::linear", "gemm").op("aten::silu", "silu_kernel").op("aten::linear", "gemm").op("aten::mul", "mul_kernel")
+        recorder.op("aten::linear", "gemm").op("aten::silu", "silu_kernel").op("aten::linear", "gemm").op(
+            "aten::mul", "mul_kernel"
+        )
         recorder.op("aten::linear", "gemm").op("aten::exp", "exp_kernel").op("aten::linear", "gemm").op("aten::neg", "neg_kernel")
     (chain,) = profiled(write(tmp_path / "t.json", recorder.document())).chains
     assert (chain.ops, chain.sites, chain.launches, chain.kernel) == (("silu", "[gemm]", "mul"), 4, 8, "swiglu")
