@@ -43,7 +43,7 @@ class TraceFile:
         """What the trace says beside its events (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
         self.events = 0
         # Times stay text: a float holds a clock that counts from 1970 to a quarter of a microsecond.
-        self._scan = json.JSONDecoder(strict=is_strict, parse_float=str).scan_once
+        self._decoder = json.JSONDecoder(strict=is_strict, parse_float=str)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield every event as the object that it is in the file."""
@@ -55,7 +55,7 @@ class TraceFile:
                 with contextlib.ExitStack() as opened:
                     packed = opened.enter_context(gzip.GzipFile(fileobj=raw)) if is_packed else raw
                     with io.TextIOWrapper(packed, encoding="utf-8", errors="replace", newline="") as text:
-                        yield from _Document(self, text, self._scan).events()
+                        yield from _Document(self, text, self._decoder).events()
         except EOFError as error:
             self.refuse(f"gzip ends early at byte {self.path.stat().st_size:,}", error)
         except (gzip.BadGzipFile, zlib.error) as error:
@@ -72,8 +72,8 @@ class TraceFile:
 class _Document:
     """The text of one JSON document with a cursor; reads on when a value is cut off."""
 
-    def __init__(self, file: TraceFile, stream: io.TextIOWrapper, scan: Any) -> None:
-        self._file, self._stream, self._scan = file, stream, scan
+    def __init__(self, file: TraceFile, stream: io.TextIOWrapper, decoder: json.JSONDecoder) -> None:
+        self._file, self._stream, self._decoder = file, stream, decoder
         self._text = ""
         self._at = 0
         self._line = 1
@@ -142,9 +142,7 @@ class _Document:
         self._next()
         while True:
             try:
-                value, end = self._scan(self._text, self._at)
-            except StopIteration as stop:
-                why, place = "a value is expected", stop.value
+                value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 why, place = error.msg, error.pos
             except (RecursionError, ValueError) as error:  # an integer of thousands of digits is a ValueError

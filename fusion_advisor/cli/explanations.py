@@ -109,7 +109,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "Some versions of torch write a name's control characters and quotes as they are, which no JSON reader takes.",
     ),
     "FA502": (
-        "Every call that launches a kernel carries an id that its kernel carries too. Where over 1 % of the calls have no kernel, "
+        "Every call that launches a kernel carries an id that its kernel carries too. Where over 1 % of them have none, "
         "the profiler dropped some, or stopped before they ran. Shares of an incomplete trace would be wrong without looking "
         "wrong, so none are printed. A call or two at the edges of a recorded window is common, and only a warning.",
         "Two profilers cannot both read the device's counters: under nsys or ncu torch.profiler sees launches and no kernels.",

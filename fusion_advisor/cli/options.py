@@ -113,7 +113,7 @@ NvtxOpt = Annotated[
     bool,
     typer.Option(
         "--nvtx",
-        help="Open NVTX ranges for Nsight Systems (slower timed steps); -v prints the nsys line.",
+        help="Open NVTX ranges for Nsight Systems; timed steps get slower. -v prints the nsys line.",
         rich_help_panel=_MEASURE,
     ),
 ]

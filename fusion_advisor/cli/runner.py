@@ -121,7 +121,7 @@ def _run(
             config_hash=digest,
         )
         if options.nvtx and settings.verbosity:
-            progress.note(f"{NSYS} {full.command}")
+            settings.err().print(f"{NSYS} {full.command}", soft_wrap=True)  # one line, so that it can be copied
         report = work(loaded, full, progress)
         progress.phase("report")
         run_dir.write_run(report, directory, output.formats)

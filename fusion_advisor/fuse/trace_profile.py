@@ -69,7 +69,7 @@ def profile_trace(
         file = TraceFile(path)
         trace = read_events(file)
         clock.progress.note(f"{file.events:,} events, {len(trace.kernels):,} kernels, {len(trace.cpu_ops):,} CPU ops")
-    warnings = _checked(path, trace)
+    warnings = _checked(trace)
     with clock.phase("join"):
         work = device_work(trace)
     if not work:
@@ -113,7 +113,7 @@ def profile_trace(
     )
 
 
-def _checked(path: Path, trace: Trace) -> list[str]:
+def _checked(trace: Trace) -> list[str]:
     """Return what the reader should know of a trace that can be ranked; raise where it cannot."""
     warnings = []
     found = missing_kernels(trace)

@@ -22,9 +22,7 @@ def trace_table(report: TraceReport, console: Console) -> RenderableType:
             sentence = f"Save is an upper bound at {rate}, the fastest pointwise kernel of the trace; bounds do not add up."
             lines.append(_line(sentence, console, "dim"))
         if any(chain.kernel for chain in report.chains):
-            words = (
-                'Looks like: the op names are those of a library kernel ("part": of a part of the chain); a hint, not a match.'
-            )
+            words = 'Looks like: the op names are those of a library kernel ("part": of a part of it); a hint, not a match.'
             lines.append(_line(words, console, "dim"))
     else:
         lines.append(_line(trace_summary(report), console))

@@ -16,7 +16,7 @@ from fusion_advisor.records import OpClass, TensorMeta
 from tests.traces import CAPTURES, Recorder, event
 
 POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::tanh_kernel_cuda(at::TensorIteratorBase&)>(int)"
-COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&), LoadWithCast<1>>()"
+COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(Base&), LoadWithCast<1>>()"
 
 
 def work_of(recorder):
@@ -89,7 +89,8 @@ def test_shapes_are_kept_and_shared():
     first, second = work_of(Recorder().op("aten::add", POINTWISE, inputs=dims).op("aten::mul", POINTWISE, inputs=dims))
     assert first.inputs is second.inputs
     assert first.inputs == (
-        TensorMeta(shape=(8, 512, 64), stride=(), dtype="bfloat16"), TensorMeta(shape=(64,), stride=(), dtype="float32"), None, None,
+        TensorMeta(shape=(8, 512, 64), stride=(), dtype="bfloat16"), TensorMeta(shape=(64,), stride=(), dtype="float32"),
+        None, None,
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def test_our_own_trace_is_read_as_the_profile_read_it(tmp_path):
         return torch.nn.functional.gelu(y @ x).to(torch.bfloat16).contiguous()
 
     path = tmp_path / "trace.before.json.gz"
-    told = median_step(record(step, steps=3, on_cuda=False, save_to=path, before=lambda: x.clone()), on_cuda=False)
+    told = median_step(record(step, steps=3, on_cuda=False, save_to=path, before=x.clone), on_cuda=False)
     found = device_work(read_events(TraceFile(path)))
     by_step = [[(w.kernel_name, w.category, w.duration_ns) for w in found if w.step == number] for number in range(3)]
     assert [(launch.kernel_name, launch.category, launch.duration_ns) for launch in told.launches] in by_step

@@ -11,7 +11,10 @@ from fusion_advisor.capture import trace_file
 from fusion_advisor.capture.trace_file import TraceFile
 from fusion_advisor.errors import UnreadableTrace
 
-EVENTS = [{"ph": "X", "name": f"kernel {number}", "ts": number + 0.125, "args": {"grid": [1, number, -3], "é": None}} for number in range(40)]  # fmt: skip
+EVENTS = [
+    {"ph": "X", "name": f"kernel {number}", "ts": number + 0.125, "args": {"grid": [1, number, -3], "é": None}}
+    for number in range(40)
+]
 DOCUMENT = {"schemaVersion": 1, "deviceProperties": [{"name": "H200"}], "traceEvents": EVENTS, "traceName": "x"}
 
 

@@ -74,7 +74,8 @@ def test_shares_are_of_busy_time_and_kernels_are_ranked(tmp_path):
     report = profiled(write(tmp_path / "t.json", recorder.document()))
     assert report.busy_ns == 5 * 33_000
     assert [(row.name, row.count, row.device_ns) for row in report.ranked] == [
-        ("nvjet", 5, 100_000), ("add_kernel", 5, 25_000), ("mul_kernel", 5, 20_000), ("tanh_kernel", 5, 20_000), ("copy_kernel", 1, 0),
+        ("nvjet", 5, 100_000), ("add_kernel", 5, 25_000), ("mul_kernel", 5, 20_000), ("tanh_kernel", 5, 20_000),
+        ("copy_kernel", 1, 0),
     ]  # fmt: skip
     assert sum(row.share for row in report.ranked) == pytest.approx(1)
     (chain,) = report.chains
