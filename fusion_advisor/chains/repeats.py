@@ -8,12 +8,14 @@ again. A sequence that is itself a repeat (both rotations of one attention block
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 LONGEST = 32
 _MOST_ITEMS = 20_000
-"""Different items that are searched at most; a trace of a model has some hundred."""
+"""Different items that are searched at most; a trace of a model has some hundred. What is found is counted in the others too."""
+_MOST_BEYOND = 10
+"""Sequences that are taken at most where not all items can be searched: each is looked for in all of them, and noise has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Repeats:
     found: tuple[Repeat, ...]
     """In the order in which they were taken."""
     searched_share: float
-    """Share of the runs' cost that was searched; below 1 only where more than 20,000 items differ."""
+    """Share of the runs' cost in which sequences were looked for; below 1 only where more than 20,000 items differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +58,55 @@ def find_repeats(runs: Sequence[Sequence[Hashable]], costs: Sequence[Sequence[in
         costs: of each item, in any unit.
         least_cost: sequences whose places cost less together are left.
     """
-    groups = _grouped(runs, costs)
-    members = [group for group, _ in groups]
-    fragments = [fragment for _, fragment in groups]
-    total = sum(map(sum, costs))
+    members, fragments, others = _grouped(runs, costs)
     searched = sum(sum(fragment.costs) for fragment in fragments)
-    found = []
-    while (best := _best(fragments)) is not None:
+    total = searched + sum(sum(fragment.costs) for fragment in others)
+    share = searched / total if total else 1.0
+    found: list[Repeat] = []
+    while (not others or len(found) < _MOST_BEYOND) and (best := _best(fragments)) is not None:
         items, cost = best
-        if cost < least_cost or cost <= 0:
+        if cost < least_cost * share or cost <= 0:
             break
         places: list[tuple[int, int]] = []
-        left: list[_Fragment] = []
-        for fragment in fragments:
-            starts = list(_starts(fragment.items, items))
-            places += [(run, fragment.start + start) for run in members[fragment.group] for start in starts]
-            left += _without(fragment, starts, len(items))
+        fragments = list(_taken(fragments, items, members, places))
+        others = list(_taken(others, items, members, places))
         found.append(Repeat(items=items, places=tuple(sorted(places))))
-        fragments = left
-    return Repeats(found=tuple(found), searched_share=searched / total if total else 1.0)
+    return Repeats(found=tuple(found), searched_share=share)
 
 
-def _grouped(runs: Sequence[Sequence[Hashable]], costs: Sequence[Sequence[int]]) -> list[tuple[list[int], _Fragment]]:
-    """Put equal runs together, dearest first, and stop at as many different items as can be searched."""
+def _taken(
+    fragments: Iterable[_Fragment], items: tuple[Hashable, ...], members: Sequence[Sequence[int]], places: list[tuple[int, int]]
+) -> Iterator[_Fragment]:
+    """Cut a sequence out of fragments: add its places to ``places`` and yield what is left."""
+    for fragment in fragments:
+        starts = list(_starts(fragment.items, items))
+        places += [(run, fragment.start + start) for run in members[fragment.group] for start in starts]
+        yield from _without(fragment, starts, len(items))
+
+
+def _grouped(
+    runs: Sequence[Sequence[Hashable]], costs: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[_Fragment], list[_Fragment]]:
+    """Put equal runs together, dearest first: (their numbers, what can be searched, what is beyond that)."""
     equal: dict[tuple[Hashable, ...], list[int]] = {}
     for number, run in enumerate(runs):
         equal.setdefault(tuple(run), []).append(number)
     summed = {
         items: tuple(map(sum, zip(*(costs[number] for number in numbers), strict=True))) for items, numbers in equal.items()
     }
-    kept: list[tuple[list[int], _Fragment]] = []
+    members: list[list[int]] = []
+    searched: list[_Fragment] = []
+    others: list[_Fragment] = []
     room = _MOST_ITEMS
     for items, numbers in sorted(equal.items(), key=lambda entry: -sum(summed[entry[0]])):
-        part = items[:room]
-        if not part:
-            break
-        kept.append((numbers, _Fragment(len(kept), 0, part, summed[items][:room], len(numbers))))
-        room -= len(part)
-    return kept
+        group, own, count = len(members), summed[items], len(numbers)
+        members.append(numbers)
+        if room:
+            searched.append(_Fragment(group, 0, items[:room], own[:room], count))
+        if items[room:]:
+            others.append(_Fragment(group, room, items[room:], own[room:], count))
+        room = max(0, room - len(items))
+    return members, searched, others
 
 
 def _best(fragments: Sequence[_Fragment]) -> tuple[tuple[Hashable, ...], int] | None:

@@ -15,7 +15,7 @@ EVENTS = [
     {"ph": "X", "name": f"kernel {number}", "ts": number + 0.125, "args": {"grid": [1, number, -3], "é": None}}
     for number in range(40)
 ]
-DOCUMENT = {"schemaVersion": 1, "deviceProperties": [{"name": "H200"}], "traceEvents": EVENTS, "traceName": "x"}
+DOCUMENT = {"schemaVersion": 12345, "deviceProperties": [{"name": "H200"}], "traceEvents": EVENTS, "traceName": "x"}
 
 
 def parsed(document):
@@ -30,7 +30,7 @@ def test_every_event_is_read_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk,
     path.write_text(json.dumps(DOCUMENT, indent=indent), encoding="utf-8")
     file = TraceFile(path)
     assert list(file) == parsed(EVENTS)
-    assert file.facts == {"schemaVersion": 1, "deviceProperties": [{"name": "H200"}], "traceName": "x"}
+    assert file.facts == {"schemaVersion": 12345, "deviceProperties": [{"name": "H200"}], "traceName": "x"}
     assert file.events == 40
 
 

@@ -69,9 +69,14 @@ def test_planted_chains_are_found_among_noise():
     assert len(taken) == len(set(taken))
 
 
-def test_more_different_items_than_can_be_searched_are_told(monkeypatch):
+def test_what_is_found_is_counted_beyond_the_items_that_can_be_searched(monkeypatch):
     monkeypatch.setattr(repeats, "_MOST_ITEMS", 10)
-    runs = [["a", "b"]] * 4 + [[f"x{number}" for number in range(30)]]
-    result = find_repeats(runs, [[100, 100]] * 4 + [[1] * 30])
-    assert [one.items for one in result.found] == [("a", "b")]
-    assert result.searched_share == pytest.approx(808 / 830)
+    periodic = [["m", "g", "s"] * 100]
+    result = find_repeats(periodic, [[1] * 300], least_cost=90)
+    # the period across the cut is lost
+    assert [(one.items, len(one.places)) for one in result.found] == [(("m", "g", "s"), 99)]
+    assert result.searched_share == pytest.approx(10 / 300)
+    runs = [["a", "b"]] * 4 + [[f"x{number}" for number in range(30)] + ["a", "b"]]
+    result = find_repeats(runs, [[100, 100]] * 4 + [[1] * 32])
+    assert [(one.items, len(one.places)) for one in result.found] == [(("a", "b"), 5)]
+    assert result.searched_share == pytest.approx(808 / 832)
