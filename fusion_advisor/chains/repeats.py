@@ -15,7 +15,7 @@ LONGEST = 32
 _MOST_ITEMS = 20_000
 """Different items that are searched at most; a trace of a model has some hundred. What is found is counted in the others too."""
 _MOST_BEYOND = 10
-"""Sequences that are taken at most where not all items can be searched: each is looked for in all of them, and noise has no end."""
+"""Sequences that are taken at most where not all items can be searched: each is looked for everywhere, and noise has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
