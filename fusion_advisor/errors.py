@@ -348,3 +348,31 @@ class CannotSpecialize(AdvisorError):
     note = "the call still runs, on the model's original ops"
     hint = "make a plan for it with `fa.apply(model, inputs)`, and join the two with `fused.include(other)`"
     exit_code = 9
+
+
+class GateFailed(AdvisorError):
+    """A --fail-on limit was passed."""
+
+    code = "FA701"
+    message = "gate failed: {failed}"
+    hint = "reproduce: {command}"
+    exit_code = 10
+
+
+class GateNotJudged(AdvisorError):
+    """A --fail-on limit names something that the run did not measure."""
+
+    code = "FA702"
+    message = "gate could not be judged: {missing}"
+    hint = "a gate that cannot be judged does not pass; compare like with like, or leave it out"
+    exit_code = 6
+
+
+class NoSuchState(AdvisorError):
+    """`compare` was asked for a state of a run that was not measured."""
+
+    code = "FA508"
+    message = "the run `{run}` has no `{state}` step"
+    note = "{why}"
+    hint = "leave `:{state}` out, or make the run again so that it measures it"
+    exit_code = 9

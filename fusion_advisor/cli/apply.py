@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, runner
+from fusion_advisor.cli import core, options, run_dir
 from fusion_advisor.errors import UnknownRun, UsageError
-from fusion_advisor.fuse.options import ApplyOptions
 
 _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
 
@@ -51,6 +50,8 @@ def apply(
     graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
+    fail_on: options.FailOnOpt = None,
+    absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
@@ -61,6 +62,10 @@ def apply(
 ) -> None:
     """Put fused kernels into a model, check its numbers, and keep what measurably pays."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    from fusion_advisor.cli import runner
+    from fusion_advisor.fuse.options import ApplyOptions
+    from fusion_advisor.report.gate import parse_rules
+
     chosen = ApplyOptions(
         warmup=warmup,
         runs=runs,
@@ -96,7 +101,8 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    runner.run_apply(settings, _request(target, asked), chosen, shown)
+    rules = parse_rules(fail_on or (), absolute=absolute)
+    runner.run_apply(settings, _request(target, asked), chosen, shown, rules)
 
 
 def _request(target: str | None, asked: dict[str, object]) -> Any:

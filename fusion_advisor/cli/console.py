@@ -112,6 +112,19 @@ def write_result(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
+def annotate(level: str, text: str) -> None:
+    """Write a line that GitHub Actions shows beside the change; nothing anywhere else.
+
+    Args:
+        level: ``error``, ``warning`` or ``notice``.
+        text: One message; a line end or a percent sign in it would end or change the command.
+    """
+    if os.environ.get("GITHUB_ACTIONS"):
+        from fusion_advisor.report.text import visible
+
+        sys.stderr.write(f"::{level}::{visible(text, 500).replace('%', '%25')}\n")
+
+
 def silence_stdout() -> None:
     """Send what is still buffered nowhere, so that the interpreter's last flush cannot complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -125,6 +125,19 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "`specialize` binds kernels that were built for one shape to the sizes of another call. It takes no plan over from "
         "many rows to a few or back, since what pays differs, and none whose kernels have no place or other numbers there.",
     ),
+    "FA508": (
+        "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
+        "RUN:compile choose; a run has the step under torch.compile only where --compile measured it.",
+    ),
+    "FA701": (
+        "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
+        "says so. speedup and regression judge ratios of times of one run; milliseconds of different runs differ between "
+        "machines of the same name, and are judged with --absolute alone.",
+    ),
+    "FA702": (
+        "The run holds no figure for the limit: nothing was applied (--dry-run), the step was not timed, or the two runs are of "
+        "different devices, models or shapes. A check that cannot be made is not one that passed.",
+    ),
     "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "

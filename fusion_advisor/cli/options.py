@@ -83,7 +83,7 @@ def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
 
 
-_INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
+_INPUT, _MEASURE, _ADVISE, _KEEP, _GATE, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Gate", "Output"
 
 RevisionOpt = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.", rich_help_panel=_INPUT)]
 DtypeOpt = Annotated[Dtype | None, typer.Option("--dtype", help="auto: 16 bits on a GPU, fp32 on a CPU.", rich_help_panel=_INPUT)]
@@ -160,6 +160,20 @@ CompileOpt = Annotated[
 MergeCopiesOpt = Annotated[
     bool,
     typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),
+]
+
+FailOnOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-on",
+        metavar="GATE",
+        help="Exit 10 past it: speedup<1.05, regression>2%, numerics.",
+        rich_help_panel=_GATE,
+    ),
+]
+AbsoluteOpt = Annotated[
+    bool,
+    typer.Option("--absolute", help="Gates judge milliseconds too (step>15ms), not only ratios.", rich_help_panel=_GATE),
 ]
 
 OutputOpt = Annotated[

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, runner
-from fusion_advisor.fuse.options import ProfileOptions
+from fusion_advisor.cli import core, options, run_dir
 
 
 def profile(
@@ -49,6 +48,9 @@ def profile(
 ) -> None:
     """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    from fusion_advisor.cli import runner
+    from fusion_advisor.fuse.options import ProfileOptions
+
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,

@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fusion_advisor import units
-from fusion_advisor.cli.console import Settings, is_tty
-from fusion_advisor.report.text import visible
+from fusion_advisor.cli.console import Settings, annotate, is_tty
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,8 +76,7 @@ class TerminalProgress:
         """Something the user should know, though the run goes on."""
         self._settings.write_log(f"warning: {text}")
         self._say(f"! {text}", style="yellow")
-        if os.environ.get("GITHUB_ACTIONS"):
-            sys.stderr.write(f"::warning::{visible(text).replace('%', '%25')}\n")
+        annotate("warning", text)
 
     def _start_bar(self, name: str) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

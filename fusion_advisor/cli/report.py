@@ -10,7 +10,6 @@ import typer
 from fusion_advisor.cli import options, run_dir
 from fusion_advisor.cli.console import write_result
 from fusion_advisor.errors import CannotWrite, UsageError
-from fusion_advisor.serialize import dump_report, read_report
 
 
 def report(
@@ -29,6 +28,8 @@ def report(
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    from fusion_advisor.serialize import dump_report, read_report
+
     directory = run_dir.resolve(run)
     named = Path(run) if run else directory
     path = named if named.is_file() else directory / "report.json"

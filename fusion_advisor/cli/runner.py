@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,12 +13,15 @@ from typing import Any, TypeVar
 
 import typer
 
-from fusion_advisor.cli import core, run_dir
+from fusion_advisor.cli import core, gates, run_dir
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Capture, Report, Status
+from fusion_advisor.records import Capture, Gate, Report, Status
+from fusion_advisor.report import gate
+from fusion_advisor.report.compare import compare
+from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.serialize import dump_report, write_atomic, write_capture
 
 INTERRUPTED = 130
@@ -53,8 +57,8 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
     _show(settings, report, directory, output, hint)
 
 
-def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output) -> None:
-    """Apply what pays to a workload and show what it bought."""
+def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate.Rule, ...] = ()) -> None:
+    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed."""
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
         def save(report: Report) -> None:
@@ -72,11 +76,28 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
         finally:
             applied.revert()
 
-    report, directory = _run(settings, "apply", request=request, options=options, output=output, work=work)
+    report, directory = _run(
+        settings,
+        "apply",
+        request=request,
+        options=options,
+        output=output,
+        work=work,
+        judge=lambda done: replace(done, gates=_judged(done, rules)),
+    )
     hint = f"fusion-advisor report {_named(directory, output)} --format md"
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
+    absolute = any(rule.is_absolute for rule in rules)
+    gates.end(report.gates, f"{report.command} {shlex.join(gates.words(rules, absolute=absolute))}")
+
+
+def _judged(report: Report, rules: tuple[gate.Rule, ...]) -> tuple[Gate, ...]:
+    """Judge a run's rewritten step against its own eager step."""
+    if report.after is None:
+        return gate.unjudged(rules, "Nothing was applied in this run.")
+    return gate.judge(rules, compare(report, report, "eager", "applied")).gates
 
 
 def _write_part(options: ProfileOptions, name: str, report: Report, capture: Capture, output: Output) -> None:
@@ -96,6 +117,7 @@ def _run(
     options: O,
     output: Output,
     work: Callable[[core.Loaded, O, TerminalProgress], Report],
+    judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
     with _kept_apart(settings), TerminalProgress(settings) as progress:
         if options.kernel_dirs:
@@ -118,11 +140,11 @@ def _run(
             run_id=run_id,
             config_hash=digest,
         )
-        report = work(loaded, full, progress)
+        report = judge(work(loaded, full, progress))
         progress.phase("report")
         run_dir.write_run(report, directory, output.formats)
         if "md" in output.formats:
-            run_dir.append_step_summary(report)
+            run_dir.append_step_summary(render_markdown(report))
     return report, directory
 
 

@@ -88,7 +88,7 @@ def environment() -> Environment:
 
 def content_security_policy(css: str, scripts: list[str]) -> str:
     """Return the page's policy: nothing is fetched, and only the inline code that we wrote may run."""
-    allowed = " ".join(_source_hash(script) for script in scripts)
+    allowed = " ".join(_source_hash(script) for script in scripts) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_source_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"

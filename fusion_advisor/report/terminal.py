@@ -14,13 +14,16 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, GraphRewrite, Match, Report
+from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report
+from fusion_advisor.report import compare as comparing
+from fusion_advisor.report import gate as gates
 from fusion_advisor.report import view
 from fusion_advisor.report.text import plural, visible
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
 _MOST_WARNINGS = 5
+_MOST_CHANGES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
-    return Group(*lines)
+    return Group(*lines, *gate_lines(report.gates, console))
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
@@ -81,6 +84,61 @@ def result_table(report: Report, console: Console) -> RenderableType:
 def is_ascii(console: Console) -> bool:
     """Whether the stream behind a console can show only ASCII."""
     return not (console.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def compare_table(shown: comparing.Comparison, console: Console, *, is_whole: bool = False) -> RenderableType:
+    """Return two runs side by side; what did not change is one line, unless ``is_whole``."""
+    head = comparing.headline(shown)
+    lines: list[RenderableType] = [
+        _line(comparing.side_line("A", shown.a), console),
+        _line(comparing.side_line("B", shown.b), console),
+        *(_line(f"! {caveat}", console, "yellow") for caveat in shown.caveats),
+        Text(""),
+        _table(_compare_columns(comparing.step_table(shown).rows, "Step"), console),
+    ]
+    for table in comparing.change_tables(shown):
+        rows = (*table.rows, *table.unchanged) if is_whole else table.rows[:_MOST_CHANGES]
+        lines.append(Text(""))
+        if rows:
+            lines.append(_table(_compare_columns(rows, table.title), console))
+        else:
+            lines.append(_line(f"{table.title}: nothing changed.", console, "bold"))
+        folded = [] if is_whole else [(len(table.rows) - len(rows), "smaller change"), (len(table.unchanged), "unchanged row")]
+        words = ", ".join(plural(count, word) for count, word in folded if count)
+        if words:
+            lines.append(_line(f"{words} not shown (-v shows all)", console, "dim"))
+    lines += [Text(""), _line(head.text, console, f"bold {TONES[head.tone]}".strip())]
+    lines += [_line(f"{point[0].upper()}{point[1:]}.", console) for point in head.points]
+    lines.append(_line(comparing.method_line(shown), console, "dim"))
+    return Group(*lines, *gate_lines(shown.gates, console))
+
+
+def gate_lines(judged: Sequence[Gate], console: Console) -> list[RenderableType]:
+    """Return one line for each gate: sign, rule, figures."""
+    styles = {"passed": "green", "failed": "red"}
+    lines: list[RenderableType] = []
+    for one in judged:
+        line = _line(f"{gates.mark(one)} gate {one.rule}: {one.reason}", console)
+        line.stylize(styles.get(one.state, "yellow"), 0, 1)
+        lines.append(line)
+    return lines
+
+
+def _compare_columns(rows: Sequence[comparing.Row], title: str) -> list[Column]:
+    columns = [
+        Column(title, tuple(row.name for row in rows), flex_min=20),
+        Column("A", tuple(row.a for row in rows), is_right=True),
+        Column("B", tuple(row.b for row in rows), is_right=True),
+        Column("Change", tuple(row.change for row in rows), is_right=True, drop=1),
+        Column("Range", tuple(row.spread for row in rows), drop=2),
+        Column("Launches", tuple(row.launches for row in rows), is_right=True, drop=3),
+        Column(
+            "Verdict",
+            tuple(f"{row.verdict.mark} {row.verdict.words}".strip() for row in rows),
+            cell_styles=tuple(TONES[row.verdict.tone] for row in rows),
+        ),
+    ]
+    return [column for column in columns if not column.drop or any(column.cells)]
 
 
 def plain(text: str, console: Console) -> str:

@@ -11,6 +11,7 @@ from fusion_advisor.cli import core
 from fusion_advisor.cli.app import main
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
+from fusion_advisor.serialize import load_record
 from tests.report.fixtures import applied, profiled, timing
 
 CLEARED = (
@@ -108,7 +109,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
 
     monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(
-        core, "load_request", lambda text, name: core.load_record(FakeRequest, text, schema=core.REQUEST_SCHEMA, name=name)
+        core, "load_request", lambda text, name: load_record(FakeRequest, text, schema=core.REQUEST_SCHEMA, name=name)
     )
     monkeypatch.setattr(core, "load_workload", load_workload)
     monkeypatch.setattr(core, "profile_workload", profile_workload)
