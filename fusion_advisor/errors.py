@@ -51,6 +51,16 @@ class UsageError(AdvisorError):
     exit_code = 2
 
 
+class BadConfig(AdvisorError):
+    """A configuration file or an environment variable that names no option, or gives it no value that fits."""
+
+    code = "FA003"
+    message = "{source}: {detail}"
+    note = "nothing was run"
+    hint = "{hint}"
+    exit_code = 2
+
+
 class CannotCapture(AdvisorError):
     """Dynamo could not capture any part of the model."""
 

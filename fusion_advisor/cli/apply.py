@@ -59,9 +59,11 @@ def apply(
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Put fused kernels into a model, check its numbers, and keep what measurably pays."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     from fusion_advisor.cli import runner
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.report.gate import parse_rules
@@ -101,15 +103,22 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
+    typed = {name for name in asked if _is_typed(context, "context_tokens" if name == "context" else name)}
     rules = parse_rules(fail_on or (), absolute=absolute)
-    runner.run_apply(settings, _request(target, asked), chosen, shown, rules)
+    runner.run_apply(settings, _request(target, asked, typed), chosen, shown, rules)
 
 
-def _request(target: str | None, asked: dict[str, object]) -> Any:
+def _is_typed(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _request(target: str | None, asked: dict[str, object], typed: set[str]) -> Any:
+    """Return what to run; a run that is repeated keeps its own model and shapes whatever the configuration says."""
     if target is not None and not run_dir.is_run(target):
         return core.make_request(model_id=target, **asked)
     directory = run_dir.resolve(target)
-    clash = [name for name in asked if name not in _ALLOWED_WITH_RUN]
+    clash = [name for name in asked if name in typed and name not in _ALLOWED_WITH_RUN]
     if clash:
         option = "--" + clash[0].replace("_", "-")
         raise UsageError(

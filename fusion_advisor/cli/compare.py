@@ -37,9 +37,11 @@ def compare(
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Set two runs side by side, and fail where a gate is passed (exit 10)."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     from fusion_advisor.cli import gates, run_dir
     from fusion_advisor.report import compare as comparing
     from fusion_advisor.report import gate

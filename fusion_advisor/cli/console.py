@@ -30,6 +30,8 @@ class Settings:
     log: list[str] = field(default_factory=list)
     """Lines not yet in a file; the run directory is known only once the model is loaded."""
     log_path: Path | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where options that no flag gave come from, by parameter; see :mod:`fusion_advisor.cli.config`."""
 
     def out(self) -> Console:
         """The console for results."""

@@ -18,6 +18,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "Options contradict each other, or one names something that does not exist. Nothing was loaded and nothing was written.",
     ),
     "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without one for the list.",),
+    "FA003": (
+        "Keys of fusion-advisor.toml, of [tool.fusion-advisor] in pyproject.toml and of the user's config.toml are the long "
+        "options without dashes; [apply] and the like hold keys for one command. FUSION_ADVISOR_BATCH is --batch. A flag wins "
+        "over the environment, that over the project's file, that over the user's; `--show-config` prints values and sources.",
+        "--trust-remote-code and --force are only taken from the command line: a file must not be able to switch them on.",
+    ),
     "FA101": (
         "The id is looked up as a local directory, then in the local cache, then on the Hub, then among the "
         "configurations that ship with fusion-advisor. A private or gated model looks like a missing one to a reader "

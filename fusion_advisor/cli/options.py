@@ -7,12 +7,13 @@ can tell what was asked from what was not.
 from __future__ import annotations
 
 import enum
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.console import Settings
+from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UsageError
 
@@ -188,16 +189,99 @@ QuietOpt = Annotated[bool, typer.Option("-q", "--quiet", help="Warnings and one 
 VerboseOpt = Annotated[
     int, typer.Option("-v", "--verbose", count=True, help="-v more, -vv tracebacks too.", rich_help_panel=_OUTPUT)
 ]
-ColorOpt = Annotated[Color, typer.Option("--color", help="auto, always or never.", rich_help_panel=_OUTPUT)]
+ColorOpt = Annotated[
+    Color,
+    typer.Option(
+        "--color",
+        envvar="FUSION_ADVISOR_COLOR",
+        show_envvar=False,
+        help="auto, always or never.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 
 
-def apply_output(context: typer.Context, *, quiet: bool = False, verbose: int = 0, color: Color = Color.AUTO) -> Settings:
-    """Fill in the settings that ``main`` reads when it has to print an error."""
+def _configure(context: typer.Context, path: Path | None) -> None:
+    """Read the configuration before the other options, whose defaults it may give."""
+    if not context.resilient_parsing:
+        from fusion_advisor.cli.config import configure
+
+        configure(context, path)
+
+
+def _show_config(context: typer.Context, is_asked: bool) -> bool:
+    """Leave arguments open where only the configuration is asked for."""
+    if is_asked:
+        for parameter in context.command.params:
+            if not parameter.opts[0].startswith("-"):
+                parameter.required = False
+    return is_asked
+
+
+ConfigOpt = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        is_eager=True,
+        callback=_configure,
+        help="Options from here instead of ./fusion-advisor.toml.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+ShowConfigOpt = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        is_eager=True,
+        callback=_show_config,
+        help="Print each option's value and source; run nothing.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
+def apply_output(
+    context: typer.Context,
+    *,
+    quiet: bool = False,
+    verbose: int = 0,
+    color: Color = Color.AUTO,
+    show_config: bool = False,
+) -> Settings:
+    """Fill in the settings that ``main`` reads when it has to print an error; end here where only they are asked for."""
     settings: Settings = context.obj
+    if show_config:
+        settings.color = color.value
+        _print_config(context, settings)
+        raise typer.Exit
     if quiet and verbose:
         raise UsageError(detail="--quiet and --verbose contradict each other", help="leave one out")
     settings.verbosity, settings.is_quiet, settings.color = verbose, quiet, color.value
     return settings
+
+
+def _print_config(context: typer.Context, settings: Settings) -> None:
+    from fusion_advisor.cli.config import shown_settings
+    from fusion_advisor.report.terminal import simple_table
+
+    def text(value: object) -> str:
+        if isinstance(value, list | tuple):
+            return ", ".join(text(item) for item in value) or "–"
+        return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+    settled = shown_settings(context)
+    if context.params.get("as_json"):
+        listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
+        write_result(json.dumps(listed, indent=1, default=str) + "\n")
+        return
+    rows = [(key, text(value), source) for key, value, source in settled]
+    console = settings.out()
+    with console.capture() as captured:
+        console.print(simple_table(("Option", "Value", "Source"), rows, console))
+    write_result(captured.get())
 
 
 def workload_fields(**values: object) -> dict[str, object]:

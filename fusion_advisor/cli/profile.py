@@ -45,9 +45,11 @@ def profile(
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     from fusion_advisor.cli import runner
     from fusion_advisor.fuse.options import ProfileOptions
 

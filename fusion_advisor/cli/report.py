@@ -25,9 +25,11 @@ def report(
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     from fusion_advisor.serialize import dump_report, read_report
 
     directory = run_dir.resolve(run)

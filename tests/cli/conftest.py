@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,9 @@ class Core:
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in CLEARED.split():
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("FUSION_ADVISOR_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
 
 
