@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir
+from fusion_advisor.cli import completion, core, options, run_dir
 from fusion_advisor.errors import UnknownRun, UsageError
 
 _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
@@ -18,7 +18,12 @@ def apply(
     context: typer.Context,
     *,
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL_ID|RUN]", help="A model, or a run to repeat; the latest run when left out.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL_ID|RUN]",
+            help="A model, or a run to repeat; the latest run when left out.",
+            autocompletion=completion.models_and_runs,
+        ),
     ] = None,
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,

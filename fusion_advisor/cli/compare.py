@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion_advisor.cli import options
+from fusion_advisor.cli import completion, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.errors import CannotWrite, NoSuchState, UsageError
 
@@ -23,8 +23,15 @@ _RUN_HELP = "A path, a run id, a unique prefix or @last; RUN:eager, RUN:applied 
 def compare(
     context: typer.Context,
     *,
-    a: Annotated[str, typer.Argument(metavar="A", help=_RUN_HELP)],
-    b: Annotated[str, typer.Argument(metavar="B", help="As A. The same run twice: its eager step against its rewritten one.")],
+    a: Annotated[str, typer.Argument(metavar="A", help=_RUN_HELP, autocompletion=completion.runs)],
+    b: Annotated[
+        str,
+        typer.Argument(
+            metavar="B",
+            help="As A. The same run twice: its eager step against its rewritten one.",
+            autocompletion=completion.runs,
+        ),
+    ],
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
     output: Annotated[

@@ -6,14 +6,19 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir
+from fusion_advisor.cli import completion, core, options, run_dir
 
 
 def profile(
     context: typer.Context,
     *,
     model_id: Annotated[
-        str, typer.Argument(metavar="MODEL_ID", help="Hub id, local directory, module:factory or file.py:factory.")
+        str,
+        typer.Argument(
+            metavar="MODEL_ID",
+            help="Hub id, local directory, module:factory or file.py:factory.",
+            autocompletion=completion.models,
+        ),
     ],
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import options, run_dir
+from fusion_advisor.cli import completion, options, run_dir
 from fusion_advisor.cli.console import write_result
 from fusion_advisor.errors import CannotWrite, UsageError
 
@@ -16,7 +16,12 @@ def report(
     context: typer.Context,
     *,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A path, a run id, a unique prefix or @last; the latest when left out.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A path, a run id, a unique prefix or @last; the latest when left out.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of the run's directory.")] = None,
     formats: options.FormatOpt = None,
