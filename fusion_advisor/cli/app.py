@@ -5,6 +5,7 @@ Nothing heavy is imported on the way: ``--help`` answers while torch would still
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from typing import Annotated
@@ -70,13 +71,22 @@ def main(arguments: list[str] | None = None) -> int:
         print_bug(error, settings)
         code = BUG
     if code == INTERRUPTED:
-        where = f"; what there is lies in {settings.log_path.parent}" if settings.log_path else ""
-        _write_error(f"interrupted{where}", settings)
+        _write_error("\n".join(_interrupted(settings)), settings)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()
     return code
+
+
+def _interrupted(settings: Settings) -> list[str]:
+    """Say what an interrupted command leaves behind, and how to look at it."""
+    if settings.log_path is None:
+        return ["interrupted"]
+    folder = settings.log_path.parent
+    if not (folder / "report.json").is_file():
+        return [f"interrupted before anything was measured; the log is {settings.log_path}"]
+    return [f"interrupted; what there is lies in {folder}", f"  next: {shlex.join(['fusion-advisor', 'report', str(folder)])}"]
 
 
 def print_error(error: AdvisorError, settings: Settings) -> None:

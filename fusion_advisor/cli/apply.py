@@ -61,6 +61,8 @@ def apply(
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
+    open_html: options.OpenOpt = False,
+    progress: options.ProgressOpt = options.Bar.AUTO,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
@@ -68,7 +70,9 @@ def apply(
     show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Put fused kernels into a model, check its numbers, and keep what measurably pays."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
+    settings = options.apply_output(
+        context, quiet=quiet, verbose=verbose, color=color, progress=progress, show_config=show_config
+    )
     from fusion_advisor.cli import runner
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.report.gate import parse_rules
@@ -92,7 +96,9 @@ def apply(
         compile=compile_too,
         merge_copies=merge_copies,
     )
-    shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    shown = runner.Output(
+        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+    )
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusion_advisor.cli import completion, options
-from fusion_advisor.cli.console import Settings, write_result
+from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.errors import CannotWrite, NoSuchState, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def compare(
         list[str] | None, typer.Option("--format", metavar="LIST", help="Also write compare.html, .md, .json; repeat or comma.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The comparison as JSON on stdout, nothing else.")] = False,
+    open_html: options.OpenOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
@@ -68,6 +69,8 @@ def compare(
         from fusion_advisor.report.compare_pages import render_compare_markdown
 
         run_dir.append_step_summary(render_compare_markdown(shown))
+    if open_html:
+        open_page(settings, (output or b_directory) / "compare.html")
     _print(settings, shown, written, as_json=as_json)
     command = ["fusion-advisor", "compare", a, b, *gates.words(rules, absolute=absolute)]
     gates.end(shown.gates, shlex.join(command))

@@ -177,6 +177,18 @@ AbsoluteOpt = Annotated[
     typer.Option("--absolute", help="Gates judge milliseconds too (step>15ms), not only ratios.", rich_help_panel=_GATE),
 ]
 
+
+class Bar(enum.StrEnum):
+    """How progress is shown."""
+
+    AUTO = "auto"
+    BAR = "bar"
+    PLAIN = "plain"
+    NONE = "none"
+
+
+ProgressOpt = Annotated[Bar, typer.Option("--progress", help="auto: a bar in a terminal.", rich_help_panel=_OUTPUT)]
+OpenOpt = Annotated[bool, typer.Option("--open/--no-open", help="Open the HTML in a browser when done.", rich_help_panel=_OUTPUT)]
 OutputOpt = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of ./fusion-runs/<run id>.", rich_help_panel=_OUTPUT)
 ]
@@ -249,6 +261,7 @@ def apply_output(
     quiet: bool = False,
     verbose: int = 0,
     color: Color = Color.AUTO,
+    progress: Bar = Bar.AUTO,
     show_config: bool = False,
 ) -> Settings:
     """Fill in the settings that ``main`` reads when it has to print an error; end here where only they are asked for."""
@@ -259,7 +272,8 @@ def apply_output(
         raise typer.Exit
     if quiet and verbose:
         raise UsageError(detail="--quiet and --verbose contradict each other", help="leave one out")
-    settings.verbosity, settings.is_quiet, settings.color = verbose, quiet, color.value
+    settings.verbosity, settings.is_quiet = verbose, quiet
+    settings.color, settings.progress = color.value, progress.value
     return settings
 
 

@@ -47,6 +47,8 @@ def profile(
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
+    open_html: options.OpenOpt = False,
+    progress: options.ProgressOpt = options.Bar.AUTO,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
@@ -54,7 +56,9 @@ def profile(
     show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
+    settings = options.apply_output(
+        context, quiet=quiet, verbose=verbose, color=color, progress=progress, show_config=show_config
+    )
     from fusion_advisor.cli import runner
     from fusion_advisor.fuse.options import ProfileOptions
 
@@ -70,7 +74,9 @@ def profile(
         fast_math=fast_math,
         nvtx=nvtx,
     )
-    target = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    target = runner.Output(
+        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+    )
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import typer
 
 from fusion_advisor.cli import core, gates, run_dir
-from fusion_advisor.cli.console import Settings, write_result
+from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
@@ -22,7 +22,7 @@ from fusion_advisor.records import Capture, Gate, Report, Status
 from fusion_advisor.report import gate
 from fusion_advisor.report.compare import compare
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.serialize import dump_report, write_atomic, write_capture
+from fusion_advisor.serialize import dump_report, read_report, write_atomic, write_capture
 
 INTERRUPTED = 130
 
@@ -37,6 +37,7 @@ class Output:
     formats: tuple[str, ...]
     as_json: bool
     force: bool
+    is_opened: bool = False
 
 
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
@@ -119,7 +120,7 @@ def _run(
     work: Callable[[core.Loaded, O, TerminalProgress], Report],
     judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
-    with _kept_apart(settings), TerminalProgress(settings) as progress:
+    with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress:
         if options.kernel_dirs:
             progress.phase("kernels")
             core.read_patterns(options.kernel_dirs)
@@ -140,12 +141,23 @@ def _run(
             run_id=run_id,
             config_hash=digest,
         )
-        report = judge(work(loaded, full, progress))
+        try:
+            report = judge(work(loaded, full, progress))
+        except KeyboardInterrupt:
+            _write_partial(directory, output)
+            raise
         progress.phase("report")
         run_dir.write_run(report, directory, output.formats)
         if "md" in output.formats:
             run_dir.append_step_summary(render_markdown(report))
     return report, directory
+
+
+def _write_partial(directory: Path, output: Output) -> None:
+    """Write the views of what an interrupted run has found; a second Ctrl-C ends this too."""
+    path = directory / "report.json"
+    if path.is_file():
+        run_dir.write_run(read_report(path), directory, output.formats)
 
 
 @contextlib.contextmanager
@@ -184,7 +196,7 @@ class _LogHandler(logging.Handler):
 
 
 def _show(settings: Settings, report: Report, directory: Path, output: Output, hint: str) -> None:
-    from fusion_advisor.report.terminal import plain, result_table, summary_line
+    from fusion_advisor.report.terminal import details, plain, result_table, summary_line
 
     console = settings.out()
     if output.as_json:
@@ -194,8 +206,12 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
     else:
         with console.capture() as captured:
             console.print(result_table(report, console))
+            if settings.verbosity:
+                console.print(details(report, console, with_source=settings.verbosity > 1))
         shown = directory / ("report.html" if "html" in output.formats else "report.json")
         write_result(f"{captured.get()}report: {shown}\nnext: {hint}\n")
+    if output.is_opened:
+        open_page(settings, directory / "report.html")
     if report.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

@@ -14,16 +14,18 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report
+from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site
 from fusion_advisor.report import compare as comparing
 from fusion_advisor.report import gate as gates
 from fusion_advisor.report import view
-from fusion_advisor.report.text import plural, visible
+from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
 _MOST_WARNINGS = 5
 _MOST_CHANGES = 12
+_MOST_SITES = 8
+_MOST_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,56 @@ def result_table(report: Report, console: Console) -> RenderableType:
 def is_ascii(console: Console) -> bool:
     """Whether the stream behind a console can show only ASCII."""
     return not (console.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def details(report: Report, console: Console, *, with_source: bool = False) -> RenderableType:
+    """Return what ``-v`` adds: each decision with its sites and errors, each reason for no kernel, and if asked the sources."""
+    lines: list[RenderableType] = []
+    replies = view.answers(report)
+    for chain in report.chains:
+        lines += [Text(""), _line(f"{chain.id}  {' → '.join(chain.ops)}", console, "bold")]
+        lines += [_line(f"  {site.module_path or 'top level'}  {_place(site)}", console) for site in chain.sites[:_MOST_SITES]]
+        left = len(chain.sites) - _MOST_SITES
+        if left > 0:
+            lines.append(_line(f"  and {plural(left, 'more site')}", console, "dim"))
+        answer = replies.get(chain.id)
+        if answer is None or not isinstance(answer, Match):
+            lines.append(_line(f"  no kernel: {view.kernel_cell(report, chain)[1]}", console))
+    rows: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+    for row in rows:
+        name = row.kernel if isinstance(row, Fusion) else row.name
+        lines += [Text(""), _line(f"{row.id}  {name}: {view.VERDICTS[row.status].words}", console, "bold")]
+        lines.append(_line(f"  {row.reason}", console))
+        if isinstance(row, Fusion):
+            lines += [_line(f"  {text}", console) for text in _evidence(row)]
+            lines += [_source(kernel.source, console) for kernel in row.rendered if with_source]
+    return Group(*lines)
+
+
+def _place(site: Site) -> str:
+    return f"{site.source_file}:{site.source_line}" if site.source_file else "no source line"
+
+
+def _evidence(fusion: Fusion) -> list[str]:
+    """Sites that were left alone, errors, and where the rendered kernels lie."""
+    lines = list(fusion.receipt.refusals)
+    checked = fusion.numerics
+    if checked is not None:
+        lines.append(
+            f"max abs error {units.error(checked.fused_max_abs)}, eager's own {units.error(checked.eager_max_abs)}; relative L2 "
+            f"{units.error(checked.fused_rel_l2)}, eager's own {units.error(checked.eager_rel_l2)} against {checked.oracle} over "
+            f"{plural(checked.elements, 'element')}"
+        )
+        lines += [f"tried on: {checked.inputs}", f"limit: {checked.limit}"]
+    return lines + [f"{kernel.backend}, {kernel.origin}: {kernel.path}" for kernel in fusion.rendered]
+
+
+def _source(text: str, console: Console) -> Text:
+    shown, left = visible_lines(text, _MOST_LINES, max(20, console.width - 4))
+    more = [f"    {plural(left, 'more line')}"] if left else []
+    return Text(
+        "\n".join(units.ascii_only(line) if is_ascii(console) else line for line in (*(f"    {one}" for one in shown), *more))
+    )
 
 
 def compare_table(shown: comparing.Comparison, console: Console, *, is_whole: bool = False) -> RenderableType:
