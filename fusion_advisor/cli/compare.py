@@ -71,8 +71,9 @@ def compare(
         run_dir.append_step_summary(render_compare_markdown(shown))
     if open_html:
         open_page(settings, (output or b_directory) / "compare.html")
-    _print(settings, shown, written, as_json=as_json)
     command = ["fusion-advisor", "compare", a, b, *gates.words(rules, absolute=absolute)]
+    hint = "" if rules or shown.obstacles else shlex.join([*command, "--fail-on", "regression>2%"])
+    _print(settings, shown, written, hint, as_json=as_json)
     gates.end(shown.gates, shlex.join(command))
 
 
@@ -120,7 +121,7 @@ def _write(shown: Comparison, wanted: tuple[str, ...], directory: Path) -> list[
     return written
 
 
-def _print(settings: Settings, shown: Comparison, written: list[Path], *, as_json: bool) -> None:
+def _print(settings: Settings, shown: Comparison, written: list[Path], hint: str, *, as_json: bool) -> None:
     if as_json:
         from fusion_advisor.report.compare import COMPARE_SCHEMA
         from fusion_advisor.serialize import dump_record
@@ -136,4 +137,5 @@ def _print(settings: Settings, shown: Comparison, written: list[Path], *, as_jso
         return
     with console.capture() as captured:
         console.print(compare_table(shown, console, is_whole=settings.verbosity > 0))
-    write_result(captured.get() + "".join(f"wrote: {path}\n" for path in written))
+    lines = [*(f"wrote: {path}" for path in written), *([f"next: {hint}"] if hint else [])]
+    write_result(captured.get() + "".join(f"{line}\n" for line in lines))

@@ -18,10 +18,11 @@ from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Capture, Gate, Report, Status
+from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.report import gate
 from fusion_advisor.report.compare import compare
 from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.report.view import is_unchanged
 from fusion_advisor.serialize import dump_report, read_report, write_atomic, write_capture
 
 INTERRUPTED = 130
@@ -54,8 +55,7 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
         return report
 
     report, directory = _run(settings, "profile", request=request, options=options, output=output, work=work)
-    hint = f"fusion-advisor apply {_named(directory, output)}"
-    _show(settings, report, directory, output, hint)
+    _show(settings, report, directory, output, _after_profile(report, _named(directory, output)))
 
 
 def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate.Rule, ...] = ()) -> None:
@@ -86,7 +86,9 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
         work=work,
         judge=lambda done: replace(done, gates=_judged(done, rules)),
     )
-    hint = f"fusion-advisor report {_named(directory, output)} --format md"
+    run = _named(directory, output)
+    is_paid = report.after is not None and not is_unchanged(report)
+    hint = f"fusion-advisor compare {run}:eager {run}" if is_paid else f"fusion-advisor report {run} -v"
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
@@ -214,6 +216,14 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
         open_page(settings, directory / "report.html")
     if report.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _after_profile(report: Report, run: str) -> str:
+    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
+    reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
+    if reasons and len(reasons) == len(report.answers):
+        return f"fusion-advisor explain {reasons[0]}"
+    return f"fusion-advisor apply {run}"
 
 
 def _named(directory: Path, output: Output) -> str:

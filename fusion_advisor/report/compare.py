@@ -317,7 +317,8 @@ def _time_row(row: TimeChange) -> Row:
 
 def _rewrite_row(row: RewriteChange) -> Row:
     a, b = ("–" if ns is None else units.delta(ns) for ns in (row.a_step_delta_ns, row.b_step_delta_ns))
-    change = units.delta((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)) if row.is_changed else ""
+    is_timed = row.a_step_delta_ns is not None or row.b_step_delta_ns is not None
+    change = units.delta((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)) if row.is_changed and is_timed else ""
     return Row(row.name, a, b, change, _rewrite_verdict(row))
 
 

@@ -46,10 +46,11 @@ class Column:
 def profile_table(report: Report, console: Console) -> RenderableType:
     """Return the chains of a profile, the sum below them, and what limits the figures."""
     lines = [*_caveats(report, console)]
+    table = _table(_chain_columns(report), console) if report.chains else Text("")
     if report.chains:
-        lines.append(_table(_chain_columns(report), console))
+        lines.append(table)
     lines.append(_line(view.headline(report).text, console))
-    if report.chains:
+    if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
     return Group(*lines, *_launches(report, console), *_findings(report, console))
 

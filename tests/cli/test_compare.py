@@ -61,7 +61,8 @@ def test_views_are_written_where_asked(run: Run, monkeypatch: pytest.MonkeyPatch
     put("20300101-000000-aaaaaa", profiled())
     put("20300102-000000-bbbbbb", applied())
     ran = run("compare", "20300101", "20300102", "--format", "html,md", "--format", "json", "-o", "out")
-    assert ran.out.endswith("wrote: out/compare.html\nwrote: out/compare.md\nwrote: out/compare.json\n")
+    assert "\nwrote: out/compare.html\nwrote: out/compare.md\nwrote: out/compare.json\n" in ran.out
+    assert ran.out.endswith("next: fusion-advisor compare 20300101 20300102 --fail-on 'regression>2%'\n")
     assert json.loads(Path("out/compare.json").read_text())["schema"] == COMPARE_SCHEMA
     assert (tmp_path / "summary.md").read_text().strip() == Path("out/compare.md").read_text().strip()
     assert run("compare", "20300101", "20300102", "--format", "md").code == 0
@@ -166,7 +167,7 @@ def test_hostile_runs_are_inert(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "script-src 'none'" in unescape(page)
     assert "49" not in page.partition("{{7*7}}")[2][:20]
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") - line.count("\\|") != 7]
-    assert max(len(line) for line in ran.out.splitlines() if not line.startswith("wrote:")) <= 100
+    assert max(len(line) for line in ran.out.splitlines() if not line.startswith(("wrote:", "next:"))) <= 100
 
 
 def test_apply_has_gates(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
