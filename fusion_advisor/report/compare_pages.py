@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-from markupsafe import Markup
-
-from fusion_advisor.content import content_dir
 from fusion_advisor.report import compare as comparing
 from fusion_advisor.report import gate, html, markdown
 
@@ -36,10 +33,7 @@ def render_compare_markdown(shown: comparing.Comparison, limit: int = markdown.L
 
 def render_compare_html(shown: comparing.Comparison) -> str:
     """Return the comparison as one page that loads nothing and runs nothing."""
-    css = (content_dir("reports") / "html" / "report.css").read_text(encoding="utf-8")
-    page = html.environment().get_template("compare.html.jinja")
-    text = page.render(**_shared(shown), max_rows=MAX_HTML_ROWS, css=Markup(css), policy=html.content_security_policy(css, []))
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return html.render_still("compare.html.jinja", **_shared(shown), max_rows=MAX_HTML_ROWS)
 
 
 def _shared(shown: comparing.Comparison) -> dict[str, object]:

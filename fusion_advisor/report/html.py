@@ -71,6 +71,14 @@ def render_html(report: Report) -> str:
     return html.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def render_still(template: str, **values: object) -> str:
+    """Return a page of another template with the report's style sheet; it loads nothing and runs nothing."""
+    css = (content_dir("reports") / "html" / "report.css").read_text(encoding="utf-8")
+    page = environment().get_template(template)
+    html = page.render(**values, css=Markup(css), policy=content_security_policy(css, []))
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def environment() -> Environment:
     """Return the jinja environment of the HTML templates."""
     made = Environment(
