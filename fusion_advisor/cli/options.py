@@ -7,14 +7,12 @@ can tell what was asked from what was not.
 from __future__ import annotations
 
 import enum
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fusion_advisor.cli.console import Settings, write_result
-from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UsageError
 
 
@@ -80,6 +78,8 @@ def parse_share(text: str) -> float:
 
 def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
     """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
+    from fusion_advisor.content import content_dir
+
     shipped = content_dir("kernels").resolve()
     return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
 
@@ -288,6 +288,8 @@ def _print_config(context: typer.Context, settings: Settings) -> None:
 
     settled = shown_settings(context)
     if context.params.get("as_json"):
+        import json
+
         listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
         write_result(json.dumps(listed, indent=1, default=str) + "\n")
         return

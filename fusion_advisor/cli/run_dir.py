@@ -6,15 +6,12 @@ repeats of a run share them while the time tells them apart.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +30,8 @@ _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
 
 def tool_version() -> str:
     """Return fusion-advisor's own version; a checkout that was never installed has none."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("fusion-advisor")
     except PackageNotFoundError:
@@ -41,6 +40,9 @@ def tool_version() -> str:
 
 def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
     """Return six hex digits of what makes two runs comparable."""
+    import hashlib
+    import json
+
     from fusion_advisor.serialize import encode
 
     asked = {item.name: encode(getattr(options, item.name)) for item in fields(options) if item.name not in _OF_THE_RUN}
