@@ -132,10 +132,10 @@ def where_time_went(report: Report) -> BarChart | None:
         x, segments = float(_LEFT), []
         for name, count, ns in step.categories:
             width = ns * scale
-            label = _colour_name(name) if width > 60 else ""
+            label = colour_name(name) if width > 60 else ""
             title = f"{visible(name, 40)}: {units.duration(ns)} in {count:,} kernels"
             segments.append(Segment(round(x, 2), round(width, 2), _colour(name), title, label))
-            used.append(_colour_name(name))
+            used.append(colour_name(name))
             x += width
         total = sum(ns for _, _, ns in step.categories)
         bars.append(Bar(26 + at * 52, step.label, units.duration(total), round(x + 8, 2), tuple(segments)))
@@ -202,7 +202,7 @@ def step_gains(report: Report) -> IntervalChart | None:
         rows.append(
             Interval(18 + index * 26, f"{row.id} {visible(name, 22)}", at(ci[0]), at(mid), at(ci[1]), units.delta(mid), colour)
         )
-    ticks = tuple(Tick(at(ns), units.delta(ns) if ns else "0") for ns in _round_values(low, high))
+    ticks = tuple(Tick(at(ns), units.delta(ns) if ns else "0") for ns in round_values(low, high))
     return IntervalChart(18 + len(rows) * 26 + 22, left, at(0), tuple(rows), ticks)
 
 
@@ -228,19 +228,20 @@ def _save_title(chain: Chain) -> str:
     return f"{chain.id} saving: at most {units.duration(max(chain.saving_bound_ns, 0))}"
 
 
-def _colour_name(category: str) -> str:
+def colour_name(category: str) -> str:
+    """Return the category whose colour is used: itself, or ``other``."""
     return category if category in COLOURS else "other"
 
 
 def _colour(category: str) -> str:
-    return COLOURS[_colour_name(category)]
+    return COLOURS[colour_name(category)]
 
 
 def _ticks(longest: int, scale: float, left: int = _LEFT) -> tuple[Tick, ...]:
-    return tuple(Tick(round(left + ns * scale, 2), units.duration(ns) if ns else "0") for ns in _round_values(0, longest))
+    return tuple(Tick(round(left + ns * scale, 2), units.duration(ns) if ns else "0") for ns in round_values(0, longest))
 
 
-def _round_values(low: int, high: int) -> tuple[int, ...]:
+def round_values(low: int, high: int) -> tuple[int, ...]:
     """Round numbers between two ends, about five of them, zero among them where it lies between."""
     span = max(high - low, 1)
     raw = span / 5
