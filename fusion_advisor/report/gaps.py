@@ -7,6 +7,7 @@ the kernel was queued in time and waited for the device itself.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def gap_rows(report: Report) -> tuple[GapRow, ...]:
 def bin_names() -> tuple[str, ...]:
     """Name the histogram's bins: ``below 0.5 µs``, ``0.5–1 µs`` … ``over 1 ms``."""
     ends = [f"{edge / 1000:g}" for edge in EDGES_NS]
-    between = [f"{low}–{high} µs" for low, high in zip(ends, ends[1:], strict=False)]
+    between = [f"{low}–{high} µs" for low, high in itertools.pairwise(ends)]
     return (f"below {ends[0]} µs", *between, f"over {ends[-1]} µs")
 
 
@@ -96,7 +97,8 @@ def histogram(rows: tuple[GapRow, ...]) -> Histogram | None:
             height = count / ceiling * (base - top)
             title = f"{row.label}, {names[at]}: {count:,} gaps"
             x = left + at * slot + slot * 0.1 + side * thick
-            columns.append(Column(round(x, 1), round(base - height, 1), round(thick, 1), round(height, 1), colours[side % 3], title))
+            box = round(x, 1), round(base - height, 1), round(thick, 1), round(height, 1)
+            columns.append(Column(*box, colours[side % 3], title))
     labels = tuple((round(left + (at + 1) * slot, 1), units.duration(edge)) for at, edge in enumerate(EDGES_NS))
     grid = tuple((round(base - n / ceiling * (base - top), 1), f"{n:,}") for n in range(0, ceiling + 1, pace))
     legend = tuple((row.label, colours[at % 3]) for at, row in enumerate(rows))

@@ -1,8 +1,9 @@
 """The roofline: how close each fusion came to what this device can do, before and after.
 
-Williams, Waterman, Patterson, "Roofline" (CACM 52, 2009). Operations are counted as one for each op and element, so the horizontal
-place is a model; the height follows from it and the measured time of one site. The byte counts are the chain's: what the ops by
-themselves read and write before, each outside value once after. Ceilings are measured in the same run; a datasheet's is dotted.
+Williams, Waterman, Patterson, "Roofline" (CACM 52, 2009). Operations are counted as one for each op and element, so the
+horizontal place is a model; the height follows from it and the measured time of one site. The byte counts are the chain's: what
+the ops by themselves read and write before, each outside value once after. Ceilings are measured in the same run; a datasheet's
+is dotted.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class Ceiling:
     x2: float
     y2: float
     label: str
-    is_measured: bool
+    label_x: float
     label_y: float
+    is_measured: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ def roofline(report: Report) -> Roofline | None:
         low = max(10.0**x_low, 10.0**y_low / bytes_per_s)
         high = min(10.0**x_high, 10.0**y_high / bytes_per_s)
         (x1, y1), (x2, y2) = at(low, low * bytes_per_s), at(high, high * bytes_per_s)
-        return Ceiling(x1, y1, x2, y2, f"{label} {units.bandwidth(bytes_per_s)}", is_measured, 0)
+        label_at = x1 + (x2 - x1) * 0.62, y1 + (y2 - y1) * 0.62
+        return Ceiling(x1, y1, x2, y2, f"{label} {units.bandwidth(bytes_per_s)}", *label_at, is_measured)
 
     lines = [ceiling(copy, "copy, measured here:", is_measured=True)]
     sheet = DATASHEET_BYTES_PER_S.get(report.environment.device_name)
@@ -152,7 +155,9 @@ def roofline(report: Report) -> Roofline | None:
 
 
 def _is_known(chain: Chain | None) -> bool:
-    return chain is not None and bool(chain.sites) and chain.moved_bytes > 0 and chain.floor_bytes > 0 and min(chain.shape, default=0) > 0
+    if chain is None or not chain.sites:
+        return False
+    return min(chain.moved_bytes, chain.floor_bytes) >= len(chain.sites) and math.prod(chain.shape) > 0
 
 
 def _point(report: Report, fusion: Fusion, chain: Chain) -> Point:

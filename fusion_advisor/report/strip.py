@@ -8,6 +8,7 @@ the kernels themselves lie in the page as three planes of numbers, deflated, whi
 from __future__ import annotations
 
 import base64
+import itertools
 import zlib
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def _paths(columns: Numbers) -> list[str]:
         bounds = [0, *changes.tolist(), len(top)]
         boxes = [
             f"M{left} {top[left]}h{right - left}v{floor[left] - top[left]}h-{right - left}z"
-            for left, right in zip(bounds, bounds[1:], strict=False)
+            for left, right in itertools.pairwise(bounds)
             if floor[left] > top[left]
         ]
         paths.append("".join(boxes))
@@ -165,9 +166,8 @@ def _planes(start: Numbers, duration: Numbers, index: Numbers) -> str:
     """Return base64 of the deflated planes: u32 nanoseconds since the start before, u32 nanoseconds long, u16 name."""
     since = np.diff(start, prepend=0)
     top = np.iinfo(np.uint32).max
-    raw = b"".join(
-        (np.clip(since, 0, top).astype("<u4").tobytes(), np.clip(duration, 0, top).astype("<u4").tobytes(), index.astype("<u2").tobytes())
-    )
+    times = [np.clip(plane, 0, top).astype("<u4").tobytes() for plane in (since, duration)]
+    raw = b"".join((*times, index.astype("<u2").tobytes()))
     packer = zlib.compressobj(level=6, wbits=-15)
     return base64.b64encode(packer.compress(raw) + packer.flush()).decode("ascii")
 
