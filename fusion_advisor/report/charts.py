@@ -212,12 +212,13 @@ def waterfall(report: Report) -> Waterfall | None:
     timed = [row for row in tried if row.step_delta_ns is not None]
     if before is None or after is None or not timed:
         return None
-    left = 230
+    left = 290
     level, lowest, highest = before.median_ns, 0, max(before.median_ns, after.median_ns)
     for row in timed:
         if row.status is Status.KEPT:
             level += row.step_delta_ns or 0
             highest, lowest = max(highest, level), min(lowest, level)
+    level = before.median_ns
     scale = (WIDTH - left - 215) / max(highest - lowest, 1)
 
     def at(ns: float) -> float:
@@ -247,7 +248,7 @@ def waterfall(report: Report) -> Waterfall | None:
 
     whole("without rewrites", before)
     for row in timed:
-        name = f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 24)}"
+        name = f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 36)}"
         note = "" if row.status is Status.KEPT else view.VERDICTS[row.status].words
         colour = COLOURS["other"] if note else COLOURS["fused"] if (row.step_delta_ns or 0) <= 0 else COLOURS["pointwise"]
         change(name, row.step_delta_ns or 0, row.step_delta_ci_ns, colour, note)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_advisor import units
 from fusion_advisor.records import Report, StepProfile
 from fusion_advisor.report import view
 from fusion_advisor.report.charts import COLOURS, WIDTH
@@ -99,7 +98,7 @@ def histogram(rows: tuple[GapRow, ...]) -> Histogram | None:
             x = left + at * slot + slot * 0.1 + side * thick
             box = round(x, 1), round(base - height, 1), round(thick, 1), round(height, 1)
             columns.append(Column(*box, colours[side % 3], title))
-    labels = tuple((round(left + (at + 1) * slot, 1), units.duration(edge)) for at, edge in enumerate(EDGES_NS))
+    labels = tuple((round(left + (at + 1) * slot, 1), f"{edge / 1000:g} µs") for at, edge in enumerate(EDGES_NS))
     grid = tuple((round(base - n / ceiling * (base - top), 1), f"{n:,}") for n in range(0, ceiling + 1, pace))
     legend = tuple((row.label, colours[at % 3]) for at, row in enumerate(rows))
     return Histogram(base + 24, base, tuple(columns), labels, grid, legend)

@@ -60,8 +60,6 @@ class Ceiling:
     x2: float
     y2: float
     label: str
-    label_x: float
-    label_y: float
     is_measured: bool
 
 
@@ -118,8 +116,8 @@ def roofline(report: Report) -> Roofline | None:
     copy = report.bandwidth.copy_bytes_per_s
     intensities = [point.flops / moved for point in shown for moved in (point.bytes_before, point.bytes_after)]
     speeds = [point.flops / ns * 1e9 for point in shown for ns in (point.before_ns, point.after_ns)]
-    x_low, x_high = _decade(min(intensities), -1), _decade(max(intensities) * 1.5, 1)
-    y_low, y_high = _decade(min(speeds), -1), _decade(max(*speeds, copy * max(intensities)), 1)
+    x_low, x_high = math.log10(min(intensities) / 1.6), math.log10(max(intensities) * 2.2)
+    y_low, y_high = math.log10(min(speeds) / 2), math.log10(max(*speeds, copy * max(intensities)) * 1.5)
 
     def at(intensity: float, speed: float) -> tuple[float, float]:
         x = _LEFT + (math.log10(intensity) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT)
@@ -130,13 +128,12 @@ def roofline(report: Report) -> Roofline | None:
         low = max(10.0**x_low, 10.0**y_low / bytes_per_s)
         high = min(10.0**x_high, 10.0**y_high / bytes_per_s)
         (x1, y1), (x2, y2) = at(low, low * bytes_per_s), at(high, high * bytes_per_s)
-        label_at = x1 + (x2 - x1) * 0.62, y1 + (y2 - y1) * 0.62
-        return Ceiling(x1, y1, x2, y2, f"{label} {units.bandwidth(bytes_per_s)}", *label_at, is_measured)
+        return Ceiling(x1, y1, x2, y2, f"{label} {units.bandwidth(bytes_per_s)}", is_measured)
 
-    lines = [ceiling(copy, "copy, measured here:", is_measured=True)]
+    lines = [ceiling(copy, "memory, copy measured in this run:", is_measured=True)]
     sheet = DATASHEET_BYTES_PER_S.get(report.environment.device_name)
     if sheet:
-        lines.append(ceiling(sheet, "datasheet:", is_measured=False))
+        lines.append(ceiling(sheet, "memory, datasheet:", is_measured=False))
     arrows = tuple(_arrow(point, at) for point in shown)
     drawn = {point.id for point in shown}
     return Roofline(
@@ -147,8 +144,8 @@ def roofline(report: Report) -> Roofline | None:
         top=_TOP,
         ceilings=tuple(lines),
         arrows=arrows,
-        x_ticks=tuple((at(10.0**e, 10.0**y_low)[0], f"{10.0**e:g}") for e in range(x_low, x_high + 1)),
-        y_ticks=tuple((at(10.0**x_low, 10.0**e)[1], _flops(10.0**e)) for e in range(y_low, y_high + 1)),
+        x_ticks=tuple((at(value, 10.0**y_low)[0], f"{value:g}") for value in _ticks(x_low, x_high)),
+        y_ticks=tuple((at(10.0**x_low, value)[1], _flops(value)) for value in _ticks(y_low, y_high)),
         points=shown,
         left_out=tuple(fusion.id for fusion in report.fusions if fusion.id not in drawn),
     )
@@ -195,9 +192,12 @@ def _arrow(point: Point, at: Callable[[float, float], tuple[float, float]]) -> A
     return Arrow(x1, y1, x2, y2, head, point.id + mark, x2 + 8, y2 - 6, colour, title)
 
 
-def _decade(value: float, direction: int) -> int:
-    exponent = math.log10(max(value, 1e-9))
-    return math.floor(exponent) if direction < 0 else math.ceil(exponent)
+def _ticks(low: float, high: float) -> tuple[float, ...]:
+    """Return 1, 2 and 5 of each decade between two logarithms; 1 alone where that would be many."""
+    factors = (1, 2, 5) if high - low < 2 else (1,)
+    exponents = range(math.floor(low), math.ceil(high) + 1)
+    values = (float(f"{factor}e{exponent}") for exponent in exponents for factor in factors)
+    return tuple(value for value in values if 10.0**low <= value <= 10.0**high)
 
 
 def _flops(value: float) -> str:

@@ -12,6 +12,7 @@
 
   function time(ns) {
     var size = Math.abs(ns);
+    if (!ns) return "0";
     return size >= 999500 ? (ns / 1e6).toFixed(2) + " ms" : (ns / 1e3).toPrecision(3) + " µs";
   }
 
