@@ -252,8 +252,7 @@ def waterfall(report: Report) -> Waterfall | None:
         note = "" if row.status is Status.KEPT else view.VERDICTS[row.status].words
         colour = COLOURS["other"] if note else COLOURS["fused"] if (row.step_delta_ns or 0) <= 0 else COLOURS["pointwise"]
         change(name, row.step_delta_ns or 0, row.step_delta_ci_ns, colour, note)
-    if after.median_ns != level:
-        change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"], "")
+    change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"], "")
     whole("with all kept", after)
     ticks = tuple(Tick(at(ns), units.duration(ns) if ns else "0") for ns in round_values(min(lowest, 0), highest))
     return Waterfall(14 + len(rows) * 26 + 26, left, tuple(rows), ticks, tuple(table))

@@ -189,12 +189,12 @@ def _arrow(point: Point, at: Callable[[float, float], tuple[float, float]]) -> A
     )
     colour = COLOURS["fused"] if point.is_kept else COLOURS["other"]
     mark = " ▲" if point.is_above else ""
-    return Arrow(x1, y1, x2, y2, head, point.id + mark, x2 + 8, y2 - 6, colour, title)
+    return Arrow(x1, y1, x2, y2, head, point.id + mark, x2 + 6, y2 + 16, colour, title)
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:
     """Return 1, 2 and 5 of each decade between two logarithms; 1 alone where that would be many."""
-    factors = (1, 2, 5) if high - low < 2 else (1,)
+    factors = (1, 2, 5) if high - low < 2.5 else (1,)
     exponents = range(math.floor(low), math.ceil(high) + 1)
     values = (float(f"{factor}e{exponent}") for exponent in exponents for factor in factors)
     return tuple(value for value in values if 10.0**low <= value <= 10.0**high)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from fusion_advisor.content import content_dir
 from fusion_advisor.records import (
     Bandwidth,
     Chain,
@@ -28,6 +29,7 @@ from fusion_advisor.records import (
     Timing,
     Workload,
 )
+from fusion_advisor.serialize import read_report
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>{{7*7}}{% raw %}\u2028<!--\u202egnp.exe\x1b[31mred\x1b[0m`|`@octocat #1 [/] [bold]\x07"
@@ -411,6 +413,11 @@ def on_cpu() -> Report:
         captured=None,
         step_after=timing(18_480_000, method="wall"),
     )
+
+
+def real() -> Report:
+    """A run on an H200, as it was committed: nothing in it is made up."""
+    return read_report(content_dir("reports") / "examples" / "qwen2.5-7b-bf16-1x512-h200" / "report.json")
 
 
 def empty() -> Report:
