@@ -32,10 +32,11 @@ def heading(plan: Schedule, header: Header, *, fast_math: bool, notes: tuple[str
 
 
 def comment(lines: list[str]) -> list[str]:
-    """Lines of a comment: printable ASCII, wrapped."""
+    """Lines of a comment: printable ASCII, wrapped. "decoding: the" in a first line would name an encoding (PEP 263)."""
     wrapped: list[str] = []
     for line in lines:
         clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
+        clean = re.sub(r"coding(?=[:=])", "coding ", clean)
         wrapped += wrap(clean)
     return wrapped
 
