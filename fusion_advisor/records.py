@@ -176,6 +176,12 @@ class Bandwidth:
     """A large copy, counting bytes read plus bytes written."""
     launch_ns: int
     """The smallest kernel's duration (CPU: the smallest op's)."""
+    read_bytes_per_s: int = 0
+    """A large sum, which only reads; 0 where it was not measured (on a CPU, in older reports)."""
+    write_bytes_per_s: int = 0
+    """A large fill, which only writes; 0 where it was not measured."""
+    triad_bytes_per_s: int = 0
+    """A large addition of two tensors into a third; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from fusion_advisor.serialize import dump_report
 MAX_KERNELS = 500
 MAX_SITES = 100
 MAX_EMBEDDED_BYTES = 4_000_000
-MAX_EMBEDDED_LAUNCHES = 50_000
+MAX_EMBEDDED_LAUNCHES = 20_000
 """A longer timeline is only drawn: its lists as JSON would be larger than the rest of the page."""
 
 SECTIONS = (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Chain, Fusion, Report, Status
+from fusion_advisor.records import Bandwidth, Chain, Fusion, Report, Status
 from fusion_advisor.report.charts import COLOURS, WIDTH
 from fusion_advisor.report.text import visible
 
@@ -41,14 +41,14 @@ class Point:
     bytes_after: int
     before_ns: int
     after_ns: int
-    copy_share_before: float
-    """Bytes moved in a second over the measured copy."""
-    copy_share_after: float
+    share_before: float
+    """Bytes moved in a second over the measured ceiling."""
+    share_after: float
 
     @property
     def is_above(self) -> bool:
         """Whether it beats the measured memory ceiling, which only a cache (or a wrong byte model) can explain."""
-        return self.copy_share_after > 1.0
+        return self.share_after > 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,17 @@ class Roofline:
     """Ids of fusions that were never timed."""
 
 
+def memory_ceiling(bandwidth: Bandwidth) -> tuple[str, int]:
+    """Return the fastest mix of reading and writing that was measured: its name and bytes a second."""
+    measured = {
+        "copy": bandwidth.copy_bytes_per_s,
+        "read": bandwidth.read_bytes_per_s,
+        "write": bandwidth.write_bytes_per_s,
+        "triad": bandwidth.triad_bytes_per_s,
+    }
+    return max(measured.items(), key=lambda item: item[1])
+
+
 def points(report: Report) -> tuple[Point, ...]:
     """Return the fusions whose site was timed on both sides."""
     chains = {chain.id: chain for chain in report.chains}
@@ -113,11 +124,11 @@ def roofline(report: Report) -> Roofline | None:
     shown = points(report)
     if not shown:
         return None
-    copy = report.bandwidth.copy_bytes_per_s
+    fastest, most = memory_ceiling(report.bandwidth)
     intensities = [point.flops / moved for point in shown for moved in (point.bytes_before, point.bytes_after)]
     speeds = [point.flops / ns * 1e9 for point in shown for ns in (point.before_ns, point.after_ns)]
     x_low, x_high = math.log10(min(intensities) / 1.6), math.log10(max(intensities) * 2.2)
-    y_low, y_high = math.log10(min(speeds) / 2), math.log10(max(*speeds, copy * max(intensities)) * 1.5)
+    y_low, y_high = math.log10(min(speeds) / 2), math.log10(max(*speeds, most * max(intensities)) * 1.5)
 
     def at(intensity: float, speed: float) -> tuple[float, float]:
         x = _LEFT + (math.log10(intensity) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT)
@@ -130,7 +141,7 @@ def roofline(report: Report) -> Roofline | None:
         (x1, y1), (x2, y2) = at(low, low * bytes_per_s), at(high, high * bytes_per_s)
         return Ceiling(x1, y1, x2, y2, f"{label} {units.bandwidth(bytes_per_s)}", is_measured)
 
-    lines = [ceiling(copy, "memory, copy measured in this run:", is_measured=True)]
+    lines = [ceiling(most, f"memory, measured in this run ({fastest}):", is_measured=True)]
     sheet = DATASHEET_BYTES_PER_S.get(report.environment.device_name)
     if sheet:
         lines.append(ceiling(sheet, "memory, datasheet:", is_measured=False))
@@ -162,7 +173,7 @@ def _point(report: Report, fusion: Fusion, chain: Chain) -> Point:
     assert before is not None and after is not None
     sites = len(chain.sites)
     moved, floor = chain.moved_bytes // sites, chain.floor_bytes // sites
-    copy = max(report.bandwidth.copy_bytes_per_s, 1)
+    ceiling = max(memory_ceiling(report.bandwidth)[1], 1)
     return Point(
         id=fusion.id,
         kernel=visible(fusion.kernel, 48),
@@ -172,8 +183,8 @@ def _point(report: Report, fusion: Fusion, chain: Chain) -> Point:
         bytes_after=floor,
         before_ns=max(before.median_ns, 1),
         after_ns=max(after.median_ns, 1),
-        copy_share_before=moved * 1e9 / max(before.median_ns, 1) / copy,
-        copy_share_after=floor * 1e9 / max(after.median_ns, 1) / copy,
+        share_before=moved * 1e9 / max(before.median_ns, 1) / ceiling,
+        share_after=floor * 1e9 / max(after.median_ns, 1) / ceiling,
     )
 
 
@@ -185,7 +196,7 @@ def _arrow(point: Point, at: Callable[[float, float], tuple[float, float]]) -> A
     head = " ".join(f"{x:.1f},{y:.1f}" for x, y in ((x2, y2), *wings))
     title = (
         f"{point.id} {point.kernel}: {units.duration(point.before_ns)} → {units.duration(point.after_ns)} for one site, "
-        f"{units.share(point.copy_share_after)} of the measured copy"
+        f"{units.share(point.share_after)} of the measured ceiling"
     )
     colour = COLOURS["fused"] if point.is_kept else COLOURS["other"]
     mark = " ▲" if point.is_above else ""

@@ -505,13 +505,13 @@ def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | No
 
 
 def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int, int]:
-    """Kernels by name on both sides, largest first; how many are left out and their time."""
-    rows: dict[str, KernelRow] = {}
+    """Kernels by name and category on both sides, largest first; how many are left out and their time."""
+    rows: dict[tuple[str, str], KernelRow] = {}
     for name, category, count, ns in report.before.kernels:
-        rows[name] = KernelRow(name, category, count, ns, 0, 0)
+        rows[name, category] = KernelRow(name, category, count, ns, 0, 0)
     for name, category, count, ns in report.after.kernels if report.after else ():
-        old = rows.get(name, KernelRow(name, category, 0, 0, 0, 0))
-        rows[name] = KernelRow(name, old.category, old.before_count, old.before_ns, count, ns)
+        old = rows.get((name, category), KernelRow(name, category, 0, 0, 0, 0))
+        rows[name, category] = KernelRow(name, category, old.before_count, old.before_ns, count, ns)
     ranked = sorted(rows.values(), key=lambda row: (-max(row.before_ns, row.after_ns), row.name))
     rest = ranked[limit:]
     return tuple(ranked[:limit]), len(rest), sum(max(row.before_ns, row.after_ns) for row in rest)
@@ -519,11 +519,17 @@ def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int,
 
 def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
     """Environment and workload as (name, value), empty values left out."""
-    env, work = report.environment, report.workload
+    env, work, band = report.environment, report.workload, report.bandwidth
     rows = (
         ("Device", env.device_name + (f" (compute capability {env.capability})" if env.capability else "")),
         ("Device memory", units.size(env.device_memory_bytes) if env.device_memory_bytes else ""),
         ("Measured copy bandwidth", units.bandwidth(report.bandwidth.copy_bytes_per_s)),
+        (
+            "Measured read, write, triad",
+            ", ".join(units.bandwidth(speed) for speed in (band.read_bytes_per_s, band.write_bytes_per_s, band.triad_bytes_per_s))
+            if band.read_bytes_per_s
+            else "",
+        ),
         ("Smallest kernel", units.duration(report.bandwidth.launch_ns)),
         ("fusion-advisor", env.tool),
         ("torch", env.torch),

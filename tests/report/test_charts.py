@@ -60,7 +60,7 @@ def test_the_roofline_stands_on_the_measured_copy() -> None:
         assert fusion.chain_after is not None
         moved = chain.floor_bytes / len(chain.sites)
         speed = moved / fusion.chain_after.median_ns * 1e9
-        assert point.copy_share_after == pytest.approx(speed / report.bandwidth.copy_bytes_per_s, rel=1e-6)
+        assert point.share_after == pytest.approx(speed / report.bandwidth.copy_bytes_per_s, rel=1e-6)
         assert point.flops == len(chain.ops) * math.prod(chain.shape)
         assert not point.is_above
     # below the ceiling on paper means below its line on the drawing
@@ -71,6 +71,16 @@ def test_the_roofline_stands_on_the_measured_copy() -> None:
         assert arrow.x2 > arrow.x1
         assert arrow.y2 < arrow.y1
     assert [ceiling.is_measured for ceiling in roof.ceilings] == [True, False]
+
+
+def test_the_ceiling_is_the_fastest_mix() -> None:
+    report = real()
+    faster = replace(report, bandwidth=replace(report.bandwidth, read_bytes_per_s=4_500_000_000_000))
+    for before, after in zip(points(report), points(faster), strict=True):
+        assert after.share_after < before.share_after
+    roof = roofline(faster)
+    assert roof is not None
+    assert roof.ceilings[0].label == "memory, measured in this run (read): 4,500 GB/s"
 
 
 def test_what_beats_the_ceiling_is_marked_and_what_was_not_timed_is_named() -> None:

@@ -201,6 +201,15 @@ def test_sizes_of_real_and_of_huge_runs() -> None:
     assert "the copy in this page leaves the longest timelines out" in words
 
 
+def test_a_kernel_of_two_categories_keeps_both_rows() -> None:
+    base = applied()
+    twins = (("elementwise", "pointwise", 3, 5_000), ("elementwise", "memory", 2, 4_000))
+    report = replace(base, before=replace(base.before, kernels=twins))
+    rows, left, _ = view.kernel_rows(report, MAX_KERNELS)
+    assert left == 0
+    assert sum(row.before_ns for row in rows) == 9_000
+
+
 def test_nothing_is_missing_without_a_sentence() -> None:
     words = Page(render_html(profiled())).words
     assert "Nothing was applied in this run, so nothing was saved yet." in words
