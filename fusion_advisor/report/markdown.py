@@ -21,7 +21,7 @@ LIMIT = 60_000
 MAX_ROWS = 10
 MAX_KERNELS = 20
 MAX_SOURCE_LINES = 120
-_CUTS = ("source", "kernels", "environment", "removed", "quality")
+_CUTS = ("source", "kernels", "environment", "removed", "quality", "baselines")
 """Parts in the order in which they are given up."""
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~])")
@@ -44,6 +44,13 @@ def cut(text: str, limit: int) -> str:
     tail = "\n\n_cut; the full report is in `report.html`_\n"
     head = text[: max(0, limit - len(tail))]
     return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
+
+
+def sticky_key(report: Report) -> str:
+    """Name what was run where, without when: the next run of the same finds its own comment by it and writes over it."""
+    work = report.workload
+    parts = (work.model_id, work.dtype, f"{work.batch}x{work.seq_len}", work.phase, report.environment.device_name)
+    return _key("-".join(part for part in parts if part)).lower()
 
 
 def escape(text: str, limit: int = 200) -> str:
@@ -95,6 +102,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
+            sticky_key=sticky_key(report),
+            baselines=view.baseline_rows(report),
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
@@ -130,4 +139,4 @@ def environment() -> Environment:
 
 def _key(text: str) -> str:
     """Return what may stand in an HTML comment: a bot finds its own comment by it."""
-    return re.sub(r"[^A-Za-z0-9._/-]+", "-", text)[:80].replace("--", "-")
+    return re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9._/-]+", "-", text))[:120].strip("-")
