@@ -290,6 +290,8 @@ class Status(enum.StrEnum):
     BUILD_FAILED = "build failed"
     NOT_MATCHED = "not matched"
     NOT_REPLACED = "not replaced"
+    ABSORBED = "absorbed"
+    """It was kept, and then a kernel that computes more took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,6 +509,24 @@ class GenerationCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A limit that ends the command with exit code 10 when a figure is past it."""
+
+    rule: str
+    """As it was asked for: ``speedup<1.05``, ``regression>2%``, ``step>15ms``, ``numerics``."""
+    state: str
+    """``passed``, ``failed``, or ``not judged`` where the figure was not measured."""
+    reason: str
+    """One sentence with the figures."""
+    unit: str = ""
+    """Of the figures below: ``ratio``, ``share`` or ``ns``; empty for numerics."""
+    limit: float | None = None
+    value: float | None = None
+    ci: tuple[float, float] | None = None
+    """Fails only if the whole interval is past the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The truth of a run; views compute nothing."""
 
@@ -541,6 +561,8 @@ class Report:
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
+    gates: tuple[Gate, ...] = ()
+    """What ``--fail-on`` asked for, judged."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

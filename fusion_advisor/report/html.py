@@ -71,6 +71,14 @@ def render_html(report: Report) -> str:
     return html.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def render_still(template: str, **values: object) -> str:
+    """Return a page of another template with the report's style sheet; it loads nothing and runs nothing."""
+    css = (content_dir("reports") / "html" / "report.css").read_text(encoding="utf-8")
+    page = environment().get_template(template)
+    html = page.render(**values, css=Markup(css), policy=content_security_policy(css, []))
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def environment() -> Environment:
     """Return the jinja environment of the HTML templates."""
     made = Environment(
@@ -88,7 +96,7 @@ def environment() -> Environment:
 
 def content_security_policy(css: str, scripts: list[str]) -> str:
     """Return the page's policy: nothing is fetched, and only the inline code that we wrote may run."""
-    allowed = " ".join(_source_hash(script) for script in scripts)
+    allowed = " ".join(_source_hash(script) for script in scripts) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_source_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"

@@ -36,6 +36,11 @@ def render_markdown(report: Report, limit: int = LIMIT) -> str:
         text = _render(report, frozenset(_CUTS[given_up:]), is_cut=given_up > 0)
         if len(text) <= limit:
             return text
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    """Return the first whole lines of a text that is too long, and a last line that says so."""
     tail = "\n\n_cut; the full report is in `report.html`_\n"
     head = text[: max(0, limit - len(tail))]
     return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
@@ -77,7 +82,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     without = [(chain, view.kernel_cell(report, chain)[1]) for chain in report.chains if not view.kernel_cell(report, chain)[0]]
     removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
     text = (
-        _environment()
+        environment()
         .get_template("report.md.jinja")
         .render(
             report=report,
@@ -108,7 +113,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip().replace(_BLANK, "") + "\n"
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the jinja environment of the markdown templates."""
     # markdown is not HTML: escaping is by its own rules, through the filters below
     made = Environment(
         loader=FileSystemLoader(content_dir("reports") / "markdown"),

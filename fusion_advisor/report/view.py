@@ -34,6 +34,7 @@ VERDICTS = {
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
     Status.NOT_MATCHED: Verdict("–", "not matched", "plain"),
     Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
+    Status.ABSORBED: Verdict("→", "part of a larger kernel", "plain"),
 }
 
 
@@ -212,6 +213,8 @@ def headline(report: Report) -> Headline:
         points.append("torch.compile was not measured")
     if report.noise_share is not None:
         points.append(f"A/A noise {units.share(report.noise_share)}")
+    if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
+        return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
     if report.model_check is not None and not report.model_check.is_passed:
         return Headline("loss", f"The numbers changed. {text}", tuple(points))
     if report.status == "failed":
