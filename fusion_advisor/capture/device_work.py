@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fusion_advisor.capture.attribute import FUSED_PREFIX, category_of, computing_ops
 from fusion_advisor.capture.classify import COMPOSITE, MATH_ATTENTION, base_name, class_of
@@ -24,9 +25,8 @@ _MOVING = frozenset({CAST, "cat"}) | _ROWS_BY_NUMBER
 _FUSIBLE = (OpClass.POINTWISE.value, OpClass.REDUCTION.value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One kernel, copy or fill; on a CPU one op call that computes."""
+class Work(NamedTuple):
+    """One kernel, copy or fill; on a CPU one op call that computes. A tuple for the reason that :class:`Event` is one."""
 
     kernel_name: str
     label: str
