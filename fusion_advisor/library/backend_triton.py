@@ -3,7 +3,7 @@
 Flat Programs are a run of elements. Pointwise Programs of more dims are tiles of the last two, the outer dims
 decomposed from the program id once per tile, in scalar registers. Reduced Programs hold whole rows in registers up to
 16384 columns, so every operand is read once; wider rows are walked once per reduction that waits for another, a maximum and
-the sum of exponentials under it together. Block sizes are constexpr
+the sum of exponentials under it together, a sum and the squares about its mean too. Block sizes are constexpr
 arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
 An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.library.moments import moments
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import REDUCTIONS, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, pointer_names, split_index
@@ -284,7 +285,7 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
 def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
-    before, passes = column_passes(plan, online_sums(plan.program))
+    before, passes = column_passes(plan, online_sums(plan.program), moments(plan.program))
     steps = []
     for step in passes:
         loop = writer.definitions(step.values)
@@ -302,6 +303,20 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
             after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
             writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
+        for sums in step.moments:
+            value = values[sums.total]
+            total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
+            both = f"{total}_tile, {squares}_tile"
+            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype})"
+            accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
+            added = f"{both}, {writer.text(sums.element).code}, col_mask, start // BLOCK_COLS"
+            call = [f"{both} = add_moments({added})"]
+            loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
+            after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
+            after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
+            after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
+            after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
+            writer.helpers |= {"add_moments", "squares_about"}
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
             accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
@@ -310,7 +325,8 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
             loop.append(f"{name}_tile = {combined}")
             after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
-        after += writer.definitions(step.after)
+        means = {sums.mean for sums in step.moments}
+        after += writer.definitions(n for n in step.after if n not in means)
         loop += _stores(plan, writer, step.stores)
         columns = [
             "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",

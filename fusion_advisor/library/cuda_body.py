@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
 from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
 
@@ -21,7 +22,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan, online_sums(plan.program) if is_looped else ())
+    before, passes = column_passes(plan, *((online_sums(plan.program), moments(plan.program)) if is_looped else ()))
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -58,6 +59,11 @@ def _step(
         accumulators += pair["accumulators"]
         lane += pair["compare"]
         after += pair["after"]
+    together = [_moments(plan, writer, pair, numbers) for pair in step.moments]
+    for sums in together:
+        accumulators += sums["accumulators"]
+        lane += sums["sum"]
+        after += sums["after"]
     for n in step.reductions:
         name, kind = writer.text(n).code, COMPUTE[values[n].dtype]
         start = _STARTS[values[n].op, kind == "long long"] + ("F" if kind == "float" and values[n].op != "reduce_sum" else "")
@@ -70,7 +76,8 @@ def _step(
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
-    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
+    means = {pair.mean for pair in step.moments}
+    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail = []
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
@@ -88,6 +95,7 @@ def _step(
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
+    tail += [line for sums in together for line in sums["count"]]
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
     read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
     loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
@@ -95,6 +103,10 @@ def _step(
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
         over += _over_packs(plan, writer, _loop("lane", "VEC", pair["sum"]), is_looped=is_looped, skips=True)
+    for sums in together:
+        over = [*sums["start"], *over, *sums["mean"]]
+        over += _over_packs(plan, writer, _loop("lane", "VEC", sums["squares"]), is_looped=is_looped, skips=True)
+        over += sums["merge"]
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
         "accumulators": accumulators,
@@ -129,6 +141,31 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
             "// Only a row of -inf alone leaves the sum at 0.",
             f"const {kind} {highest} = {row_total} == 0 ? -{infinity} : {row_highest};",
             f"const {kind} {total} = {edge} ? {sum_there} : {row_total};",
+        ],
+    }
+
+
+def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterator[int]) -> dict[str, list[str]]:
+    """A sum and the squares about its mean: first of the packs that a thread holds at once, then of all that it has seen."""
+    kind = COMPUTE[plan.program.values[pair.total].dtype]
+    total, mean, squares, element = (writer.text(n).code for n in (pair.total, pair.mean, pair.squares, pair.element))
+    noun = total.removesuffix("_sum")
+    seen, step, apart = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "apart"))
+    writer.helpers |= {"row_reduce", "moments"}
+    declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
+    adding = [f"const {kind} {apart} = {element} - {step}.mean;", f"{step}.squares += {apart} * {apart};"]
+    return {
+        "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
+        "start": [f"Moments<{kind}> {step} = {{}};"],
+        "sum": [f"{step}.sum += {element};"],
+        "count": [f"{step}.count += VEC;"],
+        "mean": [f"{step}.set_mean();"],
+        "squares": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
+        "merge": [f"{seen} = merged({seen}, {step});"],
+        "after": [
+            f"const {kind} {total} = row_reduce<Sum, {next(numbers)}>({seen}.sum);",
+            *([_declare(plan, writer, pair.mean)] if writer.is_named(pair.mean) else []),
+            f"const {kind} {squares} = row_reduce<Sum, {next(numbers)}>({seen}.squares_about({mean}));",
         ],
     }
 
@@ -252,7 +289,7 @@ def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
         store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce""".split()  # noqa: SIM905
+        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 

@@ -71,7 +71,8 @@ class CudaWriter(Writer):
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
          "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
-         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept"}
+         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
+         "merged"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:

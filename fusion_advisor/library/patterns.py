@@ -185,9 +185,9 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
         sized = {letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}
         yield {**sized, **length, last: _COLS}
-        for letters in _alike(spec, rows):  # as many key heads as query heads
-            if len({sized[letter] for letter in letters}) > 1:
-                yield {**sized, **dict.fromkeys(letters, sized[letters[0]]), **length, last: _COLS}
+        for alike in _alike(spec, rows):  # as many key heads as query heads
+            if len({sized[letter] for letter in alike}) > 1:
+                yield {**sized, **dict.fromkeys(alike, sized[alike[0]]), **length, last: _COLS}
 
 
 def _alike(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:

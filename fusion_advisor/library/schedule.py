@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.program import (
     ADDRESSED,
@@ -271,9 +272,14 @@ class Pass:
     """Row values that are known once it has run, the reductions left out."""
     online: tuple[OnlineSum, ...] = ()
     """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
+    moments: tuple[Moments, ...] = ()
+    """Pairs of a sum and a sum of squares that it accumulates together; they are not in ``reductions``. Their means are in
+    ``after``, and known before the squares are."""
 
 
-def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+def column_passes(
+    plan: Schedule, online: tuple[OnlineSum, ...] = (), moments: tuple[Moments, ...] = ()
+) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """Split a reduced Program into walks over the columns.
 
     A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
@@ -281,16 +287,18 @@ def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[t
     Args:
         plan: the schedule.
         online: sums that belong to the pass of their maximum.
+        moments: sums of squares that belong to the pass of their sum.
 
     Returns:
         the row values that are known before the first pass, and the passes.
     """
     program = plan.program
-    pair_of = {n: pair for pair in online for n in (pair.total, pair.highest)}
+    first_of = {pair.total: pair.highest for pair in online} | {pair.squares: pair.total for pair in moments}
+    paired = {*first_of, *first_of.values()}
     levels: list[int] = []
     for number, value in enumerate(program.values):
-        if number in pair_of and number == pair_of[number].total:
-            levels.append(levels[pair_of[number].highest])
+        if number in first_of:
+            levels.append(levels[first_of[number]])
             continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
@@ -305,14 +313,16 @@ def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[t
     for level in range(max(levels, default=0) + 1):
         reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
         pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
+        both = tuple(pair for pair in moments if levels[pair.total] == level + 1)
         stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args if r not in pair_of or r == pair_of[r].highest]
+        targets = [a for r in reductions for a in program.values[r].args if r not in first_of]
         targets += [program.stores[n].value for n in stores]
         if reductions or stores:
-            alone = tuple(r for r in reductions if r not in pair_of)
+            alone = tuple(r for r in reductions if r not in paired)
             after = tuple(row_values.get(level + 1, ()))
             values = tuple(needed_in_columns(plan, targets))
-            passes.append(Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs))
+            done = Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
+            passes.append(done)
     return tuple(row_values.get(0, ())), tuple(passes)
 
 

@@ -43,7 +43,9 @@ class TritonWriter(Writer):
     """
 
     helper_names = frozenset(
-        _HELPERS | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums"}
+        _HELPERS
+        | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
+        | {"squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
