@@ -72,7 +72,12 @@ def make_plan(
         skip: shell patterns of kernel names that are not tried.
         sources: where each library kernel's idea comes from, for the rendered header.
     """
-    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs))
+
+    # Whatever `only` and `skip` say: a saved plan finds its chains again by their ranks.
+    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        return find_match(lower(capture.ops, members, outputs).program, patterns) is not None
+
+    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs), has_kernel)
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []

@@ -76,4 +76,8 @@ def _named_like(program: Program, model: Program) -> Program:
         return program
     operands = tuple(replace(own, name=named.name) for own, named in zip(program.operands, model.operands, strict=True))
     values = tuple(replace(own, constant_name=named.constant_name) for own, named in zip(mine, theirs, strict=True))
-    return replace(program, operands=operands, values=values)
+    beside = program.beside
+    if len(beside) == len(model.beside):
+        pairs = zip(beside, model.beside, strict=True)
+        beside = tuple(replace(own, program=_named_like(own.program, named.program)) for own, named in pairs)
+    return replace(program, operands=operands, values=values, beside=beside)

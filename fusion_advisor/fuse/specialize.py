@@ -118,7 +118,11 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     patterns, _ = library_patterns(kept.kernel_dirs)
     by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
     folded: dict[str, list[tuple[Group, Lowered]]] = {}
-    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs)):
+
+    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        return layout_key(lower(bench.ops, members, outputs).program) in by_layout
+
+    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs), has_kernel):
         if group.verdict.is_fusible:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
     found: list[tuple[PlannedFusion, BuiltFusion]] = []
