@@ -41,14 +41,27 @@ def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, .
     return patterns, {spec.name: spec.source for spec in specs}
 
 
-def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
-    """Yield one pattern per reference, example shape and set of outputs of a kernel.
+def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
+    """Return one pattern per reference, example shape and set of outputs of a kernel.
+
+    Traced once per process: the library takes three seconds, and every apply, saved plan and check asks for it.
 
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
     """
     if spec.gemv is not None:  # a GEMM is no chain of pointwise ops and reductions: nothing to match it with
-        return
+        return ()
+    file = spec.folder / "reference.py"
+    return _traced(spec, file.read_bytes() if file.is_file() else b"")
+
+
+@functools.cache
+def _traced(spec: KernelSpec, _source: bytes) -> tuple[Pattern, ...]:
+    """The patterns of a kernel; its file's content is a part of the key, so that an edit in a notebook counts."""
+    return tuple(_trace_patterns(spec))
+
+
+def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
     marks = sentinels(spec)
     for variant, function in load_references(spec).references:
         seen: set[str] = set()

@@ -160,7 +160,7 @@ def _group_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     source, groups = _ref(op, 0), op.args[1]
     shape, nest = lowering.meta(source).shape, lowering.nest
     assert isinstance(groups, int)
-    if math.prod(shape) == 0:
+    if math.prod(shape[1:]) == 0:
         raise CannotLower("FA604", f"{op.target} of no elements is left to torch")
     if math.prod(shape) != math.prod(nest.shape):
         raise CannotLower("FA604", f"{op.target} reduces a shape {shape} that is not the chain's loop nest {nest.shape}")

@@ -9,10 +9,16 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
+
+import torch
 
 from fusion_advisor.library.backend_cuda import pack_width
 from fusion_advisor.library.beside import calls_of, starts
+from fusion_advisor.library.program import Program
+from fusion_advisor.library.source import Rendered
 
 _PRELUDE = """
 #include <cmath>
@@ -46,17 +52,49 @@ _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
 }"""
 
 
-def run(rendered, program, tensors, outputs, folder, width=0):
-    """Compile with the system's compiler and run; outputs are written in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A rendered kernel and what it is called with; outputs are written in place."""
 
-    ``width`` is the columns of a pack; the widest that the program allows by default.
-    """
-    calls = calls_of(program, flatten_rows=True)
-    plans = [call.plan for call in calls]
-    if all(plan.is_empty for plan in plans):
+    rendered: Rendered
+    program: Program
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    width: int = 0
+    """Columns of a pack; the widest that the program allows by default."""
+
+
+def run(rendered, program, tensors, outputs, folder, width=0):
+    """Compile with the system's compiler and run one kernel."""
+    run_all([Launch(rendered=rendered, program=program, inputs=tensors, outputs=outputs, width=width)], folder)
+
+
+def run_all(launches, folder):
+    """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once."""
+    launches = [one for one in launches if not all(call.plan.is_empty for call in calls_of(one.program, flatten_rows=True))]
+    if not launches:
         return
+    units = [_unit(number, launch) for number, launch in enumerate(launches)]
+    path, library = folder / "kernels.cpp", folder / "kernels.so"
+    path.write_text("\n".join([_PRELUDE, *(source for source, _ in units)]))
+    command = ["g++", *OPTIMISE, "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    handle = ctypes.CDLL(str(library))
+    for number, (launch, (_, arguments)) in enumerate(zip(launches, units, strict=True)):
+        tensors = (*launch.inputs, *launch.outputs)
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
+        handle[f"run_{number}"](pointers, integers)
+
+
+def _unit(number, launch):
+    """A kernel's source between its macros with the function that walks its grid, and the numbers that it takes."""
+    rendered = launch.rendered
+    calls = calls_of(launch.program, flatten_rows=True)
+    plans = [call.plan for call in calls]
     kind = plans[0].kind
-    width = width or min(pack_width(plan)[0] for plan in plans)
+    width = launch.width or min(pack_width(plan)[0] for plan in plans)
     packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
     is_looped = "index_t start = 0" in rendered.source
     each = packs[0] if kind == "rows" and not is_looped else 3
@@ -69,44 +107,29 @@ def run(rendered, program, tensors, outputs, folder, width=0):
     arguments = [*starts(blocks), *(argument for call in calls for argument in call.arguments)]
     source = _translate(rendered.source)
     entry = source[source.index(f"{rendered.entry}(") :]
-    count = len(tensors) + len(outputs)
     operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", entry, re.MULTILINE))]
-    assert len(operands) == count
+    assert len(operands) == len(launch.inputs) + len(launch.outputs)
     scalars = [f"(index_t)ints[{n}]" for n in range(len(arguments))]
-    source = (
-        source.replace("__restrict__", "")
-        + f"""
-extern "C" void run_all(void** args, const long long* ints) {{
+    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
+    if any(plan.needs_int64 for plan in plans):
+        macros["WIDE_INDEX"] = 1
+    # The source may define more of them, and the next kernel must see none.
+    defined = {**macros, **dict.fromkeys(re.findall(r"^ *#define (\w+)", source, re.MULTILINE), 1)}
+    before = "\n".join(f"#define {name} {value}" for name, value in macros.items())
+    after = "\n".join(f"#undef {name}" for name in defined)
+    source = f"""{before}
+namespace kernel_{number} {{
+#line 1 "{rendered.entry}.cu"
+{source.replace('extern "C" ', "").replace("__restrict__", "")}
+extern "C" void run_{number}(void** args, const long long* ints) {{
     gridDim = {{{grid[0]}u, {grid[1]}u, 1u}};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
             {rendered.entry}({", ".join([*operands, *scalars])});
 }}
-"""
-    )
-    path = folder / "kernel.cpp"
-    path.write_text(source)
-    wide = ["-DWIDE_INDEX"] if any(plan.needs_int64 for plan in plans) else []
-    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *wide]
-    command = [
-        "g++",
-        *OPTIMISE,
-        "-fno-strict-aliasing",
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        "-w",
-        *macros,
-        "-o",
-        str(folder / "kernel.so"),
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    pointers = (ctypes.c_void_p * count)(*(t.data_ptr() for t in (*tensors, *outputs)))
-    integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
-    library.run_all(pointers, integers)
+}}
+{after}"""
+    return source, arguments
 
 
 def _translate(source):
@@ -115,5 +138,4 @@ def _translate(source):
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
-    source = re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
-    return _PRELUDE + source
+    return re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)

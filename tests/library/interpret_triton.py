@@ -1,5 +1,5 @@
-"""Run every case through Triton's interpreter and print name → distance as JSON; a process of its own, see
-test_backend_triton.py."""
+"""Run cases through Triton's interpreter and print name → distance as JSON; a process of its own, see
+test_backend_triton.py. Takes a folder, a mode (default, tuned or fast) and names; no names are all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,26 @@ from evaluate import allocate, evaluate
 from fusion_advisor.library.backend_triton import TritonBackend
 from fusion_advisor.library.source import Header, Tuning
 
+MANY_ROWS = 70
+"""A launch of many programs whose last tile is cut: each takes the interpreter 10 ms."""
+WIDE = 16384
+"""Rows wider than this are walked in a loop."""
 
-def main(folder, *options):
+
+def tuning_of(mode, program):
+    """In the tuned mode tiles so small that every case has several; a looped row has as many steps with wider ones."""
+    if mode != "tuned":
+        return Tuning()
+    return Tuning(block_cols=1024 if program.dims[-1] > WIDE else 64, block_rows=2, num_warps=2)
+
+
+def main(folder, mode, *names):
     backend, found = TritonBackend(), {}
-    for name, program in cases().items():
+    chosen = cases(many_rows=MANY_ROWS)
+    for name in names or chosen:
+        program = chosen[name]
         header = Header(title="case", summary=name, origin="a test")
-        tuning = Tuning(block_cols=64, block_rows=2, num_warps=2) if "tuned" in options else Tuning()
-        rendered = backend.render(program, header, tuning=tuning, fast_math="fast" in options)
+        rendered = backend.render(program, header, tuning=tuning_of(mode, program), fast_math=mode == "fast")
         kernel = backend.build(rendered, Path(folder) / f"{name}.py")
         tensors, outputs = inputs(name, program), allocate(program)
         kernel.bind(program)(*tensors, *outputs)

@@ -30,44 +30,22 @@ def render(program, tuning=None, fast_math=False, header=HEADER):
     return TritonBackend().render(program, header, tuning=tuning or Tuning(), fast_math=fast_math)
 
 
-def interpret(folder, *options):
+@pytest.mark.parametrize(
+    ("mode", "names", "limit"),
+    [
+        ("default", (), 1),
+        ("tuned", (), 1),
+        ("fast", ("gelu_tanh-bfloat16", "swiglu-float16", "rmsnorm-float32", "softmax-float32", "special-sigmoid"), 50),
+    ],
+)
+def test_every_case_matches_the_float64_oracle_in_the_interpreter(tmp_path, mode, names, limit):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "interpret_triton.py"), str(folder), *options]
+    command = [sys.executable, str(HERE / "interpret_triton.py"), str(tmp_path), mode, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(scope="module")
-def interpreted_tuned(tmp_path_factory):
-    return interpret(tmp_path_factory.mktemp("kernels"), "tuned")
-
-
-@pytest.fixture(scope="module")
-def interpreted_fast(tmp_path_factory):
-    return interpret(tmp_path_factory.mktemp("kernels"), "fast")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_matches_float64_oracle(interpreted, name):
-    assert interpreted[name] <= 1
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_matches_oracle_with_other_block_sizes(interpreted_tuned, name):
-    assert interpreted_tuned[name] <= 1
-
-
-@pytest.mark.parametrize(
-    "name", ["gelu_tanh-bfloat16", "swiglu-float16", "rmsnorm-float32", "softmax-float32", "special-sigmoid"]
-)
-def test_fast_math_stays_close(interpreted_fast, name):
-    assert interpreted_fast[name] <= 50
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(names or CASES)
+    assert not {name: far for name, far in found.items() if not far <= limit}
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

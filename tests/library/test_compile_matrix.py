@@ -1,8 +1,9 @@
 """Every library kernel becomes machine code for three generations of GPU, none of which need be here.
 
-All references, dtypes and sets of outputs; each distinct source once. What a dtype adds to a source (two conversions) is the same
-on every GPU, so all dtypes are compiled for one generation and bfloat16 for the others too. One test per kernel and backend, so
-that a failure names its source. CUDA C++ goes through NVRTC where cuda-core is installed, and through nvcc where that is found.
+All references and sets of outputs in bfloat16 for one generation; the first reference in every dtype and for every generation
+too. A dtype adds two conversions to a source and a generation other instructions for the same ops, whichever way a formula is
+spelled: so each is tried once with all ops, not with all spellings. Each distinct source once. One test per kernel and backend,
+so that a failure names its source. CUDA C++ goes through NVRTC where cuda-core is installed, through nvcc where that is found.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.library.source import Tuning
-from fusion_advisor.library.source_of import header_of, named_program
+from fusion_advisor.library.source_of import header_of, named_program, render_kernel
 
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
@@ -26,18 +27,24 @@ SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # tho
 HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 
+def is_wide(case):
+    """Whether its rows are walked in a loop."""
+    return max(size for _, size in case.sizes) > 16384
+
+
 def sources(spec, backend):
-    """(dtype, rendered, program), over references, dtypes, outputs and narrow and wide rows."""
-    patterns, found = tuple(kernel_patterns(spec)), {}
-    sizes = [dict(spec.bench[0].sizes)]
-    sizes += [dict(case.sizes) for case in spec.check if max(size for _, size in case.sizes) > 16384]
-    for _, function in load_references(spec).references:
-        for dtype in spec.dtypes:
+    """(dtype, rendered, program, architectures), over references, dtypes, outputs and narrow and wide rows."""
+    patterns, found = kernel_patterns(spec), {}
+    sizes = [dict(spec.bench[0].sizes), *(dict(case.sizes) for case in spec.check if is_wide(case))]
+    main = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
+    for number, (_, function) in enumerate(load_references(spec).references):
+        for dtype in (main, *spec.dtypes) if number == 0 else (main,):
             for one in sizes:
                 for lowered in lower_reference(spec, function, one, dtype=getattr(torch, dtype)):
                     program = named_program(lowered.program, patterns)
                     rendered = backend_of(backend).render(program, header_of(spec, ""), tuning=Tuning(), fast_math=False)
-                    found.setdefault(rendered.entry, (dtype, rendered, program))
+                    is_first = number == 0 and dtype == main
+                    found.setdefault(rendered.entry, (dtype, rendered, program, ARCHITECTURES if is_first else MIDDLE))
     return list(found.values())
 
 
@@ -48,8 +55,8 @@ def compiles(rendered, program, architecture, compiler):
 
 
 def compile_all(found, compiler):
-    for dtype, rendered, program in found:
-        for architecture in ARCHITECTURES if dtype == "bfloat16" else MIDDLE:
+    for _, rendered, program, architectures in found:
+        for architecture in architectures:
             assert compiles(rendered, program, architecture, compiler).startswith(b"\x7fELF")
 
 
@@ -68,11 +75,20 @@ def test_cuda_with_nvrtc(name):
 @pytest.mark.parametrize("name", SPECS)
 def test_cuda_with_nvcc(name):
     # nvcc takes ten times as long as NVRTC: where both are here, one source per kernel shows that it agrees, and where it is
-    # alone, one source for every generation and the rest of its dtype for one.
-    first, *rest = [one for one in sources(SPECS[name], "cuda") if one[0] == "bfloat16"]
-    for _, rendered, program in [first] if HAS_NVRTC else [first, *rest]:
-        for architecture in ARCHITECTURES if rendered is first[1] and not HAS_NVRTC else MIDDLE:
-            assert compiles(rendered, program, architecture, "nvcc").startswith(b"\x7fELF")
+    # alone, each spelling is compiled once, for one generation: the next test says why for one.
+    first, *rest = sources(SPECS[name], "cuda")
+    for dtype, rendered, program, _ in [first] if HAS_NVRTC else [first, *rest]:
+        if dtype == first[0]:
+            assert compiles(rendered, program, *MIDDLE, "nvcc").startswith(b"\x7fELF")
+
+
+def test_cuda_sources_are_the_same_for_every_generation():
+    asked = set()
+    for spec in SPECS.values():
+        for dtype in ("float32", "bfloat16"):
+            source = render_kernel(load_references(spec), "cuda", dtype).source
+            asked |= {line for line in source.splitlines() if "__CUDA_ARCH__" in line}
+    assert asked == {f"#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= {10 * ARCHITECTURES[0]}"}
 
 
 def test_one_source_serves_every_size():

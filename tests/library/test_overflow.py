@@ -13,46 +13,60 @@ import cuda_on_host
 import overflow
 import pytest
 import torch
+from cpp_at_once import build_all
 
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.source import Header, Tuning
 
 HERE = Path(__file__).parent
-CASES = {name: rest for name, *rest in overflow.programs()}
 HEADER = Header(title="case", summary="a test", origin="a test")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def rendered_by(backend, dtype):
+    """(name, function, inputs, program, source, an output to fill), of every function."""
+    found = []
+    for name, function, inputs, program in overflow.programs((dtype,)):
+        rendered = backend_of(backend).render(program, HEADER, tuning=Tuning(), fast_math=False)
+        found.append((name, function, inputs, program, rendered, torch.zeros_like(inputs[0])))
+    assert len(found) > 20
+    return found
+
+
+def complaints(rows):
+    found = {name: overflow.complaint(function, inputs, out) for name, function, inputs, _, _, out in rows}
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "overflow.py"), str(tmp_path_factory.mktemp("kernels"))]
+    command = [sys.executable, str(HERE / "overflow.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("mode", ["", "-fast"])
-@pytest.mark.parametrize("name", CASES)
-def test_triton(interpreted, name, mode):
-    assert not interpreted[name + mode]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 2 * len(overflow.DTYPES) * len(overflow.functions())
+    assert not {name: problem for name, problem in found.items() if problem}
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-def test_cpp(tmp_path, name):
-    function, inputs, program = CASES[name]
-    rendered = backend_of("cpp").render(program, HEADER, tuning=Tuning(), fast_math=False)
-    out = torch.zeros_like(inputs[0])
-    backend_of("cpp").build(rendered, tmp_path / "k.cpp").bind(program)(*inputs, out)
-    assert not overflow.complaint(function, inputs, out)
+@pytest.mark.parametrize("dtype", overflow.DTYPES)
+def test_cpp(tmp_path, dtype):
+    rows = rendered_by("cpp", dtype)
+    kernels = build_all([rendered for *_, rendered, _ in rows], tmp_path)
+    for _, _, inputs, program, rendered, out in rows:
+        kernels[rendered.entry].bind(program)(*inputs, out)
+    assert not complaints(rows)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-def test_cuda_arithmetic_on_the_host(tmp_path, name):
-    function, inputs, program = CASES[name]
-    rendered = backend_of("cuda").render(program, HEADER, tuning=Tuning(), fast_math=False)
-    out = torch.zeros_like(inputs[0])
-    cuda_on_host.run(rendered, program, inputs, [out], tmp_path)
-    assert not overflow.complaint(function, inputs, out)
+@pytest.mark.parametrize("dtype", overflow.DTYPES)
+def test_cuda_arithmetic_on_the_host(tmp_path, dtype):
+    rows = rendered_by("cuda", dtype)
+    cuda_on_host.run_all(
+        [
+            cuda_on_host.Launch(rendered=rendered, program=program, inputs=inputs, outputs=[out])
+            for _, _, inputs, program, rendered, out in rows
+        ],
+        tmp_path,
+    )
+    assert not complaints(rows)

@@ -15,13 +15,13 @@ import programs as p
 import pytest
 import softmax_rows
 import torch
+from cpp_at_once import build_all
 
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.source import Header, Tuning
 
 HERE = Path(__file__).parent
-CASES = {name: rest for name, *rest in softmax_rows.programs()}
 HEADER = Header(title="case", summary="a test", origin="a test")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
@@ -31,49 +31,67 @@ def render(backend, program):
     return backend_of(backend).render(program, HEADER, tuning=Tuning(), fast_math=False)
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def rendered_by(backend, dtypes):
+    """(name, function, both inputs, operands, program, source, an output to fill), of every function and width."""
+    found = []
+    for name, function, both, tensors, program in softmax_rows.programs(dtypes):
+        out = softmax_rows.result_like(function, both)
+        found.append((name, function, both, tensors, program, render(backend, program), out))
+    assert len(found) >= 9
+    return found
+
+
+def complaints(rows, *, is_serial=False):
+    found = {}
+    for name, function, both, *_, out in rows:
+        is_wide = both[0].shape[1] == softmax_rows.COLS[-1]
+        found[name] = softmax_rows.complaint(function, both, out, is_serial=is_serial and is_wide)
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "softmax_rows.py"), str(tmp_path_factory.mktemp("kernels"))]
+    command = [sys.executable, str(HERE / "softmax_rows.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "bfloat16" not in name])
-def test_triton(interpreted, name):
-    assert not interpreted[name]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(softmax_rows.WIDE) + 3 * len(softmax_rows.FUNCTIONS)
+    assert not {name: problem for name, problem in found.items() if problem}
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-def test_cpp(tmp_path, name):
-    function, both, tensors, program = CASES[name]
-    out = softmax_rows.result_like(function, both)
-    backend_of("cpp").build(render("cpp", program), tmp_path / "k.cpp").bind(program)(*tensors, out)
-    assert not softmax_rows.complaint(function, both, out)
+@pytest.mark.parametrize("dtype", softmax_rows.DTYPES)
+def test_cpp(tmp_path, dtype):
+    rows = rendered_by("cpp", (dtype,))
+    kernels = build_all([rendered for *_, rendered, _ in rows], tmp_path)
+    for _, _, _, tensors, program, rendered, out in rows:
+        kernels[rendered.entry].bind(program)(*tensors, out)
+    assert not complaints(rows)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-def test_cuda_arithmetic_on_the_host(tmp_path, name):
-    function, both, tensors, program = CASES[name]
-    out = softmax_rows.result_like(function, both)
-    cuda_on_host.run(render("cuda", program), program, tensors, [out], tmp_path)
-    assert not softmax_rows.complaint(function, both, out, is_serial=both[0].shape[1] == softmax_rows.COLS[-1])
+@pytest.mark.parametrize("dtype", softmax_rows.DTYPES)
+def test_cuda_arithmetic_on_the_host(tmp_path, dtype):
+    rows = rendered_by("cuda", (dtype,))
+    cuda_on_host.run_all(
+        [
+            cuda_on_host.Launch(rendered=rendered, program=program, inputs=tensors, outputs=[out])
+            for _, _, _, tensors, program, rendered, out in rows
+        ],
+        tmp_path,
+    )
+    assert not complaints(rows, is_serial=True)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_the_device(tmp_path, name, backend):
-    function, both, tensors, program = CASES[name]
-    rendered = render(backend, program)
-    out = softmax_rows.result_like(function, both).cuda()
-    launcher = backend_of(backend).build(rendered, tmp_path / f"{rendered.entry}{rendered.suffix}").bind(program)
-    launcher(*(tensor.cuda() for tensor in tensors), out)
-    assert not softmax_rows.complaint(function, both, out.cpu())
+def test_on_the_device(tmp_path, backend):
+    rows = [(*row[:-1], row[-1].cuda()) for row in rendered_by(backend, softmax_rows.DTYPES)]
+    for _, _, _, tensors, program, rendered, out in rows:
+        launcher = backend_of(backend).build(rendered, tmp_path / f"{rendered.entry}{rendered.suffix}").bind(program)
+        launcher(*(tensor.cuda() for tensor in tensors), out)
+    assert not complaints([(*row[:-1], row[-1].cpu()) for row in rows])
 
 
 @pytest.mark.parametrize(
