@@ -138,8 +138,8 @@ def install(
         before = report.before
         if others:
             with clock.phase("baselines"):
-                measured = replace(measured, baselines=measure_all([eager, *others], **measuring))
-            before = _step_of(measured.baselines, EAGER, "eager")
+                rows = measure_all([eager, *others], **measuring)
+            measured, before = replace(measured, baselines=_without_doubles(rows)), _step_of(rows, EAGER, "eager")
         unchanged = replace(
             measured, before=before, after=replace(before, label="unchanged"), durations_s=tuple(clock.durations_s)
         )
@@ -204,7 +204,7 @@ def install(
         before=before,
         captured=captured,
         after=after,
-        baselines=baselines,
+        baselines=_without_doubles(baselines),
         warm_up=warm_up,
         fusions=tuple(receipts),
         model_check=check,
@@ -219,6 +219,14 @@ def _step_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:
     step = next(row.step for row in rows if row.name == name)
     assert step is not None  # a required contender's
     return replace(step, label=label)
+
+
+def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
+    """Leave out the kernels of eager and ours, which stand in the report's before and after."""
+    return tuple(
+        replace(row, step=replace(row.step, kernels=())) if row.step is not None and row.name in (EAGER, OURS) else row
+        for row in rows
+    )
 
 
 def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:

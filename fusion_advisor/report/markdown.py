@@ -90,6 +90,11 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
+            baselines=view.baseline_rows(report),
+            run_lines=[
+                line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line
+            ],
+            predicted=view.predicted,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
