@@ -8,6 +8,7 @@ becomes a constant. That holds for the tensors of this run only: it is measured,
 from __future__ import annotations
 
 import operator
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,9 +38,10 @@ def compile_rest(
         NotAvailable: a graph holds something that cannot be compiled.
     """
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    unique = uuid.uuid4().hex[:12]  # torch keeps one table of ops for the whole process
     compiled = []
     for region, module in zip(regions, modules, strict=True):
-        opaque = _opaque(module, region.example_args, library, f"r{region.index}")
+        opaque = _opaque(module, region.example_args, library, f"call_{unique}_{region.index}")
         runner = GraphModule(opaque, opaque.graph)
         runner.forward = compiler(opaque, list(region.example_args))
         runner.library = library
