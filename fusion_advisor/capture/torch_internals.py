@@ -172,8 +172,7 @@ def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        compiled: Callable[..., Any] = compile_fx(graph_module, inputs)
-    return compiled
+        return compile_fx(graph_module, inputs)  # type: ignore[return-value]
 
 
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:

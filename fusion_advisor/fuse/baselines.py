@@ -105,7 +105,12 @@ def peers(
     return [
         Contender(name="eager + CUDA graph", make=graphed, note=_IN_GRAPH),
         *(
-            Contender(name=f"{COMPILED}{mode}", make=compiled(mode), is_compiled=True, note="first call with empty caches")
+            Contender(
+                name=f"{COMPILED}{mode}",
+                make=compiled(mode),
+                is_compiled=on_cuda or mode != "reduce-overhead",
+                note="first call with empty caches",
+            )
             for mode in modes
         ),
         Contender(

@@ -44,7 +44,7 @@ def compile_rest(
         opaque = _opaque(module, region.example_args, library, f"call_{unique}_{region.index}")
         runner = GraphModule(opaque, opaque.graph)
         runner.forward = compiler(opaque, list(region.example_args))
-        runner.library = library
+        object.__setattr__(runner, "library", library)  # the ops exist as long as it does
         compiled.append(runner)
     return tuple(compiled)
 
@@ -71,7 +71,7 @@ def _opaque(module: GraphModule, inputs: Sequence[Any], library: torch.library.L
             raise NotAvailable(f"`{original.name}` depends on values of the step itself")
         constant = f"constant_{number}"
         assert callable(original.target)
-        holder.register_buffer(constant, original.target(*(given[source] for source in original.args)), persistent=False)  # type: ignore[index]
+        holder.register_buffer(constant, original.target(*(given[source] for source in original.args)), persistent=False)
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.get_attr(constant))
         graph.erase_node(node)

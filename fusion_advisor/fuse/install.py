@@ -97,7 +97,7 @@ def install(
     fused = FusedModel(
         loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
-        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0,
+        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
     )  # fmt: skip
 
     rewind = bench.live.written.rewind

@@ -124,7 +124,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
         kept = Kept(fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda)
         graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
         fused = FusedModel(
-            loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept
+            loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept, live=live
         )
         live.written.restore()
         fused.report = saved.report

@@ -364,7 +364,8 @@ def warm_up_line(report: Report) -> str:
 def prediction_error(report: Report) -> tuple[float, int] | None:
     """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are."""
     errors = []
-    for row in (*report.fusions, *report.rewrites):
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    for row in rows:
         if row.status is Status.KEPT and row.step_delta_ns and row.predicted_saving_ns:
             errors.append(abs(row.predicted_saving_ns + row.step_delta_ns) / abs(row.step_delta_ns))
     return (statistics.median(errors), len(errors)) if errors else None
