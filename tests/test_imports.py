@@ -94,6 +94,7 @@ def test_torch_stays_where_it_runs():
     allowed = {"workload", "capture", "fuse", "timing", "bench"}
     inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
     inner |= {"library.accuracy", "library.check", "library.check_inputs", "library.source_of", "library.tuning"}
+    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch"}
     for module in users("torch"):
         short = module.removeprefix("fusion_advisor.")
         assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module
@@ -127,8 +128,8 @@ def test_importing_the_package_imports_nothing_of_its_parts():
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("triton", {"library.backend_triton", "library.triton_shape"}),
-        ("cuda", {"library.nvrtc", "library.backend_cuda"}),
+        ("triton", {"library.backend_triton", "library.triton_shape", "library.gemv_triton"}),
+        ("cuda", {"library.nvrtc", "library.backend_cuda", "library.gemv_cuda"}),
         ("pandas", {"fuse.steps", "chains.rank"}),
         (
             "jinja2",

@@ -92,11 +92,12 @@ def depends_on_inputs(ops: Sequence[OpNode]) -> list[bool]:
 
 
 def is_candidate(op: OpNode) -> bool:
-    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` (a choice by index), reads of rows by their numbers.
+    """Whether an op may stand in a chain: arithmetic, reductions, ``cat`` and ``stack`` (choices by index), reads by number.
 
     Nothing that writes in place.
     """
-    arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION) or op.target.startswith("aten.cat.") or reads_by_number(op)
+    arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
+    arithmetic = arithmetic or op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op)
     return arithmetic and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.order import guard_masked_loads
-from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, Store, Value, depends_on
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value, depends_on, with_dims
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
+    from fusion_advisor.records import OpNode
 
 _MOST_DIMS = 5
 _PARAMETER_NAMES = frozenset({"weight", "bias", "gamma", "beta", "scale", "inv_freq"})
@@ -75,6 +76,71 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
     if row and groups[-1] != row:
         raise CannotLower("FA603", "the reduced dims do not form one run of memory")
     return _finish(lowering, loops, groups, stores)
+
+
+def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[Lowered], outputs: Sequence[int]) -> Lowered:
+    """Make one launch of loop nests that do not need one another.
+
+    Args:
+        ops: the captured ops by index.
+        parts: the nests, each lowered by itself.
+        outputs: of all of them, in the order of the result's output operands.
+
+    Raises:
+        CannotLower: they are not of one kind, or one reads what another writes.
+    """
+    least = min(2, max(len(part.program.dims) for part in parts))
+    parts = [replace(part, program=with_dims(part.program, least)) for part in parts]
+    if len({(part.program.is_reduced, part.program.is_reduced and part.program.dims[-1]) for part in parts}) != 1:
+        raise CannotLower("FA603", "loop nests of different kinds do not share a launch")
+    roots = list(dict.fromkeys(root for part in parts for root in part.inputs))
+    if set(roots) & set(outputs):
+        raise CannotLower("FA603", "one output is computed from another over a loop nest of its own")
+    place = {index: number for number, index in enumerate(roots)}
+    place |= {index: len(roots) + number for number, index in enumerate(outputs)}
+    operands: dict[int, Operand] = {}
+    offsets: dict[int, list[int]] = {}
+    for part in parts:
+        for number, (index, operand) in enumerate(zip((*part.inputs, *part.outputs), part.program.operands, strict=True)):
+            reads = [v.offset for v in part.program.values if v.op == "load" and v.operand == number]
+            offsets.setdefault(index, []).append(min(reads, default=0))
+            before = operands.get(index)
+            if before is None:
+                operands[index] = operand
+                continue
+            # Read twice from one place on, it comes from the cache; pieces of one projection add up.
+            is_shared = len(set(offsets[index])) == 1
+            count = (
+                max(before.element_count, operand.element_count) if is_shared else before.element_count + operand.element_count
+            )
+            operands[index] = replace(before, element_count=min(count, math.prod(ops[index].outputs[0].shape)))
+    names = _unique([operands[index].name for index in roots])
+    names += [f"out{number + 1}" for number in range(len(outputs))]
+    named = tuple(replace(operands[index], name=name) for index, name in zip(place, names, strict=True))
+    nests = []
+    for part in parts:
+        places = tuple(place[index] for index in (*part.inputs, *part.outputs))
+        own = tuple(replace(operand, name=named[at].name) for operand, at in zip(part.program.operands, places, strict=True))
+        nests.append(Part(program=replace(part.program, operands=own), operands=places))
+    first = nests[0]
+    program = replace(
+        first.program,
+        operands=named,
+        values=tuple(replace(v, operand=first.operands[v.operand]) if v.op == "load" else v for v in first.program.values),
+        stores=tuple(replace(store, operand=first.operands[store.operand]) for store in first.program.stores),
+        beside=tuple(nests[1:]),
+    )
+    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs))
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names as they are, numbered where they would repeat."""
+    found: list[str] = []
+    for name in names:
+        base = name.rstrip("0123456789")
+        taken = sum(1 for other in found if other.rstrip("0123456789") == base)
+        found.append(f"{base}{taken + 1}" if taken else base)
+    return found
 
 
 # -- loops that are written out ----------------------------------------------------------------------------------------------

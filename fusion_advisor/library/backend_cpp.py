@@ -21,19 +21,21 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fusion_advisor.library.cpp_emit import Kernel
 from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
 from fusion_advisor.library.cpp_layout import Layout
+from fusion_advisor.library.cpp_names import Names
 from fusion_advisor.library.heading import dropout_notes, wrap
-from fusion_advisor.library.program import Program
+from fusion_advisor.library.program import Program, layout_key, nests
 from fusion_advisor.library.source import (
     Header,
     KernelBuildFailed,
     Launcher,
     Rendered,
     Tuning,
+    body_of,
     entry_name,
     environment,
 )
@@ -74,10 +76,11 @@ class CppKernel:
         title = self.entry.removeprefix("fa_").rpartition("_")[0]
         if self.entry not in {entry_name(program, title, option) for option in ("", "fast_math")}:
             raise ValueError(f"{self.entry} was rendered for another layout")
-        if 0 in program.dims[:-1] or (0 in program.dims and not program.is_reduced):
+        parts = [part.program for part in nests(program)]
+        if all(0 in part.dims[:-1] or (0 in part.dims and not part.is_reduced) for part in parts):
             return _nothing
         function = getattr(self.handle, self.entry)
-        fixed = [ctypes.c_int64(p.value) for p in Layout(program).parameters]
+        fixed = [ctypes.c_int64(p.value) for part in parts for p in Layout(part).parameters]
         function.argtypes = [ctypes.c_void_p] * len(program.operands) + [ctypes.c_int64] * len(fixed) + [ctypes.c_int]
         function.restype = None
         data_ptr, threads = torch.Tensor.data_ptr, torch.get_num_threads
@@ -96,23 +99,22 @@ class CppBackend:
     def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
         """Print the program as readable C++. ``tuning`` is for tile kernels and changes nothing here."""
         del tuning
-        kernel = Kernel(program)
+        parts = nests(program)
         entry = entry_name(program, header.title, "fast_math" if fast_math else "")
         flags = (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
-        skeleton = "rowwise" if program.is_reduced else "nested" if len(program.dims) > 1 else "pointwise"
         start = f'extern "C" void {entry}('
-        values = program.values
+        if len(parts) > 1:
+            source = _beside(program, [*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"], start)
+            return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+        kernel = Kernel(program)
         source = (
             environment()
-            .get_template(f"cpp/{skeleton}.cpp.jinja")
+            .get_template(_template(program))
             .render(
-                kernel=kernel,
+                **_context(kernel),
                 header=[*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"],
                 includes=_includes(kernel),
                 prelude=kernel.prelude.names,
-                buffers=[(C_TYPES[computed_in(values[i].dtype)], name) for i, name in kernel.caches.items()],
-                total=" * ".join(kernel.layout.sizes),
-                grain=kernel.grain,
                 signature=_fill(start, kernel.layout.signature),
             )
         )
@@ -147,6 +149,53 @@ class CppBackend:
         return CppKernel(
             entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
         )
+
+
+def _template(program: Program) -> str:
+    skeleton = "rowwise" if program.is_reduced else "nested" if len(program.dims) > 1 else "pointwise"
+    return f"cpp/{skeleton}.cpp.jinja"
+
+
+def _context(kernel: Kernel) -> dict[str, Any]:
+    values = kernel.program.values
+    return {
+        "kernel": kernel,
+        "buffers": [(C_TYPES[computed_in(values[i].dtype)], name) for i, name in kernel.caches.items()],
+        "total": " * ".join(kernel.layout.sizes),
+        "grain": kernel.grain,
+    }
+
+
+def _beside(program: Program, header: list[str], start: str) -> str:
+    """Several loop nests: each a function that the entry point calls; nests of one layout share theirs."""
+    functions: dict[str, dict[str, Any]] = {}
+    names = Names()
+    pointers = [names.take(operand.name) for operand in program.operands]
+    integers: list[str] = []
+    calls = []
+    for number, part in enumerate(nests(program), start=1):
+        kernel, key = Kernel(part.program), layout_key(part.program)
+        if key not in functions:
+            name, context = f"part{len(functions) + 1}", _context(kernel)
+            functions[key] = {
+                **context, "name": name, "signature": _fill(f"static void {name}(", kernel.layout.signature),
+                "text": body_of(_template(part.program), **context),
+            }  # fmt: skip
+        own = [f"{parameter.name}_of_{number}" for parameter in kernel.layout.parameters]
+        integers += own
+        given = [*(pointers[operand] for operand in part.operands), *own, "threads"]
+        calls.append(f"{functions[key]['name']}({', '.join(given)})")
+    kernels = [function["kernel"] for function in functions.values()]
+    tensors = [
+        f"{'' if operand.is_output else 'const '}{C_TYPES[operand.dtype]} *__restrict {name}"
+        for operand, name in zip(program.operands, pointers, strict=True)
+    ]
+    return environment().get_template("cpp/beside.cpp.jinja").render(
+        header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
+        prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
+        grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,
+        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), "int threads"]),
+    )  # fmt: skip
 
 
 def _nothing(*_tensors: object) -> None:

@@ -14,19 +14,20 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.library.cuda_body import body
-from fusion_advisor.library.cuda_ops import CudaWriter, shared_by_rows, vector_width
+from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
+from fusion_advisor.library.cuda_body import body, ordered
+from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, base_is_multiple, schedule
-from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 
 _BLOCK = 256
 _LOOP_BLOCK = 512
@@ -48,13 +49,14 @@ class CudaBackend:
         Raises:
             KernelBuildFailed: the Program holds an op that CUDA cannot express.
         """
-        plan = schedule(program, flatten_rows=True)
+        calls = calls_of(program, flatten_rows=True)
+        plan = calls[0].plan
         is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
         extra = ["cuda", repr(tuning), *(["looped"] if is_looped else []), *(["fast_math"] if fast_math else [])]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
+        functions = functions_of(calls)
         try:
-            writer = CudaWriter(plan, fast_math=fast_math)
-            context = body(plan, writer, is_looped=is_looped)
+            bodies = [body(f.plan, CudaWriter(f.plan, fast_math=fast_math), is_looped=is_looped) for f in functions]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
@@ -63,19 +65,35 @@ class CudaBackend:
             macros.append(("threads along a column", "ROWS", 1))
         elif is_reduced:
             macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
+        is_divisor = plan.kind == "tiled" and any(len(call.plan.sizes) > 2 for call in calls)
         covers = " at a time" if is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
-        covers = f": neighbouring rows{', a divisor of their count' * (len(plan.sizes) > 2)}" if plan.kind == "tiled" else covers
-        macros.append((f"packs of a thread{covers}", "PACKS", 1 if len(plan.sizes) > 2 and plan.kind == "tiled" else 4))
-        macros.append(("columns of a pack, a divisor of every row and stride", "VEC", vector_width(plan)))
+        covers = f": neighbouring rows{', a divisor of their count' * is_divisor}" if plan.kind == "tiled" else covers
+        macros.append((f"packs of a thread{covers}", "PACKS", 1 if is_divisor else 4))
+        macros.append(("columns of a pack, a divisor of every row and stride", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
-        bits = 64 if any(v.dtype == "float64" for v in plan.program.values) else 32
-        source = environment().get_template(f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
-            macros=macros, entry=entry, fast_math=fast_math, bits=bits,
-            bounds="THREADS" if plan.kind == "flat" else "THREADS * ROWS",
-            is_looped=is_looped, has_row=plan.kind != "flat", size=plan.sizes[-1], **context,
-        )  # fmt: skip
+        helpers = ordered({name for context in bodies for name in context["helpers"]})
+        common = {
+            "heading": heading(
+                [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
+            ),
+            "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": is_looped,
+            "bits": 64 if any(v.dtype == "float64" for call in calls for v in call.plan.program.values) else 32,
+            "bounds": "THREADS" if plan.kind == "flat" else "THREADS * ROWS",
+            "has_pairs": any(call.plan.has_pairs for call in calls), "has_row": plan.kind != "flat",
+        }  # fmt: skip
+        template = f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja"
+        if len(calls) == 1:
+            context = {**bodies[0], **common, "size": plan.sizes[-1]}
+            source = environment().get_template(template).render(**context)
+        else:
+            for function, own in zip(functions, bodies, strict=True):
+                text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1]})
+                own["text"] = text.replace("blockIdx.x", "block")
+                own["function"] = function.function
+            source = environment().get_template("cuda/beside.cu.jinja").render(
+                **common, functions=bodies, calls=calls, signature=_entry_signature(program, calls),
+            )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")
 
     def build(self, rendered: Rendered, path: Path) -> CudaKernel:
@@ -114,27 +132,30 @@ class CudaKernel:
         Raises:
             KernelBuildFailed: NVRTC refuses the variant for this shape.
         """
-        plan = schedule(program, flatten_rows=True)
-        if plan.is_empty:
+        calls = calls_of(program, flatten_rows=True)
+        if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
         tuning = tuning or tuning_of(self._rendered.source)
-        width, alignment = pack_width(plan)
-        first = self._launch_of(plan, tuning, width)
+        widths = [pack_width(call.plan) for call in calls]
+        width, alignment = min(width for width, _ in widths), max(alignment for _, alignment in widths)
+        first = self._launch_of(calls, tuning, width)
         self.tuning = first.text
-        return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(plan, tuning, 1))), alignment)
+        return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(calls, tuning, 1))), alignment)
 
-    def _launch_of(self, plan: Schedule, tuning: Tuning, width: int) -> CudaLaunch:
+    def _launch_of(self, calls: Sequence[Call], tuning: Tuning, width: int) -> CudaLaunch:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
-        macros, grid = launch_shape(plan, tuning, is_looped=_is_looped(self._rendered), width=width)
+        macros, grids = launch_shapes([call.plan for call in calls], tuning, is_looped=_is_looped(self._rendered), width=width)
+        blocks = [across for across, _, _ in grids]
+        grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         if grid[0] >= 2**31:
             raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
         return CudaLaunch(
             kernel=self._variant(macros),
             config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
-            scalars=[scalar(value) for _, value in plan.arguments],
+            scalars=[scalar(value) for _, value in [*starts(blocks), *(item for call in calls for item in call.arguments)]],
             text=" ".join(f"{name}={value}" for name, value in macros.items()),
         )
 
@@ -165,8 +186,9 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     """
     macros: dict[str, int] = {}
     if program is not None:
-        plan, tuning = schedule(program, flatten_rows=True), tuning_of(rendered.source)
-        macros, _ = launch_shape(plan, tuning, is_looped=_is_looped(rendered), width=width)
+        plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], tuning_of(rendered.source)
+        width = width or min(pack_width(plan)[0] for plan in plans)
+        macros, _ = launch_shapes(plans, tuning, is_looped=_is_looped(rendered), width=width)
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
@@ -180,21 +202,32 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
     Alignment is 1 where every tensor has it: an element is aligned to itself.
     """
     program, width = plan.program, vector_width(plan)
-    places = [(plan.loads[n], v.strides, (v.offset, *v.steps)) for n, v in enumerate(program.values) if v.op == "load"]
-    places += [(access, s.strides, (s.offset,)) for access, s in zip(plan.stores, program.stores, strict=True)]
+    places: list[tuple[Access, tuple[int, ...], tuple[int, ...]]] = [
+        (access, program.values[n].strides, (program.values[n].offset, *program.values[n].steps))
+        for n, access in plan.loads.items()
+        if n == plan.load_pair(n)[0]
+    ]
+    places += [
+        (access, program.stores[n].strides, (program.stores[n].offset,))
+        for n, access in enumerate(plan.stores)
+        if n == plan.store_pair(n)[0]
+    ]
     borders = [int(program.values[v.args[1]].constant or 0) for v in program.values if v.op == "quotient"]
-    along = [place for place in places if place[0].strides[-1] == "1"]
+    along = [place for place in places if place[0].is_vector]
     while width > 1:
         moves = [
-            (ITEM_BYTES[access.operand.dtype], move)
+            (access, move)
             for access, strides, moves in along
             for move in (*moves, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
         ]
         # A pack's elements take whole calls of the random numbers, which make four.
         is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
         is_whole = is_whole and all(size % width == 0 for size in (program.dims[-1], *borders))
-        if is_whole and all(move * item % min(16, item * width) == 0 for item, move in moves):
-            return width, max(min(16, ITEM_BYTES[access.operand.dtype] * width) for access, _, _ in along)
+        is_aligned = all(
+            move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
+        )
+        if is_whole and is_aligned:
+            return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
     return 1, 1
 
@@ -211,7 +244,7 @@ def launch_shape(
         width: columns of a pack; what the Program allows by default.
     """
     width = width or pack_width(plan)[0]
-    cols, rows = max(plan.program.dims[-1], 1), plan.row_count
+    cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
     wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
@@ -227,31 +260,76 @@ def launch_shape(
     if plan.kind == "flat":
         threads = asked or _BLOCK
         each = fewer_for(lambda count: packs // (threads * count))
-        return {"THREADS": threads, "PACKS": each, "VEC": width, **wide}, (-(-packs // (threads * each)), 1, 1)
+        macros = {"THREADS": threads, "PACKS": each, "VEC": width, **wide}
+        return macros, _grid(plan, macros)
     if plan.kind == "tiled":
         threads = min(asked or _BLOCK, 1 << (packs - 1).bit_length())
         height = max(1, min(tuning.block_rows or (asked or _BLOCK) // threads, 1024 // threads, rows))
-        # More columns than the grid's second side can hold are reached by the loop over blocks.
         across = min(-(-packs // threads), 65535)
         each = min(fewer_for(lambda count: rows // (height * count) * across), rows)
         while len(plan.sizes) > 2 and plan.program.dims[-2] % each:
             each -= 1
         height = min(height, -(-rows // each))
         macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
-        return macros, (-(-rows // (height * each)), across, 1)
+        return macros, _grid(plan, macros)
     threads = asked or (_LOOP_BLOCK if is_looped else min(1024, -(-packs // (32 * wanted)) * 32))
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
     each = wanted if is_looped else -(-packs // threads)
     height = min(height, 32)
     is_full = cols % (threads * each * width) == 0
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
-    return macros, (-(-rows // height), 1, 1)
+    return macros, _grid(plan, macros)
+
+
+def launch_shapes(
+    plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool, width: int
+) -> tuple[dict[str, int], list[tuple[int, int, int]]]:
+    """Macros of a launch of several loop nests, which is shaped for the largest, and the grid of each; see :func:`launch_shape`.
+
+    Args:
+        plans: the nests; one alone gets what it gets by itself.
+        tuning: overrides.
+        is_looped: whether the kernel walks rows in parts.
+        width: columns of a pack, that every nest allows.
+    """
+    widest = max(plans, key=lambda plan: plan.row_count)
+    macros, _ = launch_shape(widest, tuning, is_looped=is_looped, width=width)
+    if widest.kind == "tiled":
+        while any(len(plan.sizes) > 2 and plan.program.dims[-2] % macros["PACKS"] for plan in plans):
+            macros["PACKS"] -= 1
+    if any(plan.needs_int64 for plan in plans):
+        macros["WIDE_INDEX"] = 1
+    return macros, [_grid(plan, macros) for plan in plans]
+
+
+def _grid(plan: Schedule, macros: dict[str, int]) -> tuple[int, int, int]:
+    packs, rows = -(-max(plan.program.dims[-1], 1) // macros["VEC"]), plan.row_count
+    if plan.kind == "flat":
+        return -(-packs // (macros["THREADS"] * macros["PACKS"])), 1, 1
+    if plan.kind == "tiled":
+        # More columns than the grid's second side can hold are reached by the loop over blocks.
+        return -(-rows // (macros["ROWS"] * macros["PACKS"])), min(-(-packs // macros["THREADS"]), 65535), 1
+    return -(-rows // macros["ROWS"]), 1, 1
+
+
+def _entry_signature(program: Program, calls: Sequence[Call]) -> list[str]:
+    """Arguments of a kernel of several loop nests: tensors, where the blocks of the later nests start, then their integers."""
+    pointers = [
+        f"{'' if operand.is_output else 'const '}{SCALARS[operand.dtype]}* __restrict__ {name}"
+        for operand, name in zip(program.operands, pointer_names(program), strict=True)
+    ]
+    integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
+    return [*pointers, *(f"index_t {name}" for name, _ in integers)]
 
 
 def _packs(plan: Schedule, width: int) -> int:
     """Packs of a thread: as many loads under way as registers allow."""
-    arrays = [plan.loads[n] for n in plan.loads if plan.loads[n].strides[-1] == "1" and not shared_by_rows(plan, n)]
-    registers = sum(-(-ITEM_BYTES[access.operand.dtype] * width // 4) for access in arrays)
+    arrays = [
+        access
+        for n, access in plan.loads.items()
+        if access.is_vector and n == plan.load_pair(n)[0] and not shared_by_rows(plan, n)
+    ]
+    registers = sum(-(-access.col_bytes * width // 4) for access in arrays)
     # Short of rows, more threads on each of them are faster than more packs on a thread.
     count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
     while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:

@@ -3,7 +3,7 @@
 Flat Programs are a run of elements. Pointwise Programs of more dims are tiles of the last two, the outer dims
 decomposed from the program id once per tile, in scalar registers. Reduced Programs hold whole rows in registers up to
 16384 columns, so every operand is read once; wider rows are walked once per reduction that waits for another, a maximum and
-the sum of exponentials under it together. Block sizes are constexpr
+the sum of exponentials under it together, a sum and the squares about its mean too. Block sizes are constexpr
 arguments that :meth:`TritonKernel.bind` derives from the shape, so one source serves every shape.
 
 An entry's name covers the layout key, the tuning, fast math, and whether the row is looped over; cache kernels by
@@ -17,20 +17,27 @@ import importlib.util
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.library.moments import moments
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import REDUCTIONS, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, schedule, split_index
-from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, entry_name, environment
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, pointer_names, split_index
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 from fusion_advisor.library.triton_ops import LOWEST, TritonWriter, identity
-from fusion_advisor.library.triton_shape import Shape, choose_shape
+from fusion_advisor.library.triton_shape import Shape, choose_shapes
 
+_COLUMN_MASKS = [
+    "col_mask = col < cols", "mask = row_mask & col_mask",
+    "item_col_mask = item < 2 * cols", "item_mask = row_mask & item_col_mask",
+]  # fmt: skip
+"""``item`` counts the elements of pairs, two to a column."""
 _POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int64": "*i64",
     "int32": "*i32", "int16": "*i16",
@@ -49,26 +56,49 @@ class TritonBackend:
         Raises:
             KernelBuildFailed: the Program holds an op that Triton cannot express.
         """
-        plan = schedule(program, flatten_rows=False)
+        calls = calls_of(program, flatten_rows=False)
+        plan = calls[0].plan
         is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
         extra = ["triton", repr(tuning), *(["looped"] if is_looped else []), *(["fast_math"] if fast_math else [])]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
+        functions = functions_of(calls)
+        bodies: list[dict[str, Any]] = []
+        helpers: set[str] = set()
+        is_float64 = is_half = False
         try:
-            writer = TritonWriter(plan, fast_math=fast_math, is_looped=is_looped)
-            context = _looped(plan, writer) if is_looped else _straight(plan, writer)
+            for function in functions:
+                writer = TritonWriter(function.plan, fast_math=fast_math, is_looped=is_looped)
+                bodies.append(_looped(function.plan, writer) if is_looped else _straight(function.plan, writer))
+                helpers |= writer.helpers
+                is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="triton", cause=str(error)) from error
-        template = {"rows": "rowwise_looped" if is_looped else "rowwise"}.get(plan.kind, "pointwise")
-        exp = "exp" if "exp" in writer.helpers else "tl.exp"
-        if writer.helpers & {"sigmoid", "expm1"} and not (fast_math or writer.is_half or writer.is_float64):
-            writer.helpers.add("exp")
+        exp = "exp" if "exp" in helpers else "tl.exp"
+        if helpers & {"sigmoid", "expm1"} and not (fast_math or is_half or is_float64):
+            helpers.add("exp")
             exp = "exp"
-        source = environment().get_template(f"triton/{template}.py.jinja").render(
-            heading=heading(plan, header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))),
-            helpers=sorted(writer.helpers, key=lambda name: (name not in ("exp", "philox"), name)),
-            entry=entry, signature=_signature(plan), fast_math=fast_math, exp=exp,
-            bits=64 if writer.is_float64 else 32, **context,
-        )  # fmt: skip
+        constants = _constants([call.plan for call in calls])
+        common = {
+            "heading": heading(
+                [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
+            ),
+            "helpers": sorted(helpers, key=lambda name: (name not in ("exp", "philox"), name)),
+            "entry": entry, "fast_math": fast_math, "exp": exp, "bits": 64 if is_float64 else 32,
+        }  # fmt: skip
+        template = f"triton/{'looped' if is_looped else 'straight'}.py.jinja"
+        if len(calls) == 1:
+            signature = _signature(plan.pointers, plan.arguments, constants)
+            source = environment().get_template(template).render(**common, **bodies[0], signature=signature)
+        else:
+            for function, own in zip(functions, bodies, strict=True):
+                own["text"] = body_of(template, **common, **own).replace("tl.program_id(0)", "program")
+                own["function"] = function.function
+                own["signature"] = _signature(function.plan.pointers, function.plan.arguments, constants)
+            integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
+            source = environment().get_template("triton/beside.py.jinja").render(
+                **common, functions=bodies, calls=calls, constants=constants,
+                signature=_signature(pointer_names(program), integers, constants),
+            )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
 
     def build(self, rendered: Rendered, path: Path) -> TritonKernel:
@@ -105,20 +135,19 @@ class TritonKernel:
         Raises:
             KernelBuildFailed: Triton refuses the kernel for this shape.
         """
-        plan = schedule(program, flatten_rows=False)
-        if plan.is_empty:
+        calls = calls_of(program, flatten_rows=False)
+        if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
-        is_looped = "for start in range(" in self._rendered.source
-        shape = choose_shape(plan, tuning or tuning_of(self._rendered.source), is_looped=is_looped)
+        shape, scalars = _launch(calls, tuning or tuning_of(self._rendered.source), self._rendered)
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not has_cuda():
-            return _interpreted(self._kernel, plan, shape)
+            return _interpreted(self._kernel, scalars, shape)
         start = time.perf_counter_ns()
-        scalars = (*(value for _, value in plan.arguments), *shape.constants.values())
-        dtypes = [operand.dtype for operand in plan.program.operands]
+        dtypes = [operand.dtype for operand in program.operands]
         launcher = TritonLauncher(
-            self._kernel, dtypes, scalars, shape.programs, {"num_warps": shape.num_warps}, self._rendered.entry
-        )
+            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, {"num_warps": shape.num_warps},
+            self._rendered.entry,
+        )  # fmt: skip
         self.build_ns += time.perf_counter_ns() - start
         return launcher
 
@@ -194,10 +223,8 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
-    plan = schedule(program, flatten_rows=False)
-    shape = choose_shape(plan, tuning_of(rendered.source), is_looped="for start in range(" in rendered.source)
-    dtypes = [operand.dtype for operand in plan.program.operands]
-    scalars = [value for _, value in plan.arguments]
+    shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
+    dtypes = [operand.dtype for operand in program.operands]
     return compile_source(rendered, target, dtypes, scalars, shape.constants, {"num_warps": shape.num_warps})
 
 
@@ -250,18 +277,18 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
         if (value.op == "load" and number not in late) or number in first:
             first |= {number, *value.args, *(() if value.guard is None else (value.guard,))}
     order = sorted(range(len(values)), key=lambda n: (n not in first, last + 0.5 if n in late and n < last else n))
-    body = [" = ".join(writer.statement(n)) for n in order if writer.is_named(n)]
-    stores = [_store(plan, writer, position) for position in range(len(plan.program.stores))]
+    body = writer.definitions(order)
+    stores = _stores(plan, writer, range(len(plan.program.stores)))
     return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
 def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
-    before, passes = column_passes(plan, online_sums(plan.program))
+    before, passes = column_passes(plan, online_sums(plan.program), moments(plan.program))
     steps = []
     for step in passes:
-        loop = [" = ".join(writer.statement(n)) for n in step.values if writer.is_named(n)]
+        loop = writer.definitions(step.values)
         accumulators, after = [], []
         for pair in step.online:
             value, highest, total = values[pair.highest], writer.text(pair.highest).code, writer.text(pair.total).code
@@ -276,6 +303,20 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
             after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
             writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
+        for sums in step.moments:
+            value = values[sums.total]
+            total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
+            both = f"{total}_tile, {squares}_tile"
+            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype})"
+            accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
+            added = f"{both}, {writer.text(sums.element).code}, col_mask, start // BLOCK_COLS"
+            call = [f"{both} = add_moments({added})"]
+            loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
+            after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
+            after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
+            after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
+            after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
+            writer.helpers |= {"add_moments", "squares_about"}
         for number in step.reductions:
             value, name = values[number], writer.text(number).code
             accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
@@ -284,37 +325,47 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
             combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
             loop.append(f"{name}_tile = {combined}")
             after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
-        after += [" = ".join(writer.statement(n)) for n in step.after if writer.is_named(n)]
-        loop += [_store(plan, writer, position) for position in step.stores]
+        means = {sums.mean for sums in step.moments}
+        after += writer.definitions(n for n in step.after if n not in means)
+        loop += _stores(plan, writer, step.stores)
         columns = [
             "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
-            "col_mask = col < cols",
-            "mask = row_mask & col_mask",
+            "item = (2 * start + tl.arange(0, 2 * BLOCK_COLS)[None, :]).to(INDEX)",
+            *_COLUMN_MASKS,
         ]
         steps.append({"accumulators": accumulators, "loop": kept(columns, loop) + loop, "after": after})
     rows = [p for p in range(len(plan.program.stores)) if not plan.stores_col(p)]
-    stores = [_store(plan, writer, position) for position in rows]
-    first = [" = ".join(writer.statement(n)) for n in before if writer.is_named(n)]
+    stores = _stores(plan, writer, rows)
+    first = writer.definitions(before)
     everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
     return {"place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores}
 
 
-def _store(plan: Schedule, writer: TritonWriter, position: int) -> str:
-    store, access = plan.program.stores[position], plan.stores[position]
-    varies = plan.varies[store.value] | {d for d, stride in enumerate(access.strides) if stride != "0"}
-    text = writer.text(store.value).code
-    mask = writer.mask(varies)
-    return f"tl.store({writer.address(access, varies)}, {text}{f', mask={mask}' if mask else ''})"
+def _stores(plan: Schedule, writer: TritonWriter, positions: Iterable[int]) -> list[str]:
+    lines = []
+    for position in positions:
+        access, pair = plan.stores[position], plan.store_pair(position)
+        if position != min(pair):
+            continue  # written with the other one of the pair
+        even, odd = (plan.program.stores[member].value for member in pair)
+        varies = plan.varies[even] | plan.varies[odd] | {d for d, stride in enumerate(access.strides) if stride != "0"}
+        text = writer.interleaved((even, odd)) if access.is_pair else writer.text(even).code
+        mask = writer.mask(varies)
+        masked = f", mask={'item_' * access.is_pair}{mask}" if mask else ""
+        lines.append(f"tl.store({writer.address(access, varies)}, {text}{masked})")
+    return lines
 
 
 def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns: bool = True) -> list[str]:
     """Where a program is: its rows and columns, its masks, and the indices of the outer dims, as far as the body uses them."""
     if plan.kind == "flat":
         run = "index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)"
-        return kept([run, "mask = index < size"], body)
-    columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)"] if has_columns else []
+        items = "item = tl.program_id(0).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)"
+        return kept([run, items, "mask = index < size", "item_mask = item < 2 * size"], body)
+    columns = ["col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)", "item = tl.arange(0, 2 * BLOCK_COLS)[None, :].to(INDEX)"]
+    columns = columns if has_columns else []
     bases = [f"{name} = {code}" for name, code, _ in writer.bases]
-    masks = ["row_mask = row < rows", *(["col_mask = col < cols", "mask = row_mask & col_mask"] if has_columns else [])]
+    masks = ["row_mask = row < rows", *(_COLUMN_MASKS if has_columns else [])]
     if plan.kind == "rows":
         lines = ["row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]"]
         outer = split_index("row", plan.indices[:-1], plan.sizes[:-1]) if len(plan.indices) > 2 else []
@@ -324,6 +375,7 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
         "col_tiles = tl.cdiv(cols, BLOCK_COLS)",
         "row_tiles = tl.cdiv(rows, BLOCK_ROWS)",
         "col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]",
+        "item = (tile % col_tiles).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)[None, :]",
     ]
     if len(plan.indices) == 2:
         lines.append("row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]")
@@ -335,19 +387,27 @@ def _place(plan: Schedule, writer: TritonWriter, body: list[str], *, has_columns
     return kept([*lines, *outer, *masks, *bases], body)
 
 
-def _signature(plan: Schedule) -> list[str]:
-    blocks = ["BLOCK_COLS"] if plan.kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
-    names = ["INDEX", *blocks, *(["BY_FOUR"] if plan.numbers else [])]
-    lines = textwrap.wrap(", ".join(plan.pointers), 110)
-    if plan.arguments:
-        lines += textwrap.wrap(", ".join(name for name, _ in plan.arguments), 110)
-    lines.append(", ".join(f"{name}: tl.constexpr" for name in names))
+def _constants(plans: Sequence[Schedule]) -> list[str]:
+    blocks = ["BLOCK_COLS"] if plans[0].kind == "flat" else ["BLOCK_ROWS", "BLOCK_COLS"]
+    return ["INDEX", *blocks, *(["BY_FOUR"] if any(plan.numbers for plan in plans) else [])]
+
+
+def _signature(pointers: Sequence[str], integers: Sequence[tuple[str, int]], constants: Sequence[str]) -> list[str]:
+    lines = textwrap.wrap(", ".join(pointers), 110)
+    if integers:
+        lines += textwrap.wrap(", ".join(name for name, _ in integers), 110)
+    lines.append(", ".join(f"{name}: tl.constexpr" for name in constants))
     return [line.removesuffix(",") for line in lines]
 
 
-def _interpreted(kernel: Any, plan: Schedule, shape: Shape) -> Launcher:
-    scalars = [value for _, value in plan.arguments]
+def _launch(calls: Sequence[Call], tuning: Tuning, rendered: Rendered) -> tuple[Shape, list[int]]:
+    """The launch of a kernel, and its integers in the order of the signature."""
+    is_looped = "for start in range(" in rendered.source
+    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=is_looped)
+    return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
+
+def _interpreted(kernel: Any, scalars: Sequence[int], shape: Shape) -> Launcher:
     def launch(*tensors: Any) -> None:
         kernel[(shape.programs,)](*tensors, *scalars, **shape.constants, num_warps=shape.num_warps)
 

@@ -6,12 +6,12 @@ compiled kernel to another Program of the same layout finds the values in :attr:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fusion_advisor.library.cpp_expr import C_TYPES
 from fusion_advisor.library.cpp_names import Names
-from fusion_advisor.library.program import Program, Store, Value, reader_of
+from fusion_advisor.library.program import Program, Store, Value, find_pairs, reader_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,12 @@ class View:
     name: str
     operand: int
     terms: list[tuple[int, str]]
-    """(dim, stride parameter or "") for each dim with a stride other than 0."""
+    """(dim, stride parameter, digit, or "") for each dim with a stride other than 0."""
     offset: str
     gathered: tuple[tuple[int, str], ...]
     """(value number, step parameter or "") for each value that moves the address."""
+    shift: str = ""
+    """Known distance from ``offset``: 1 for the odd element of a pair."""
 
 
 class Layout:
@@ -52,9 +54,16 @@ class Layout:
         self.parameters = [Parameter(name=n, value=size) for n, size in zip(self.sizes, program.dims, strict=True)]
         loads = [v.operand for v in program.values if v.op == "load"]
         stores = [t.operand for t in program.stores]
+        self._pairs = find_pairs(program)
+        for _, odd in self._pairs.loads:
+            loads.remove(program.values[odd].operand)
+        for _, odd in self._pairs.stores:
+            stores.remove(program.stores[odd].operand)
         repeated = {o for o in loads if loads.count(o) > 1} | {o for o in stores if stores.count(o) > 1}
-        self.load_views = {i: self._view(v, v.operand in repeated) for i, v in enumerate(program.values) if v.op == "load"}
-        self.store_views = [self._view(t, t.operand in repeated) for t in program.stores]
+        reads = {i: v for i, v in enumerate(program.values) if v.op == "load"}
+        self.load_views = self._views(reads, self._pairs.loads, repeated)
+        written = self._views(dict(enumerate(program.stores)), self._pairs.stores, repeated)
+        self.store_views = [written[position] for position in range(len(program.stores))]
         self.extents = {
             i: self._parameter(f"{self.operands[reader_of(program, i)]}_extent", int(v.constant or 0))
             for i, v in enumerate(program.values)
@@ -72,6 +81,20 @@ class Layout:
         ]
         return [*pointers, *(f"int64_t {p.name}" for p in self.parameters), "int threads"]
 
+    def _views(
+        self, accesses: Mapping[int, Value | Store], pairs: Sequence[tuple[int, int]], repeated: set[int]
+    ) -> dict[int, View]:
+        """The odd one of a pair is addressed from the even one: compilers then see that the two interleave."""
+        even_of, odd_of = {odd: even for even, odd in pairs}, dict(pairs)
+        views: dict[int, View] = {}
+        for number in accesses:
+            even = even_of.get(number, number)
+            if even not in views:
+                views[even] = self._view(accesses[even], accesses[even].operand in repeated)
+                if even in odd_of:
+                    views[odd_of[even]] = replace(views[even], shift="1")
+        return views
+
     def _view(self, access: Value | Store, is_repeated: bool) -> View:
         operand = self.operands[access.operand]
         name = self.names.view(operand) if is_repeated else operand
@@ -79,6 +102,8 @@ class Layout:
         for dim, stride in enumerate(access.strides):
             if stride == 1:
                 terms.append((dim, ""))
+            elif dim == self.last and (access.operand, access.strides) in self._pairs.places:
+                terms.append((dim, str(stride)))
             elif stride != 0:
                 terms.append((dim, self._parameter(f"{name}_{self.loops[dim]}_stride", stride)))
         offset = self._parameter(f"{name}_offset", access.offset) if access.offset else ""
@@ -119,6 +144,7 @@ class Layout:
         parts = [f"{code} * {step}" if step else code for code, step in zip(moved, steps, strict=True)] + parts
         if view.offset and pointer == self.operands[view.operand]:
             parts.insert(0, view.offset)
+        parts += [view.shift] if view.shift else []
         return f"{pointer}[{' + '.join(parts) or '0'}]"
 
     def _row_pointer(self, view: View) -> str:

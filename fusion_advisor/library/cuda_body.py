@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
 from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
 
@@ -21,7 +22,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan, online_sums(plan.program) if is_looped else ())
+    before, passes = column_passes(plan, *((online_sums(plan.program), moments(plan.program)) if is_looped else ()))
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -58,6 +59,11 @@ def _step(
         accumulators += pair["accumulators"]
         lane += pair["compare"]
         after += pair["after"]
+    together = [_moments(plan, writer, pair, numbers) for pair in step.moments]
+    for sums in together:
+        accumulators += sums["accumulators"]
+        lane += sums["sum"]
+        after += sums["after"]
     for n in step.reductions:
         name, kind = writer.text(n).code, COMPUTE[values[n].dtype]
         start = _STARTS[values[n].op, kind == "long long"] + ("F" if kind == "float" and values[n].op != "reduce_sum" else "")
@@ -70,26 +76,37 @@ def _step(
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
-    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n)]
+    means = {pair.mean for pair in step.moments}
+    after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail = []
     for position in step.stores:
-        access, store = plan.stores[position], plan.program.stores[position]
-        if access.strides[-1] != "1":
+        access, both = plan.stores[position], plan.store_pair(position)
+        if not access.is_vector:
             lane.append(_store_element(plan, writer, position))
             continue
+        if position != min(both):
+            continue  # written with the other one of the pair
         pack = writer.fresh(f"{access.operand.name}_pack")
-        head.append(f"Pack<{SCALARS[access.operand.dtype]}> {pack};")
-        code = writer.narrowed(writer.text(store.value).code, values[store.value].dtype, access.operand.dtype)
-        lane.append(f"{pack}[lane] = {code};")
+        head.append(f"{_pack(access)} {pack};")
+        for place, member in zip(("2 * lane", "2 * lane + 1") if access.is_pair else ("lane",), both, strict=False):
+            value = plan.program.stores[member].value
+            code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
+            lane.append(f"{pack}[{place}] = {code};")
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
+    tail += [line for sums in together for line in sums["count"]]
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
-    loads = _loads(plan, writer, [n for n in step.values if n in writer.packs], per_p, is_looped=is_looped)
+    read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
+    loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
         over += _over_packs(plan, writer, _loop("lane", "VEC", pair["sum"]), is_looped=is_looped, skips=True)
+    for sums in together:
+        over = [*sums["start"], *over, *sums["mean"]]
+        over += _over_packs(plan, writer, _loop("lane", "VEC", sums["squares"]), is_looped=is_looped, skips=True)
+        over += sums["merge"]
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
         "accumulators": accumulators,
@@ -128,6 +145,31 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     }
 
 
+def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterator[int]) -> dict[str, list[str]]:
+    """A sum and the squares about its mean: first of the packs that a thread holds at once, then of all that it has seen."""
+    kind = COMPUTE[plan.program.values[pair.total].dtype]
+    total, mean, squares, element = (writer.text(n).code for n in (pair.total, pair.mean, pair.squares, pair.element))
+    noun = total.removesuffix("_sum")
+    seen, step, apart = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "apart"))
+    writer.helpers |= {"row_reduce", "moments"}
+    declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
+    adding = [f"const {kind} {apart} = {element} - {step}.mean;", f"{step}.squares += {apart} * {apart};"]
+    return {
+        "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
+        "start": [f"Moments<{kind}> {step} = {{}};"],
+        "sum": [f"{step}.sum += {element};"],
+        "count": [f"{step}.count += VEC;"],
+        "mean": [f"{step}.set_mean();"],
+        "squares": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
+        "merge": [f"{seen} = merged({seen}, {step});"],
+        "after": [
+            f"const {kind} {total} = row_reduce<Sum, {next(numbers)}>({seen}.sum);",
+            *([_declare(plan, writer, pair.mean)] if writer.is_named(pair.mean) else []),
+            f"const {kind} {squares} = row_reduce<Sum, {next(numbers)}>({seen}.squares_about({mean}));",
+        ],
+    }
+
+
 def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[int, ...], *, is_looped: bool) -> list[str]:
     """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last.
 
@@ -137,13 +179,13 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[in
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
     arrays = [n for n in packs if not shared_by_rows(plan, n)]
-    lines = [f"Pack<{_type(plan, n)}> {writer.packs[n]}[PACKS];" for n in arrays]
+    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
     each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
     shared = [n for n in packs if n not in arrays]
-    lines += [f"const Pack<{_type(plan, n)}> {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
+    lines += [f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
     lines += [f"const unsigned {writer.packs[n]} = {writer.kept_bits(n)};" for n in decided if shared_by_rows(plan, n)]
     arrays = [n for n in decided if not shared_by_rows(plan, n)]
     if arrays:
@@ -158,7 +200,8 @@ def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
     conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
-    return f"load_pack({address}, {' && '.join(conditions)})" if conditions else f"load_pack({address})"
+    function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
+    return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
 def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_looped: bool, skips: bool) -> list[str]:
@@ -201,8 +244,8 @@ def _declare(plan: Schedule, writer: CudaWriter, number: int, *, condition: str 
     return f"const {kind} {name} = {code};"
 
 
-def _type(plan: Schedule, number: int) -> str:
-    return SCALARS[plan.loads[number].operand.dtype]
+def _pack(access: Access) -> str:
+    return f"Pack<{SCALARS[access.operand.dtype]}{', 2' if access.is_pair else ''}>"
 
 
 def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
@@ -242,8 +285,16 @@ def _signature(plan: Schedule) -> list[str]:
     return [*lines, *(f"index_t {name}" for name, _ in plan.arguments)]
 
 
-def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
+def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
+        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
+        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+    return [name for name in order if name in helpers]
+
+
+def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
+    """The helpers that a kernel's text calls."""
     if writer.helpers & {"half_erfc", "half_sigmoid"}:
         writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
     dtypes = {o.dtype for o in plan.program.operands}
@@ -254,7 +305,4 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
-    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce""".split()  # noqa: SIM905
-    return [name for name in order if name in wanted]
+    return ordered(wanted)

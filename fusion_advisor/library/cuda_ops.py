@@ -10,7 +10,7 @@ import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
 from fusion_advisor.library.order import order_of
-from fusion_advisor.library.program import ADDRESSED, ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.library.program import ADDRESSED, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -25,10 +25,12 @@ _ORDERS = ("lt", "le", "gt", "ge")
 
 
 def vector_width(plan: Schedule) -> int:
-    """Columns of the widest pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most."""
-    accesses = [*plan.loads.values(), *plan.stores]
-    widths = [ITEM_BYTES[a.operand.dtype] for a in accesses if a.strides[-1] == "1"]
-    return min(8, 16 // min(widths)) if widths else 1
+    """Columns of the widest pack: 16 bytes of the narrowest operand that runs along the columns, 8 columns at most.
+
+    Pairs have two columns at least: the pack of one column is read element by element.
+    """
+    widths = [a.col_bytes for a in (*plan.loads.values(), *plan.stores) if a.is_vector]
+    return min(8, max(16 // min(widths), 2 if plan.has_pairs else 1)) if widths else 1
 
 
 def moves_with_p(plan: Schedule, number: int) -> bool:
@@ -60,8 +62,8 @@ class CudaWriter(Writer):
     """Prints values as CUDA C++.
 
     Attributes:
-        packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; and the
-            dropouts that are decided for a pack at once, with the name of its bits.
+        packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; of a pair
+            the one that comes first; and the dropouts that are decided for a pack at once, with the name of its bits.
         per_pack: the values that all columns of a pack share, though others have their own.
     """
 
@@ -69,7 +71,8 @@ class CudaWriter(Writer):
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
          "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
-         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept"}
+         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
+         "merged"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
@@ -97,12 +100,16 @@ class CudaWriter(Writer):
 
     def load(self, number: int, value: Value, access: Access) -> str:
         """A lane of a pack, or an element read by itself."""
-        is_run = access.strides[-1] == "1" and not any(self.plan.has_col(n) for n in value.args)
+        is_run = access.is_vector and not any(self.plan.has_col(n) for n in value.args)
         if is_run and (value.guard is None or self.pack_guard(value.guard)):
             is_shared = shared_by_rows(self.plan, number)
-            self.packs[number] = self.fresh(f"{self._nouns[number]}_pack" + ("" if is_shared else "s"))
-            lane = "[lane]" if is_shared else "[p][lane]"
-            return self.widened(f"{self.packs[number]}{lane}", access.operand.dtype, value.dtype)
+            pair = self.plan.load_pair(number)
+            if min(pair) not in self.packs:
+                noun = access.operand.name if access.is_pair else self._nouns[number]
+                self.packs[min(pair)] = self.fresh(f"{noun}_pack" + ("" if is_shared else "s"))
+            lane = f"2 * lane{' + 1' * (number == pair[1])}" if access.is_pair else "lane"
+            place = f"[{lane}]" if is_shared else f"[p][{lane}]"
+            return self.widened(f"{self.packs[min(pair)]}{place}", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
             return code

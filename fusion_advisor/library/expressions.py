@@ -172,6 +172,9 @@ class Writer:
             elif value.op == "load":
                 is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
                 noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
+                even, odd = self.plan.load_pair(len(nouns))
+                if even != odd:
+                    noun = f"{program.operands[value.operand].name}_{'odd' if len(nouns) == odd else 'even'}"
             elif value.op == "dropout":
                 noun = "factor"
             elif value.constant_name:

@@ -67,7 +67,7 @@ class GemvCuda:
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
             signature=signature, bounds="WARPS * 32", problem=problem, type=type_name,
-            wide=wide, narrow=f"narrow<{type_name}>" if kind else "", fast_math=False, bits=32,
+            wide=wide, narrow=f"narrow<{type_name}>" if kind else "", has_pairs=False, fast_math=False, bits=32,
             tokens=16 * token_tiles(problem) if is_mma else problem.m, eps=f"{problem.eps!r}f",
             norm_factor=f"({loaded} + {problem.norm_offset!r}f)" if problem.norm_offset else loaded,
         )  # fmt: skip

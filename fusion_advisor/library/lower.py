@@ -18,11 +18,22 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from fusion_advisor.library.assemble import Lowered, Result, assemble
+from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.library.assemble import Lowered, Result, assemble, side_by_side
 from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
-from fusion_advisor.library.rules import DTYPES, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype, piece_rule
+from fusion_advisor.library.rules import (
+    DTYPES,
+    POINTWISE,
+    RESHAPES,
+    SPECIAL,
+    VIEWS,
+    CannotLower,
+    compute_dtype,
+    piece_rule,
+    repeat_rule,
+)
 from fusion_advisor.library.rules_gather import READS_ONE
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
@@ -34,6 +45,8 @@ _FOLDED: dict[str, Callable[..., bool]] = {
 }  # fmt: skip
 """Comparisons that are folded where both sides are known whole numbers."""
 
+_ALSO_VIEWS = frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
+"""Ops that only say where an element lies, even where torch copies."""
 _BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 _STAYS_IN_RANGE = frozenset(
     ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
@@ -52,6 +65,8 @@ _MAKES_BOOL = frozenset(
 def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
     """Lower the ops with indices ``members`` to one Program that writes ``outputs``.
 
+    Outputs that differ in one dim alone, as queries and fewer keys do in their heads, get loop nests of their own in one launch.
+
     Args:
         ops: the captured ops by index.
         members: indices of the chain's ops, in order; views inside the chain included.
@@ -60,6 +75,39 @@ def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], 
     Raises:
         CannotLower: no single kernel of ours computes this.
     """
+    try:
+        return _lower_nest(ops, members, outputs)
+    except CannotLower:
+        groups = _by_shape(ops, outputs)
+        if len(groups) < 2:
+            raise
+        return side_by_side(ops, [_lower_nest(ops, _needed(ops, members, group), group) for group in groups], outputs)
+
+
+def _by_shape(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[int]) -> list[list[int]]:
+    """Outputs of equal shape together, where the shapes differ in one and the same dim, which is not the last."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index in outputs:
+        groups.setdefault(ops[index].outputs[0].shape, []).append(index)
+    if len({len(shape) for shape in groups}) != 1:
+        return []
+    differing = [dim for dim, sizes in enumerate(zip(*groups, strict=True)) if len(set(sizes)) > 1]
+    rank = len(next(iter(groups)))
+    return list(groups.values()) if len(differing) == 1 and differing[0] != rank - 1 else []
+
+
+def _needed(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """The members that some outputs are computed from."""
+    inside, found, waiting = set(members), set(), list(outputs)
+    while waiting:
+        index = waiting.pop()
+        if index in inside and index not in found:
+            found.add(index)
+            waiting += inputs_of(ops[index])
+    return sorted(found)
+
+
+def _lower_nest(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
     nest = Nest.of(_widest_shape(ops, members, outputs))
     for _ in range(_MOST_CUTS):
         try:
@@ -367,7 +415,7 @@ class Lowering:
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
         name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
-        if op.op_class is OpClass.VIEW or ((name in VIEWS or name in RESHAPES) and name not in POINTWISE):
+        if op.op_class is OpClass.VIEW or (name in _ALSO_VIEWS and name not in POINTWISE):
             return self._through_view(op, name, where)
         rule = SPECIAL.get(name) or POINTWISE.get(name)
         if rule is None:
@@ -396,6 +444,8 @@ class Lowering:
                 raise CannotLower("FA601", f"{splitter.target} has several outputs")
             return self.at(taken.index, piece_rule(splitter, self.meta(taken.index), number, where))
         before = self.meta(source.index)
+        if name == "repeat_interleave":
+            return self.at(source.index, repeat_rule(op, before, where, self.nest.extents))
         rule = VIEWS.get(name)
         if rule is None and name not in RESHAPES:
             raise CannotLower("FA603", f"{op.target} inside a chain cannot be folded into an address")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from fusion_advisor.library.order import Order, order_of
-from fusion_advisor.library.program import COMMUTATIVE, Program, Value
+from fusion_advisor.library.program import COMMUTATIVE, Program, Value, nests
 
 _RELATIVE = 1e-6
 """Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""
@@ -28,7 +28,7 @@ class Structure:
     text: str
     constants: tuple[float, ...]
     constant_values: tuple[int, ...]
-    """Value numbers of the constants, in the same order."""
+    """Value numbers of the constants, in the same order; loop nests count on from one another."""
     operands: tuple[int, ...]
     """Operand indices in canonical order."""
 
@@ -60,8 +60,24 @@ class Found:
 
 
 def structure(program: Program) -> Structure:
-    """Return the canonical form of a Program."""
-    return _Canonical(program).run()
+    """Return the canonical form of a Program; that of several loop nests is theirs, with the operands counted through."""
+    operands: dict[int, int] = {}
+    texts: list[str] = []
+    constants: list[float] = []
+    constant_values: list[int] = []
+    before = 0
+    for part in nests(program):
+        found = _Canonical(part.program, part.operands, operands).run()
+        texts.append(found.text)
+        constants += found.constants
+        constant_values += [before + number for number in found.constant_values]
+        before += len(part.program.values)
+    return Structure(
+        text=" beside ".join(texts),
+        constants=tuple(constants),
+        constant_values=tuple(constant_values),
+        operands=tuple(operands),
+    )
 
 
 def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
@@ -102,19 +118,32 @@ def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
     terms = zip(mine.constant_values, pattern.constant_names, pattern.constant_factors, strict=True)
     named = {number: name for number, name, factor in terms if name and factor == 1}
     values = tuple(replace(value, constant_name=named.get(number, "")) for number, value in enumerate(program.values))
-    return replace(program, operands=operands, values=values)
+    beside, before = [], len(values)
+    for part in program.beside:
+        own = part.program
+        own = replace(
+            own,
+            operands=tuple(replace(o, name=operands[at].name) for o, at in zip(own.operands, part.operands, strict=True)),
+            values=tuple(replace(v, constant_name=named.get(before + number, "")) for number, v in enumerate(own.values)),
+        )
+        beside.append(replace(part, program=own))
+        before += len(own.values)
+    return replace(program, operands=operands, values=values, beside=tuple(beside))
 
 
 class _Canonical:
-    def __init__(self, program: Program) -> None:
+    """One loop nest; ``operands`` collects what it reads and writes by the position in the launch, ``places``."""
+
+    def __init__(self, program: Program, places: Sequence[int], operands: dict[int, int]) -> None:
         self.program = program
+        self.places = places
+        self.operands = operands
         self.ranks = _ranks(program)
         self.hashes: list[str] = []
         for value in program.values:
             order = order_of(program, len(self.hashes))
             self.hashes.append(self._hash(value) if order is None else self._triangle(order))
         self.seen: dict[int, int] = {}
-        self.operands: dict[int, int] = {}
         self.constants: list[float] = []
         self.constant_values: list[int] = []
         self.parts: list[str] = []
@@ -124,7 +153,7 @@ class _Canonical:
         for store in stores:
             rank = self.ranks[store.operand, store.strides, store.offset]
             self.parts.append(f"store[{self._varies(store.strides)}{rank}]{self._show(store.value)}")
-            self.operands.setdefault(store.operand, len(self.operands))
+            self.operands.setdefault(self.places[store.operand], len(self.operands))
         return Structure(
             text=f"{'reduced' if self.program.is_reduced else 'pointwise'};" + ";".join(self.parts),
             constants=tuple(self.constants),
@@ -164,7 +193,7 @@ class _Canonical:
         self.seen[number] = len(self.seen)
         name = f"v{self.seen[number]}="
         if value.op == "load":
-            operand = self.operands.setdefault(value.operand, len(self.operands))
+            operand = self.operands.setdefault(self.places[value.operand], len(self.operands))
             moved = f"({','.join(self._show(arg) for arg in value.args)})" if value.args else ""
             guard = "" if value.guard is None else f"?{self._show(value.guard)}"
             return f"{name}load{operand}[{self._varies(value.strides)}{self._shift(value)}]{moved}{guard}"

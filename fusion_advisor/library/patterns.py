@@ -76,6 +76,7 @@ def kernel_patterns(spec: KernelSpec, *, only: Collection[str] | None = None) ->
             continue
         seen: set[str] = set()
         is_masked = False
+        most = 2
         for sizes in _example_sizes(spec):
             try:
                 found = list(lower_reference(spec, function, sizes, constants=marks))
@@ -84,7 +85,9 @@ def kernel_patterns(spec: KernelSpec, *, only: Collection[str] | None = None) ->
                     continue
                 detail = f"reference_{variant} cannot be one kernel: {error.reason}"
                 raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
-            for lowered in found:
+            # Query and key are made alike, also where the key has one head and its loop nest is another.
+            most = min(most, len(found))
+            for lowered in found[:most]:
                 pattern = _pattern(spec, variant, lowered, marks)
                 # A causal mask over one row hides nothing: what is left is another kernel's pattern.
                 is_masked |= "triangle(" in pattern.structure.text
@@ -205,6 +208,19 @@ def _example_sizes(spec: KernelSpec) -> Iterator[dict[str, int]]:
     for are_one in itertools.product((False, True), repeat=len(rows)):  # a batch of one, a sequence of one, a token of a decode
         sized = {letter: 1 if is_one else many[letter] for letter, is_one in zip(rows, are_one, strict=True)}
         yield {**sized, **length, last: _COLS}
+        for alike in _alike(spec, rows):  # as many key heads as query heads
+            if len({sized[letter] for letter in alike}) > 1:
+                yield {**sized, **dict.fromkeys(alike, sized[alike[0]]), **length, last: _COLS}
+
+
+def _alike(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:
+    """Letters that stand for the same dim of different inputs."""
+    found: dict[tuple[int, int], dict[str, None]] = {}
+    for tensor in spec.inputs:
+        for place, dim in enumerate(tensor.shape):
+            if dim in rows:
+                found.setdefault((len(tensor.shape), place), {})[str(dim)] = None
+    return [tuple(letters) for letters in found.values() if len(letters) > 1]
 
 
 def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[str, float]) -> Pattern:

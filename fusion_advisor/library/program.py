@@ -31,7 +31,7 @@ Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
@@ -92,6 +92,8 @@ class Program:
         dims: sizes, outermost first, already collapsed as far as every address allows.
         is_reduced: whether the last dim is reduced by some ``reduce_*`` value. Values that a reduction feeds are per row;
             a store whose stride over the last dim is 0 then writes one element per row.
+        beside: loop nests of other sizes that the same launch runs (query heads beside fewer key heads). ``operands`` then holds
+            those of all nests, what they share once.
     """
 
     dims: tuple[int, ...]
@@ -99,6 +101,7 @@ class Program:
     values: tuple[Value, ...]
     stores: tuple[Store, ...]
     is_reduced: bool = False
+    beside: tuple[Part, ...] = ()
 
     @property
     def moved_bytes(self) -> int:
@@ -139,16 +142,109 @@ def reader_of(program: Program, number: int) -> int:
     return -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One loop nest of a launch.
+
+    Attributes:
+        program: the nest with its own operands.
+        operands: for each of those, its position among the launch's.
+    """
+
+    program: Program
+    operands: tuple[int, ...]
+
+
+def nests(program: Program) -> tuple[Part, ...]:
+    """Every loop nest of a launch as a Program of its own; mostly there is one."""
+    if not program.beside:
+        return (Part(program=program, operands=tuple(range(len(program.operands)))),)
+    used = {value.operand for value in program.values if value.op == "load"} | {store.operand for store in program.stores}
+    own = {operand: number for number, operand in enumerate(sorted(used))}
+    first = replace(
+        program,
+        operands=tuple(program.operands[operand] for operand in own),
+        values=tuple(replace(v, operand=own[v.operand]) if v.op == "load" else v for v in program.values),
+        stores=tuple(replace(store, operand=own[store.operand]) for store in program.stores),
+        beside=(),
+    )
+    return (Part(program=first, operands=tuple(own)), *program.beside)
+
+
+def with_dims(program: Program, least: int) -> Program:
+    """Put dims of size 1 before those of a loop nest until it has ``least`` of them."""
+    missing = least - len(program.dims)
+    if missing <= 0:
+        return program
+    values = tuple(
+        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
+        else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
+        for v in program.values
+    )  # fmt: skip
+    # One number per row lies at its row, also where there is one row: Triton's reductions are blocks, and so is its address then.
+    by_row = program.is_reduced and missing == 1
+    stores = tuple(
+        replace(s, strides=(int(by_row and s.strides[-1] == 0),) + (0,) * (missing - 1) + s.strides) for s in program.stores
+    )
+    return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Loads and stores that alternate along the columns: (2c, 2c + 1), as interleaved rotary embeddings read their halves.
+
+    One access then takes both elements of every column, so that what lies side by side in memory is moved at full width.
+    """
+
+    loads: tuple[tuple[int, int], ...]
+    """Value numbers (even element, odd element)."""
+    stores: tuple[tuple[int, int], ...]
+    """Positions in :attr:`Program.stores`, likewise."""
+    places: frozenset[tuple[int, tuple[int, ...]]]
+    """(operand, strides) of all of them."""
+
+
+def find_pairs(program: Program) -> Pairs:
+    """Find two accesses of one operand with equal strides, 2 the last, at neighbouring offsets, with no guard on either."""
+    loads = [
+        (n, v.operand, v.strides, v.offset)
+        for n, v in enumerate(program.values)
+        if v.op == "load" and v.guard is None and not v.args
+    ]
+    stores = [(n, s.operand, s.strides, s.offset) for n, s in enumerate(program.stores)]
+    places: set[tuple[int, tuple[int, ...]]] = set()
+    found: list[tuple[tuple[int, int], ...]] = []
+    for accesses in (loads, stores):
+        at: dict[tuple[int, tuple[int, ...]], dict[int, int]] = {}
+        for number, operand, strides, offset in accesses:
+            if strides and strides[-1] == 2:
+                at.setdefault((operand, strides), {}).setdefault(offset, number)
+        matched: list[tuple[int, int]] = []
+        for place, numbers in at.items():
+            waiting = sorted(numbers)
+            while waiting:
+                offset = waiting.pop(0)
+                if waiting and waiting[0] == offset + 1:
+                    matched.append((numbers[offset], numbers[waiting.pop(0)]))
+                    places.add(place)
+        found.append(tuple(sorted(matched)))
+    return Pairs(loads=found[0], stores=found[1], places=frozenset(places))
+
+
 def layout_key(program: Program) -> str:
     """Text that two Programs share exactly when one compiled kernel serves both.
 
     Sizes, offsets, and strides other than 0 and 1 are left out: they are the kernel's arguments. A load or store with the strides
-    (and steps) of an earlier one of the same operand is marked ``=``: the two share their stride arguments.
+    (and steps) of an earlier one of the same operand is marked ``=``: the two share their stride arguments. The odd one of a pair
+    is marked ``~``: it is read or written together with the even one.
     """
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    pairs = find_pairs(program)
+    even_load, even_store = ({odd: even for even, odd in matched} for matched in (pairs.loads, pairs.stores))
 
-    def strides(values: tuple[int, ...]) -> str:
-        return "".join(str(s) if s in (0, 1) else "s" for s in values)
+    def strides(operand: int, values: tuple[int, ...]) -> str:
+        text = "".join(str(s) if s in (0, 1) else "s" for s in values)
+        return f"{text[:-1]}2" if (operand, values) in pairs.places else text
 
     parts = [f"{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
@@ -157,17 +253,20 @@ def layout_key(program: Program) -> str:
         if v.op == "load":
             same = first.setdefault((v.operand, v.strides, v.steps), number)
             shared = f"={same}" if same != number else ""
-            moved = f"[{strides(v.strides)}{'|' + strides(v.steps) if v.steps else ''}]{'+' if v.offset else ''}"
+            offset = f"~{even_load[number]}" if number in even_load else "+" if v.offset else ""
+            moved = f"[{strides(v.operand, v.strides)}{'|' + strides(-1, v.steps) if v.steps else ''}]{offset}"
             where = f"@{v.operand}{moved}{shared}?{v.guard}"
         elif v.op == "dropout":
-            where = f"[{strides(v.strides)}]{'+' if v.offset else ''}"
+            where = f"[{strides(-1, v.strides)}]{'+' if v.offset else ''}"
         constant = None if v.op == "extent" else v.constant
         parts.append(f"{v.op}{v.args}{v.dtype}{constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
     written: dict[tuple[int, tuple[int, ...]], int] = {}
     for number, s in enumerate(program.stores):
         same = written.setdefault((s.operand, s.strides), number)
         shared = f"={same}" if same != number else ""
-        parts.append(f"{s.operand}={s.value}[{strides(s.strides)}]{'+' if s.offset else ''}{shared}")
+        offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
+        parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}]{offset}{shared}")
+    parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.beside]
     return ";".join(parts)
 
 

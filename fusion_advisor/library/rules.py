@@ -11,13 +11,13 @@ from fusion_advisor.library.rule import DTYPES, FLOATS, INTEGERS, CannotLower, c
 from fusion_advisor.library.rules_gather import GATHERS, GROUPED
 from fusion_advisor.library.rules_pointwise import POINTWISE
 from fusion_advisor.library.rules_row import SPECIAL as _ROWS
-from fusion_advisor.library.rules_view import RESHAPES, VIEWS, piece_rule
+from fusion_advisor.library.rules_view import RESHAPES, VIEWS, piece_rule, repeat_rule
 
 __all__ = [
     "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
-    "compute_dtype", "piece_rule",
+    "compute_dtype", "piece_rule", "repeat_rule",
 ]  # fmt: skip
 
 SPECIAL = {**_ROWS, **GATHERS, **GROUPED}
-LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES
+LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""

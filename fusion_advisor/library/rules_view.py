@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from fusion_advisor.library.index import ORIGIN, Index, fixed
+from fusion_advisor.library.index import ORIGIN, Index, fixed, reshaped
 from fusion_advisor.library.rule import CannotLower, argument_of
 from fusion_advisor.records import OpNode, TensorMeta
 
@@ -75,6 +75,22 @@ def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) 
         raise CannotLower("FA601", f"{splitter.target} has {len(splitter.outputs)} outputs")
     dim = int(argument_of(splitter, 2, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
     return shifted(where, dim, sum(piece.shape[dim] for piece in splitter.outputs[:number]))
+
+
+def repeat_rule(op: OpNode, before: TensorMeta, where: Index, extents: Sequence[int]) -> Index:
+    """Index into what ``repeat_interleave`` repeats: its result is a dim more, flattened.
+
+    Raises:
+        CannotLower: the counts are a tensor, or the value is flattened first.
+        CutLoop: a loop runs over elements and their copies and must be cut between them.
+    """
+    count, dim = argument_of(op, 1, "repeats", None), argument_of(op, 2, "dim", None)
+    if not isinstance(count, int) or not isinstance(dim, int):
+        raise CannotLower("FA601", f"{op.target} has no lowering without a number of copies and a dim")
+    dim %= len(before.shape)
+    apart = (*before.shape[: dim + 1], count, *before.shape[dim + 1 :])
+    found = reshaped(where, op.outputs[0].shape, apart, extents)
+    return (*found[: dim + 1], *found[dim + 2 :])
 
 
 def shifted(where: Index, dim: int, start: int) -> Index:

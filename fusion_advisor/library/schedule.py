@@ -11,11 +11,24 @@ from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
+from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
-from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Program, reader_of
+from fusion_advisor.library.program import (
+    ADDRESSED,
+    ITEM_BYTES,
+    REDUCTIONS,
+    Operand,
+    Pairs,
+    Program,
+    Store,
+    Value,
+    find_pairs,
+    reader_of,
+    with_dims,
+)
 
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
@@ -30,7 +43,7 @@ _C_KEYWORDS = frozenset(
 )
 _STRUCTURE = frozenset(
     """row col rows cols index size outer tile tl triton lane lanes first step mask row_mask col_mask col_tiles row_tiles
-    start""".split()  # noqa: SIM905
+    start item item_mask item_col_mask""".split()  # noqa: SIM905
 )
 
 
@@ -41,11 +54,23 @@ class Access:
     operand: Operand
     pointer: str
     strides: tuple[str, ...]
-    """One per dim: ``0``, ``1`` or the name of an argument."""
+    """One per dim: ``0``, ``1``, ``2`` (the columns of pairs) or the name of an argument."""
     offset: str
-    """Name of an argument; empty when there is no offset."""
+    """Name of an argument; empty when there is no offset. That of a pair is the even element's."""
     gathered: tuple[tuple[int, str], ...] = ()
     """Numbers of the values that move the address too, each with its step: ``1`` or the name of an argument."""
+    is_pair: bool = False
+    """Whether it takes two neighbours for every column; the last stride is the digit 2 then."""
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether what neighbouring columns take lies side by side in memory."""
+        return self.is_pair or self.strides[-1] == "1"
+
+    @property
+    def col_bytes(self) -> int:
+        """Bytes that one column takes, where that is all there is between it and the next."""
+        return ITEM_BYTES[self.operand.dtype] * (2 if self.is_pair else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +93,7 @@ class Schedule:
         sizes: names of the extents, one per dim.
         arguments: every integer argument with its value for this Program, in the order of the signature.
         varies: for each value the dims it varies over, as the layout key tells them.
+        pairs: loads and stores of neighbouring elements; one access serves both of a pair.
         extents: names of the arguments that ``extent`` values stand for, by value number.
     """
 
@@ -82,6 +108,7 @@ class Schedule:
     arguments: tuple[tuple[str, int], ...]
     varies: tuple[frozenset[int], ...]
     taken: frozenset[str]
+    pairs: Pairs
     extents: dict[int, str]
 
     @property
@@ -92,6 +119,19 @@ class Schedule:
     def has_col(self, number: int) -> bool:
         """Whether a value differs between columns."""
         return self.col_dim in self.varies[number]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether any access takes two neighbours for every column."""
+        return bool(self.pairs.loads or self.pairs.stores)
+
+    def load_pair(self, number: int) -> tuple[int, int]:
+        """The loads (even element, odd element) that a load is read with; twice itself where it is read alone."""
+        return next((pair for pair in self.pairs.loads if number in pair), (number, number))
+
+    def store_pair(self, position: int) -> tuple[int, int]:
+        """The same for a store."""
+        return next((pair for pair in self.pairs.stores if position in pair), (position, position))
 
     def has_row(self, number: int) -> bool:
         """Whether a value differs between rows."""
@@ -128,6 +168,12 @@ class Schedule:
         return max(extents) >= _INT32_SAFE
 
 
+def pointer_names(program: Program) -> tuple[str, ...]:
+    """The argument of each operand."""
+    names = (o.name for o in program.operands)
+    return tuple(f"{f'{n}_' if keyword.iskeyword(n) or n in _C_KEYWORDS else n}_ptr" for n in names)
+
+
 def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
     """Name the arguments of a Program's kernel.
 
@@ -136,12 +182,10 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         flatten_rows: whether a pointwise kernel walks all rows with one index (CUDA) or keeps the last row dim apart as the
             tile's second side (Triton). Reduced Programs always have one row index.
     """
-    program = _with_rows(program)
+    program = with_dims(program, 2 if program.is_reduced else 1)
     dims = len(program.dims)
     kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
-    operand_names = [
-        o.name if not keyword.iskeyword(o.name) and o.name not in _C_KEYWORDS else f"{o.name}_" for o in program.operands
-    ]
+    operand_names = [name.removesuffix("_ptr") for name in pointer_names(program)]
     names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
     one_row = flatten_rows or kind == "rows"
     indices: tuple[str, ...]
@@ -168,13 +212,30 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         if not is_outermost or d in used_sizes:
             arguments.append((sizes[d], size))
 
-    pointers = tuple(names.take(f"{name}_ptr", exact=True) for name in operand_names)
-    loads: dict[int, Access] = {}
+    pointers = tuple(names.take(name, exact=True) for name in pointer_names(program))
+    pairs = find_pairs(program)
     shared: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
-    stores: list[Access] = []
+
+    def named(access: Value | Store, *, is_pair: bool) -> Access:
+        base = operand_names[access.operand]
+        args, steps = (access.args, access.steps) if isinstance(access, Value) else ((), ())
+        key = (access.operand, access.strides, steps)
+        if key not in shared:
+            is_paired = key[:2] in pairs.places
+            strides = _stride_names(names, base, access.strides, arguments, is_paired=is_paired)
+            shared[key] = (*strides, *_stride_names(names, base, steps, arguments, kind="step"))
+        return Access(
+            operand=program.operands[access.operand], pointer=pointers[access.operand], strides=shared[key][:dims],
+            offset=_offset_name(names, base, access.offset, arguments),
+            gathered=tuple(zip(args, shared[key][dims:], strict=True)), is_pair=is_pair,
+        )  # fmt: skip
+
+    loads: dict[int, Access] = {}
     extents: dict[int, str] = {}
     numbers: dict[int, Numbering] = {}
+    load_partner = _partners(pairs.loads)
     for number, value in enumerate(program.values):
+        even, odd = load_partner.get(number, (number, number))
         if value.op == "extent":
             reader = reader_of(program, number)
             extents[number] = names.take(f"{operand_names[reader]}_extent" if reader >= 0 else "extent")
@@ -182,32 +243,18 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
         if value.op == "dropout":
             strides = _stride_names(names, "element", value.strides, arguments)
             numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
-        if value.op != "load":
-            continue
-        base = operand_names[value.operand]
-        key = (value.operand, value.strides, value.steps)
-        if key not in shared:
-            strides = _stride_names(names, base, value.strides, arguments)
-            shared[key] = (*strides, *_stride_names(names, base, value.steps, arguments, kind="step"))
-        offset = _offset_name(names, base, value.offset, arguments)
-        operand = program.operands[value.operand]
-        gathered = tuple(zip(value.args, shared[key][dims:], strict=True))
-        loads[number] = Access(
-            operand=operand, pointer=pointers[value.operand], strides=shared[key][:dims], offset=offset, gathered=gathered
-        )
-    for store in program.stores:
-        base = operand_names[store.operand]
-        key = (store.operand, store.strides, ())
-        if key not in shared:
-            shared[key] = _stride_names(names, base, store.strides, arguments)
-        strides = shared[key]
-        offset = _offset_name(names, base, store.offset, arguments)
-        operand = program.operands[store.operand]
-        stores.append(Access(operand=operand, pointer=pointers[store.operand], strides=strides, offset=offset))
+        elif value.op == "load" and number not in loads:
+            loads[even] = loads[odd] = named(program.values[even], is_pair=even != odd)
+    stores: dict[int, Access] = {}
+    store_partner = _partners(pairs.stores)
+    for position in range(len(program.stores)):
+        even, odd = store_partner.get(position, (position, position))
+        if position not in stores:
+            stores[even] = stores[odd] = named(program.stores[even], is_pair=even != odd)
     return Schedule(
         program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
-        stores=tuple(stores),
-        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), extents=extents,
+        stores=tuple(stores[position] for position in range(len(program.stores))),
+        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs, extents=extents,
     )  # fmt: skip
 
 
@@ -225,9 +272,14 @@ class Pass:
     """Row values that are known once it has run, the reductions left out."""
     online: tuple[OnlineSum, ...] = ()
     """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
+    moments: tuple[Moments, ...] = ()
+    """Pairs of a sum and a sum of squares that it accumulates together; they are not in ``reductions``. Their means are in
+    ``after``, and known before the squares are."""
 
 
-def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+def column_passes(
+    plan: Schedule, online: tuple[OnlineSum, ...] = (), moments: tuple[Moments, ...] = ()
+) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """Split a reduced Program into walks over the columns.
 
     A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
@@ -235,19 +287,24 @@ def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[t
     Args:
         plan: the schedule.
         online: sums that belong to the pass of their maximum.
+        moments: sums of squares that belong to the pass of their sum.
 
     Returns:
         the row values that are known before the first pass, and the passes.
     """
     program = plan.program
-    pair_of = {n: pair for pair in online for n in (pair.total, pair.highest)}
+    first_of = {pair.total: pair.highest for pair in online} | {pair.squares: pair.total for pair in moments}
+    paired = {*first_of, *first_of.values()}
     levels: list[int] = []
     for number, value in enumerate(program.values):
-        if number in pair_of and number == pair_of[number].total:
-            levels.append(levels[pair_of[number].highest])
+        if number in first_of:
+            levels.append(levels[first_of[number]])
             continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
+    writable = [levels[store.value] for store in program.stores]
+    for even, odd in plan.pairs.stores:  # written as one
+        writable[even] = writable[odd] = max(writable[even], writable[odd])
     row_values: dict[int, list[int]] = {}
     for number, value in enumerate(program.values):
         if not plan.has_col(number) and value.op not in REDUCTIONS:
@@ -256,14 +313,16 @@ def column_passes(plan: Schedule, online: tuple[OnlineSum, ...] = ()) -> tuple[t
     for level in range(max(levels, default=0) + 1):
         reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
         pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
-        stores = [n for n, s in enumerate(program.stores) if levels[s.value] == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args if r not in pair_of or r == pair_of[r].highest]
+        both = tuple(pair for pair in moments if levels[pair.total] == level + 1)
+        stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
+        targets = [a for r in reductions for a in program.values[r].args if r not in first_of]
         targets += [program.stores[n].value for n in stores]
         if reductions or stores:
-            alone = tuple(r for r in reductions if r not in pair_of)
+            alone = tuple(r for r in reductions if r not in paired)
             after = tuple(row_values.get(level + 1, ()))
             values = tuple(needed_in_columns(plan, targets))
-            passes.append(Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs))
+            done = Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
+            passes.append(done)
     return tuple(row_values.get(0, ())), tuple(passes)
 
 
@@ -302,7 +361,7 @@ def kept(definitions: list[str], body: list[str]) -> list[str]:
     found: list[str] = []
     for line in reversed(definitions):
         name = re.escape(line.split(" = ", 1)[0].split()[-1])
-        if any(re.search(rf"\b{name}\b", user) for user in (*found, *body)):
+        if any(re.search(rf"\b{name}\b(?!=)", user) for user in (*found, *body)):
             found.insert(0, line)
     return found
 
@@ -322,12 +381,22 @@ class _Names:
         return candidate
 
 
+def _partners(pairs: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, int]]:
+    return {member: pair for pair in pairs for member in pair}
+
+
 def _stride_names(
-    names: _Names, base: str, strides: tuple[int, ...], arguments: list[tuple[str, int]], kind: str = "stride"
+    names: _Names,
+    base: str,
+    strides: tuple[int, ...],
+    arguments: list[tuple[str, int]],
+    *,
+    kind: str = "stride",
+    is_paired: bool = False,
 ) -> tuple[str, ...]:
     found: list[str] = []
     for d, stride in enumerate(strides):
-        if stride in (0, 1):
+        if stride in (0, 1) or (is_paired and d == len(strides) - 1):
             found.append(str(stride))
         else:
             found.append(names.take(f"{base}_{kind}{d}"))
@@ -341,24 +410,6 @@ def _offset_name(names: _Names, base: str, offset: int, arguments: list[tuple[st
     name = names.take(f"{base}_offset")
     arguments.append((name, offset))
     return name
-
-
-def _with_rows(program: Program) -> Program:
-    """Give a Program of no dims one of size 1, and a reduced Program of one dim a row dim of size 1."""
-    missing = (2 if program.is_reduced else 1) - len(program.dims)
-    if missing <= 0:
-        return program
-    values = tuple(
-        replace(v, strides=(0,) * missing + v.strides) if v.op in ADDRESSED
-        else replace(v, dim=v.dim + missing) if v.op in ("index", "size") else v
-        for v in program.values
-    )  # fmt: skip
-    # One number per row lies at its row, also where there is one row: Triton's reductions are blocks, and so is its address then.
-    by_row = program.is_reduced and missing == 1
-    stores = tuple(
-        replace(s, strides=(int(by_row and s.strides[-1] == 0),) + (0,) * (missing - 1) + s.strides) for s in program.stores
-    )
-    return replace(program, dims=(1,) * missing + program.dims, values=values, stores=stores)
 
 
 def _varies(program: Program) -> tuple[frozenset[int], ...]:

@@ -124,6 +124,17 @@ def entry_name(program: Program, title: str, *extra: str) -> str:
     return identifier(f"fa_{title[:60]}_{digest}")
 
 
+def body_of(template: str, **context: object) -> str:
+    """Render what a skeleton writes inside a kernel, without what stands around it.
+
+    Args:
+        template: of ``templates/``, one with a block ``body``.
+        context: as for the whole template.
+    """
+    found = environment().get_template(template)
+    return "".join(found.blocks["body"](found.new_context(context)))
+
+
 @functools.cache
 def environment() -> jinja2.Environment:
     """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""

@@ -8,6 +8,8 @@ GPU. Where ``tl`` lacks a function or its version is not accurate enough, the te
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
 from fusion_advisor.library.order import order_of
@@ -41,7 +43,9 @@ class TritonWriter(Writer):
     """
 
     helper_names = frozenset(
-        _HELPERS | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums"}
+        _HELPERS
+        | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
+        | {"squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -51,6 +55,7 @@ class TritonWriter(Writer):
         outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
         self.is_half = all(o.dtype in _HALF for o in outputs)
+        self._runs: dict[int, str] = {}
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -70,16 +75,22 @@ class TritonWriter(Writer):
         if self.plan.kind == "flat":
             return "mask" if varies else ""
         has_col = self.plan.col_dim in varies
+        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[
+            self._moves_along_rows(varies), has_col
+        ]
+
+    def _moves_along_rows(self, varies: frozenset[int]) -> bool:
         row_dims = varies - {self.plan.col_dim}
         if self.plan.kind == "tiled":
             row_dims &= {self.plan.col_dim - 1}  # outer dims are one number per program, never past the end
-        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[
-            bool(row_dims), has_col
-        ]
+        return bool(row_dims)
 
     def address(self, access: Access, varies: frozenset[int]) -> str:
         """Pointer expression shaped like the dims in ``varies``; a dim that does not move the address adds ``0 * index``."""
-        code = self.operand_address(access)
+        if access.is_pair:  # `item` counts elements, two to a column
+            code = self.operand_address(replace(access, strides=(*access.strides[:-1], "1")), col="item")
+        else:
+            code = self.operand_address(access)
         for d in sorted(varies):
             in_tile = d >= self.plan.col_dim - (1 if self.plan.kind == "tiled" else 0) or self.plan.kind == "rows"
             is_moved = any(d in self.plan.varies[number] for number, _ in access.gathered)
@@ -87,23 +98,77 @@ class TritonWriter(Writer):
                 code += f" + 0 * {self.plan.indices[d]}"
         return code
 
+    def definitions(self, numbers: Iterable[int]) -> list[str]:
+        """The statements of those of these values that are named, in order."""
+        lines: list[str] = []
+        read: set[tuple[int, int]] = set()
+        for number in numbers:
+            pair = self.plan.load_pair(number)
+            if pair[0] == pair[1]:
+                lines += [" = ".join(self.statement(number))] if self.is_named(number) else []
+            elif pair not in read:
+                read.add(pair)
+                lines += self._pair(*pair)
+        return lines
+
+    def _pair(self, even: int, odd: int) -> list[str]:
+        """Both elements of every column are read as one run of neighbours, at full width, and then taken apart."""
+        value, access = self.plan.program.values[even], self.plan.loads[even]
+        if even not in self._runs:
+            self._runs[even] = self.fresh(f"{access.operand.name}_run")
+        run, varies = self._runs[even], self.plan.varies[even]
+        apart = f"{run}.reshape({', '.join([*self._tile(varies), '2'])})"
+        halves = f"{self.text(even).code}, {self.text(odd).code}"
+        return [
+            f"{run} = {self._read(access, varies, [self.mask(varies)])}",
+            f"{halves} = tl.split({self._widened(apart, access, value)})",
+        ]
+
+    def interleaved(self, values: tuple[int, int]) -> str:
+        """Two values per column as one run of neighbours, ready to be stored."""
+        varies = self.plan.varies[values[0]] | self.plan.varies[values[1]]
+        rows = self._tile(varies)[:-1]
+        parts = []
+        for number in values:
+            value, text, shape = self.plan.program.values[number], self.text(number).code, ", ".join([*rows, "BLOCK_COLS"])
+            if value.op == "const":
+                text = f"tl.full([{shape}], {text}, tl.{value.dtype})"
+            elif self.plan.col_dim not in self.plan.varies[number]:
+                text = f"tl.broadcast_to({text}, [{shape}])"
+            parts.append(text)
+        return f"tl.join({', '.join(parts)}).reshape({', '.join([*rows, '2 * BLOCK_COLS'])})"
+
+    def _tile(self, varies: frozenset[int]) -> list[str]:
+        """Shape of a tile of columns that varies over these dims."""
+        if self.plan.kind == "flat":
+            return ["BLOCK_COLS"]
+        return ["BLOCK_ROWS" if self._moves_along_rows(varies) else "1", "BLOCK_COLS"]
+
     def load(self, number: int, value: Value, access: Access) -> str:
-        """A masked ``tl.load``."""
+        """A masked ``tl.load``; empty for one of a pair."""
         varies = self.plan.varies[number]
-        masks = [self.mask(varies)] if self.mask(varies) else []
-        if value.guard is not None and masks and value.args and not self.plan.varies[value.guard]:
+        if self.plan.col_dim in varies:
+            self.zero_past_end.add(number)
+        if access.is_pair:
+            return ""
+        masks = [self.mask(varies)]
+        if value.guard is not None and masks[0] and value.args and not self.plan.varies[value.guard]:
             # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
             masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
         elif value.guard is not None:
             masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
-        if self.plan.col_dim in varies:
-            self.zero_past_end.add(number)
-        dtype = access.operand.dtype
-        other = ""
-        if masks:
-            other = f", mask={' & '.join(masks)}, other={'0.0' if dtype.startswith(('float', 'bfloat')) else '0'}"
-        code = f"tl.load({self.address(access, varies)}{other})"
-        if value.dtype == dtype:
+        return self._widened(self._read(access, varies, masks), access, value)
+
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str]) -> str:
+        other, wanted = "", " & ".join(filter(None, masks))
+        if wanted:
+            zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
+        return f"tl.load({self.address(access, varies)}{other})"
+
+    @staticmethod
+    def _widened(code: str, access: Access, value: Value) -> str:
+        if value.dtype == access.operand.dtype:
             return code
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
 

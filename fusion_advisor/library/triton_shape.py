@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -57,6 +58,7 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
         programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
         constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+    tile *= 2 if plan.has_pairs else 1
     if plan.numbers:
         constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
     if programs >= 2**31 or tile > _MAX_TILE:
@@ -70,6 +72,30 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
     return Shape(constants=constants, num_warps=num_warps, programs=programs)
 
 
+def choose_shapes(plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool) -> tuple[Shape, list[int]]:
+    """Pick block sizes for several loop nests in one launch: those of the largest.
+
+    Returns:
+        the launch, and how many programs each nest has.
+
+    Raises:
+        KernelBuildFailed: as :func:`choose_shape`.
+    """
+    shape = choose_shape(max(plans, key=lambda plan: prod(plan.program.dims)), tuning, is_looped=is_looped)
+    rows, cols = shape.constants.get("BLOCK_ROWS"), shape.constants["BLOCK_COLS"]
+    if len(plans) == 1:
+        return shape, [shape.programs]
+    fixed = replace(tuning, block_rows=rows, block_cols=cols, num_warps=shape.num_warps)
+    shapes = [choose_shape(plan, fixed, is_looped=is_looped) for plan in plans]
+    constants = dict(shape.constants)
+    wide = [s.constants["INDEX"] for plan, s in zip(plans, shapes, strict=True) if plan.needs_int64]
+    constants["INDEX"] = wide[0] if wide else constants["INDEX"]
+    if any(plan.numbers for plan in plans):
+        constants["BY_FOUR"] = all(s.constants.get("BY_FOUR", True) for s in shapes)
+    counts = [s.programs for s in shapes]
+    return replace(shape, constants=constants, programs=sum(counts)), counts
+
+
 def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
     """A tile of about 1024 elements, 4096 where its rows share some; square when an operand runs along the rows."""
     rows, cols = plan.program.dims[-2:]
@@ -80,6 +106,7 @@ def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
     is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
     is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
     elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
+    elements //= 2 if plan.has_pairs else 1
     block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
     return block_rows, block_cols
 
@@ -90,7 +117,7 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
     if is_looped:
         return tuning.block_rows or 1, _power(min(tuning.block_cols or _LOOP_BLOCK, cols))
     block_cols = _power(cols)
-    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols))
+    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
     while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
         block_rows //= 2
     return block_rows, block_cols

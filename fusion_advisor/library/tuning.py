@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from fusion_advisor.content import content_dir
+from fusion_advisor.library.beside import calls_of, largest
 from fusion_advisor.library.build import backend as backend_named
-from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, schedule
+from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key, nests
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.tuning_store import TuningStore
@@ -122,10 +123,13 @@ def best_tuning(
 
 def tuning_key(program: Program, title: str, backend: str, device_name: str, *, fast_math: bool) -> str:
     """Name what a tuning holds for; a template that changed asks again."""
-    sizes = [str(1 << max(0, size - 1).bit_length()) for size in program.dims]
-    if program.is_reduced:
-        sizes[-1] = str(program.dims[-1])
-    bucket = "x".join(sizes)
+    buckets = []
+    for part in nests(program):
+        sizes = [str(1 << max(0, size - 1).bit_length()) for size in part.program.dims]
+        if program.is_reduced:
+            sizes[-1] = str(program.dims[-1])
+        buckets.append("x".join(sizes))
+    bucket = "+".join(buckets)
     dtype = next((o.dtype for o in program.operands if o.is_output), "")
     digest = hashlib.sha256(layout_key(program).encode())
     for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
@@ -167,7 +171,7 @@ def candidates(program: Program, backend: str, declared: Sequence[Tuning] = ()) 
 def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     from fusion_advisor.library.triton_shape import choose_shape
 
-    plan = schedule(program, flatten_rows=False)
+    plan = largest(calls_of(program, flatten_rows=False))
     is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
 
     def shape_of(tuning: Tuning) -> str:
@@ -193,7 +197,7 @@ def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     from fusion_advisor.library.backend_cuda import launch_shape
     from fusion_advisor.library.cuda_ops import vector_width
 
-    plan = schedule(program, flatten_rows=True)
+    plan = largest(calls_of(program, flatten_rows=True))
     is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
 
     def shape_of(tuning: Tuning) -> str:
@@ -279,13 +283,16 @@ def _choose(timed: Sequence[tuple[Tuning, int]]) -> tuple[Tuning, int, int]:
 def allocate(program: Program, device: torch.device, *, seed: int = 0) -> Iterator[torch.Tensor]:
     """Yield flat tensors for a Program's operands, as large as every address reaches; integers are 0: they index safely."""
     reach = [0] * len(program.operands)
-    places = [(v.operand, v.strides, v.offset) for v in program.values if v.op == "load" and v.guard is None]
-    places += [(s.operand, s.strides, s.offset) for s in program.stores]
-    reached = {operand for operand, _, _ in places}
-    places += [(v.operand, v.strides, v.offset) for v in program.values if v.op == "load" and v.operand not in reached]
-    for position, strides, offset in places:
-        last = offset + sum((size - 1) * stride for size, stride in zip(program.dims, strides, strict=True) if stride > 0)
-        reach[position] = max(reach[position], last + 1)
+    for part in nests(program):
+        own = part.program
+        places = [(v.operand, v.strides, v.offset) for v in own.values if v.op == "load" and v.guard is None]
+        places += [(s.operand, s.strides, s.offset) for s in own.stores]
+        reached = {operand for operand, _, _ in places}
+        places += [(v.operand, v.strides, v.offset) for v in own.values if v.op == "load" and v.operand not in reached]
+        for position, strides, offset in places:
+            last = offset + sum((size - 1) * stride for size, stride in zip(own.dims, strides, strict=True) if stride > 0)
+            at = part.operands[position]
+            reach[at] = max(reach[at], last + 1)
     generator = torch.Generator(device=device).manual_seed(seed)
     for operand, size in zip(program.operands, reach, strict=True):
         made = torch.zeros(size, dtype=getattr(torch, operand.dtype), device=device)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion_advisor.capture.classify import class_of
 from fusion_advisor.chains.find import Verdict, depends_on_inputs, find_groups, inputs_of, is_candidate, references
+from fusion_advisor.library.rules import POINTWISE, SPECIAL
 from fusion_advisor.records import OpClass, OpNode, Ref, TensorMeta
 from tests.tiny import groups_of, names, planned
 
@@ -329,3 +331,13 @@ def test_qwen2_chains_reach_over_the_casts_and_views():
     assert ("mul", "neg", "cat", "mul", "add") in found
     assert found["embedding", "pow", "mean", "add", "rsqrt", "mul", "mul"] == 1
     assert ("add", "pow", "mean", "add", "rsqrt", "mul", "mul") in found
+
+
+def test_every_op_with_a_lowering_may_stand_in_a_chain():
+    """But for casts of post-dispatch graphs, and what is made of nothing: a model's graph has it folded."""
+    made = {"arange", "tril", "triu", "ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros", "full", "full_like",
+            "new_full"}  # fmt: skip
+    graph = Graph()
+    for name in {*POINTWISE, *SPECIAL} - made - {"_to_copy"}:
+        index = graph.add(f"aten.{name}.{'Tensor' if name == 'index' else 'default'}", class_of(name))
+        assert is_candidate(graph.ops[index]), name

@@ -48,7 +48,7 @@ def test_every_launch_has_its_kernel(capture):
 
 def test_gpt2_s_gelu_is_one_chain_of_eight_kernels_at_twelve_sites():
     plan = plan_of(GPT2)
-    assert kernels(plan) == {("gelu_tanh", 12, 96), ("add_layernorm", 24, 48)}
+    assert kernels(plan) == {("gelu_tanh", 12, 96), ("add_layernorm", 23, 46)}  # the first layer's stands with its embeddings
     gelu = plan.chains[0]
     assert gelu.ops == ("mul", "pow", "mul", "add", "mul", "tanh", "add", "mul")
     assert [site.module_path for site in gelu.sites] == [f"transformer.h.{layer}.mlp.act" for layer in range(12)]

@@ -12,7 +12,7 @@ import subprocess
 from math import ceil
 
 from fusion_advisor.library.backend_cuda import pack_width
-from fusion_advisor.library.schedule import schedule
+from fusion_advisor.library.beside import calls_of, starts
 
 _PRELUDE = """
 #include <cmath>
@@ -51,23 +51,28 @@ def run(rendered, program, tensors, outputs, folder, width=0):
 
     ``width`` is the columns of a pack; the widest that the program allows by default.
     """
-    plan = schedule(program, flatten_rows=True)
-    if plan.is_empty:
+    calls = calls_of(program, flatten_rows=True)
+    plans = [call.plan for call in calls]
+    if all(plan.is_empty for plan in plans):
         return
-    width = width or pack_width(plan)[0]
-    packs = max(1, ceil(program.dims[-1] / width))
-    is_looped = "index_t start" in rendered.source
-    each = packs if plan.kind == "rows" and not is_looped else 3
-    if plan.kind == "tiled" and len(plan.sizes) > 2:
-        each = max(count for count in (1, 2, 3) if program.dims[-2] % count == 0)
-    grid = {"flat": (ceil(packs / each), 1), "tiled": (ceil(plan.row_count / each), min(packs, 3)), "rows": (plan.row_count, 1)}[
-        plan.kind
-    ]
+    kind = plans[0].kind
+    width = width or min(pack_width(plan)[0] for plan in plans)
+    packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
+    is_looped = "index_t start = 0" in rendered.source
+    each = packs[0] if kind == "rows" and not is_looped else 3
+    if kind == "tiled":
+        heights = [plan.program.dims[-2] for plan in plans if len(plan.sizes) > 2]
+        each = max(count for count in (1, 2, 3) if all(height % count == 0 for height in heights))
+    rows = [plan.row_count for plan in plans]
+    blocks = {"flat": [ceil(n / each) for n in packs], "tiled": [ceil(n / each) for n in rows], "rows": rows}[kind]
+    grid = (sum(blocks), min(max(packs), 3) if kind == "tiled" else 1)
+    arguments = [*starts(blocks), *(argument for call in calls for argument in call.arguments)]
     source = _translate(rendered.source)
+    entry = source[source.index(f"{rendered.entry}(") :]
     count = len(tensors) + len(outputs)
-    operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", source, re.MULTILINE))]
+    operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", entry, re.MULTILINE))]
     assert len(operands) == count
-    scalars = [f"(index_t)ints[{n}]" for n in range(len(plan.arguments))]
+    scalars = [f"(index_t)ints[{n}]" for n in range(len(arguments))]
     source = (
         source.replace("__restrict__", "")
         + f"""
@@ -81,7 +86,8 @@ extern "C" void run_all(void** args, const long long* ints) {{
     )
     path = folder / "kernel.cpp"
     path.write_text(source)
-    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *["-DWIDE_INDEX"] * plan.needs_int64]
+    wide = ["-DWIDE_INDEX"] if any(plan.needs_int64 for plan in plans) else []
+    macros = ["-DTHREADS=1", "-DROWS=1", f"-DPACKS={each}", f"-DVEC={width}", "-DFULL=0", *wide]
     command = [
         "g++",
         *OPTIMISE,
@@ -99,7 +105,7 @@ extern "C" void run_all(void** args, const long long* ints) {{
     assert done.returncode == 0, done.stderr[:3000]
     library = ctypes.CDLL(str(folder / "kernel.so"))
     pointers = (ctypes.c_void_p * count)(*(t.data_ptr() for t in (*tensors, *outputs)))
-    integers = (ctypes.c_longlong * max(1, len(plan.arguments)))(*(value for _, value in plan.arguments))
+    integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
     library.run_all(pointers, integers)
 
 

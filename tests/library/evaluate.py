@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_advisor.library.philox import philox4x32
+from fusion_advisor.library.program import nests
 
 _BINARY = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,
@@ -18,6 +19,12 @@ _WIDE = {"float32": torch.float64, "float64": torch.float64, "int64": torch.int6
 
 def evaluate(program, *inputs):
     """Return the outputs as float64 (int64, bool) tensors of the shape and layout that :func:`allocate` gives them."""
+    if program.beside:
+        found = {}
+        for part in nests(program):
+            own = [at for at in part.operands if at < len(inputs)]
+            found |= zip(part.operands[len(own) :], evaluate(part.program, *(inputs[at] for at in own)), strict=True)
+        return [found[at] for at in sorted(found)]
     dims = program.dims
     values = []
     for value in program.values:
@@ -38,15 +45,9 @@ def evaluate(program, *inputs):
 def allocate(program, is_output=True, fill=0, generator=None):
     """Flat tensors for the outputs (zeros) or the inputs (normal numbers), as large as every address reaches."""
     sizes = [0] * len(program.operands)
-    places = [(v.operand, v.strides, v.offset, v.guard) for v in program.values if v.op == "load"]
-    places += [(s.operand, s.strides, s.offset, None) for s in program.stores]
-    unguarded = {operand for operand, _, _, guard in places if guard is None}
-    for operand, strides, offset, guard in places:
-        if guard is not None and operand in unguarded:
-            continue  # a guarded read stays inside what the others read
-        walked = [(s, k) for s, k in zip(program.dims, strides, strict=True) if k]
-        reach = offset + sum((s - 1) * k for s, k in walked) + 1 if all(s for s, _ in walked) else 0
-        sizes[operand] = max(sizes[operand], reach)
+    for part in nests(program):
+        for at, size in zip(part.operands, _sizes(part.program), strict=True):
+            sizes[at] = max(sizes[at], size)
     found = []
     for operand, size in zip(program.operands, sizes, strict=True):
         if operand.is_output != is_output:
@@ -61,6 +62,21 @@ def allocate(program, is_output=True, fill=0, generator=None):
         else:
             found.append(torch.randint(-9, 10, (size,), generator=generator).to(dtype))
     return found
+
+
+def _sizes(program):
+    """How far the addresses of each operand reach."""
+    sizes = [0] * len(program.operands)
+    places = [(v.operand, v.strides, v.offset, v.guard) for v in program.values if v.op == "load"]
+    places += [(s.operand, s.strides, s.offset, None) for s in program.stores]
+    unguarded = {operand for operand, _, _, guard in places if guard is None}
+    for operand, strides, offset, guard in places:
+        if guard is not None and operand in unguarded:
+            continue  # a guarded read stays inside what the others read
+        walked = [(s, k) for s, k in zip(program.dims, strides, strict=True) if k]
+        reach = offset + sum((s - 1) * k for s, k in walked) + 1 if all(s for s, _ in walked) else 0
+        sizes[operand] = max(sizes[operand], reach)
+    return sizes
 
 
 def _one(program, value, args, guard, inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion_advisor.library.program import Operand, Program, Store, Value
+from fusion_advisor.library.program import Operand, Part, Program, Store, Value, with_dims
 
 
 class Build:
@@ -53,8 +53,14 @@ class Build:
         count = 1
         for size, stride in zip(self.dims, strides, strict=True):
             count *= size if stride else 1
-        self.outputs.append(Operand(name=name, dtype=dtype or self.dtype, is_output=True, element_count=count))
-        self.stores.append(Store(operand=len(self.outputs) - 1, value=value, strides=strides, offset=offset))
+        names = [o.name for o in self.outputs]
+        if name in names:
+            number = names.index(name)
+            self.outputs[number] = replace(self.outputs[number], element_count=self.outputs[number].element_count + count)
+        else:
+            number = len(names)
+            self.outputs.append(Operand(name=name, dtype=dtype or self.dtype, is_output=True, element_count=count))
+        self.stores.append(Store(operand=number, value=value, strides=strides, offset=offset))
 
     def program(self):
         stores = tuple(replace(s, operand=s.operand + len(self.inputs)) for s in self.stores)
@@ -144,6 +150,60 @@ def rope(batch=2, heads=3, seq=5, dim=16, dtype="float32"):
     x = b.load("x", strides)
     out = b.add("add", b.add("mul", x, b.load("cos", table)), b.add("mul", rotated, b.load("sin", table)))
     b.store("out", out)
+    return b.program()
+
+
+def rope_pairs(batch=2, heads=3, seq=5, pairs=8, dtype="float32", offset=0, row=0):
+    """Neighbouring pairs turned by one angle each; x is a transposed view of (B, S, H, D), the tables hold every angle once."""
+    b = Build((batch, heads, seq, pairs), dtype)
+    row = row or 2 * pairs
+    strides = (seq * heads * row, row, heads * row, 2)
+    table = (seq * pairs, 0, pairs, 1)
+    even, odd = b.load("x", strides, offset=offset), b.load("x", strides, offset=offset + 1)
+    cos, sin = b.load("cos", table), b.load("sin", table)
+    b.store("out", b.add("sub", b.add("mul", even, cos), b.add("mul", odd, sin)), strides, offset=offset)
+    b.store("out", b.add("add", b.add("mul", odd, cos), b.add("mul", even, sin)), strides, offset=offset + 1)
+    return b.program()
+
+
+def swapped_pairs(pairs=500, dtype="float32"):
+    """One run of pairs, the odd element read first."""
+    b = Build((pairs,), dtype)
+    odd, even = b.load("x", (2,), offset=1), b.load("x", (2,), offset=0)
+    b.store("out", b.add("neg", odd), (2,))
+    b.store("out", even, (2,), offset=1)
+    return b.program()
+
+
+def normed_pairs(rows=5, pairs=12, dtype="float32"):
+    """A row's pairs divided by its largest element; the odd ones are turned around."""
+    b = Build((rows, pairs), dtype, is_reduced=True)
+    even, odd = b.load("x", (2 * pairs, 2)), b.load("x", (2 * pairs, 2), offset=1)
+    most = b.add("reduce_max", b.add("maximum", b.add("abs", even), b.add("abs", odd)))
+    b.store("out", b.add("div", even, most), (2 * pairs, 2))
+    b.store("out", b.add("div", b.add("neg", odd), most), (2 * pairs, 2), offset=1)
+    return b.program()
+
+
+def pairs_of_less(rows=6, pairs=9, dtype="float32", *, is_reduced=False):
+    """What is stored as pairs does not vary like them: a constant beside a row's number, a bias beside a column's."""
+    b = Build((rows, pairs), dtype, is_reduced=is_reduced)
+    row = b.load("row", (1, 0))
+    row = b.add("reduce_sum", b.add("mul", row, b.load("x"))) if is_reduced else row
+    b.store("out", b.const(2.5), (2 * pairs, 2))
+    b.store("out", row, (2 * pairs, 2), offset=1)
+    b.store("turned", b.load("bias", (0, 2), offset=1), (2 * pairs, 2))
+    b.store("turned", b.load("bias", (0, 2)), (2 * pairs, 2), offset=1)
+    return b.program()
+
+
+def three_of_a_kind(rows=4, cols=10, dtype="float32"):
+    """Three loads with stride 2: two are neighbours, one is alone."""
+    b = Build((rows, cols), dtype)
+    strides = (2 * cols + 9, 2)
+    alone, even, odd = (b.load("x", strides, offset=offset) for offset in (7, 2, 3))
+    b.store("out", b.add("add", alone, b.add("sub", even, odd)), (2 * cols, 2))
+    b.store("out2", b.add("mul", alone, odd))
     return b.program()
 
 
@@ -264,3 +324,54 @@ def logsumexp(rows=5, cols=24, dtype="float32"):
     total = b.add("reduce_sum", b.add("exp", b.add("sub", x, shift)))
     b.store("out", b.add("add", b.add("log", total), shift), (1, 0))
     return b.program()
+
+
+def renamed(program, **names):
+    """The same over operands of other names."""
+    return replace(program, operands=tuple(replace(o, name=names.get(o.name, o.name)) for o in program.operands))
+
+
+def beside(*programs):
+    """One launch of several loop nests; operands of one name are one."""
+    least = min(2, max(len(program.dims) for program in programs))
+    programs = [with_dims(program, least) for program in programs]
+    operands = {operand.name: operand for program in programs for operand in program.operands}
+    operands = sorted(operands.values(), key=lambda operand: operand.is_output)
+    place = {operand.name: number for number, operand in enumerate(operands)}
+    parts = [Part(program=program, operands=tuple(place[o.name] for o in program.operands)) for program in programs]
+    first, own = programs[0], parts[0].operands
+    return replace(
+        first,
+        operands=tuple(operands),
+        values=tuple(replace(v, operand=own[v.operand]) if v.op == "load" else v for v in first.values),
+        stores=tuple(replace(s, operand=own[s.operand]) for s in first.stores),
+        beside=tuple(parts[1:]),
+    )
+
+
+def rope_qk(heads=3, key_heads=1, batch=2, seq=5, dim=16, dtype="float32"):
+    """Queries and keys turned by the same tables: one function for both."""
+    query = renamed(rope(batch, heads, seq, dim, dtype), x="q", out="q_out")
+    return beside(query, renamed(rope(batch, key_heads, seq, dim, dtype), x="k", out="k_out"))
+
+
+def pairs_qk(dtype="float32"):
+    """The keys' pairs lie off by three elements: a function of their own, and packs of one column."""
+    query = renamed(rope_pairs(2, 3, 5, 8, dtype), x="q", out="q_out")
+    return beside(query, renamed(rope_pairs(2, 1, 5, 8, dtype, offset=3, row=21), x="k", out="k_out"))
+
+
+def norms_beside_softmax(cols=24, dtype="float32", rows=(5, 3, 7)):
+    """Two nests of one function and one of another, all over rows of one width."""
+    keys = renamed(rmsnorm(rows[1], cols, dtype), x="k", out="k_out")
+    return beside(rmsnorm(rows[0], cols, dtype), keys, renamed(softmax(rows[2], cols, dtype), x="scores", out="probabilities"))
+
+
+def flat_beside_tiled():
+    """A run of elements is a tile of one row beside rows."""
+    return beside(bias_gelu_erf(9, 24), renamed(gelu_tanh((300,)), x="gate", out="up"))
+
+
+def dropouts_beside():
+    """The elements of one nest begin in the middle of a call of the random numbers: no pack takes whole calls then."""
+    return beside(dropout_add((1000,)), renamed(dropout_add((64,), offset=3), x="y", residual="z", out="out2"))

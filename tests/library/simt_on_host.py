@@ -32,6 +32,7 @@ static Dim blockIdx, threadIdx;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static int min(int a, int b) { return a < b ? a : b; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 static ucontext_t scheduler;
 static vector<ucontext_t> fibers;
@@ -92,8 +93,11 @@ _BODIES = {
 }
 
 
-def run(rendered, tensors, grid, threads, folder):
-    """Compile with the system's compiler and run; what the kernel writes is written in place."""
+def run(rendered, tensors, grid, threads, folder, *, scalars=(), macros=()):
+    """Compile with the system's compiler and run; what the kernel writes is written in place.
+
+    ``scalars`` are the arguments after the tensors, ``macros`` (name, value) pairs.
+    """
     source = rendered.source
     for head, body in _BODIES.items():
         source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
@@ -107,7 +111,7 @@ def run(rendered, tensors, grid, threads, folder):
     source = f"""{_PRELUDE}{source}
 static void** arguments;
 static void fiber() {{
-    {rendered.entry}({", ".join(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds))});
+    {rendered.entry}({", ".join([*(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds)), *map(str, scalars)])});
     is_done[threadIdx.x] = true;
     swapcontext(&fibers[threadIdx.x], &scheduler);
 }}
@@ -140,7 +144,8 @@ extern "C" void run_all(void** given, int grid, int threads) {{
 """
     path, library = folder / f"{rendered.entry}.cpp", folder / f"{rendered.entry}.so"
     path.write_text(source, encoding="utf-8")
-    command = ["g++", "-O1", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    command = ["g++", "-O1", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w"]
+    command += [*(f"-D{name}={value}" for name, value in macros), "-o", str(library), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases, distance, inputs
+from evaluate import allocate
+from evaluate import evaluate as evaluate_nests
 
 from fusion_advisor.library.backend_cpp import CppBackend
 from fusion_advisor.library.program import Operand, Program, Store, Value
@@ -440,6 +443,19 @@ def test_long_rows_sum_accurately(tmp_path):
     make = Maker(2, 1_000_003)
     make.store(make.op("reduce_sum", make.load("x")), (1, 0))
     check(make.program(is_reduced=True), [torch.rand(2_000_006)], tmp_path, ulps=4)
+
+
+BESIDE = {name: program for name, program in cases().items() if program.beside}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_loop_nests_side_by_side(name, tmp_path):
+    program, backend = BESIDE[name], CppBackend()
+    tensors, outputs = inputs(name, program), allocate(program)
+    rendered = backend.render(program, HEADER, tuning=Tuning(), fast_math=False)
+    backend.build(rendered, tmp_path / "kernel.cpp").bind(program)(*tensors, *outputs)
+    for got, oracle in zip(outputs, evaluate_nests(program, *tensors), strict=True):
+        assert distance(name, got, oracle) <= 1
 
 
 def test_fast_math_keeps_nan(tmp_path):

@@ -50,7 +50,8 @@ def test_matches_float64_oracle_on_the_host(tmp_path, name):
 @pytest.mark.parametrize(
     "name",
     ["gelu_tanh-bfloat16", "rope-bfloat16", "add_layernorm-float16", "swiglu_split-float32", "five_dims", "dropout_wide",
-     "dropout_add_rmsnorm-bfloat16", "dropout_past_32_bits"],
+     "dropout_add_rmsnorm-bfloat16", "dropout_past_32_bits", "rope_pairs-bfloat16", "rope_pairs-float64", "looped_pairs",
+     "three_of_a_kind", "beside_rope-bfloat16"],
 )  # fmt: skip
 def test_single_columns_do_what_packs_do(tmp_path, name):
     program = CASES[name]
@@ -72,6 +73,12 @@ def test_single_columns_do_what_packs_do(tmp_path, name):
         (p.swiglu(4, 33, "bfloat16", is_split=True), (1, 1)),
         (p.gelu_tanh((100,), strides=(3,)), (4, 16)),
         (p.rope(1, 2, 70, 128, "bfloat16"), (8, 16)),
+        (p.rope_pairs(1, 2, 70, 64, "bfloat16"), (8, 16)),
+        (p.rope_pairs(1, 2, 70, 6, "bfloat16"), (2, 8)),
+        (p.rope_pairs(1, 2, 70, 64, "bfloat16", offset=1, row=130), (1, 1)),
+        (p.rope_pairs(1, 2, 70, 64, "float64"), (2, 16)),
+        (p.swapped_pairs(512, "bfloat16"), (4, 16)),
+        (p.swapped_pairs(511, "bfloat16"), (1, 1)),
     ],
 )
 def test_packs_are_as_wide_as_every_address_allows(program, want):
@@ -96,6 +103,13 @@ def test_a_pack_takes_whole_calls_of_the_random_numbers():
 def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
     assert "load_pack(x_row + first + x_offset, is_inside && first < 64)" in render(p.rope(2, 3, 5, 128, "bfloat16")).source
     assert "is_lt ? wide(x_row[col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
+
+
+@pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])
+def test_what_is_empty_has_a_launch_shape(program):
+    """`kernels check` compiles such a case too where there is no device."""
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    assert min(value for name, value in macros.items() if name != "FULL") > 0
 
 
 def test_the_rows_of_a_thread_share_what_no_head_changes():

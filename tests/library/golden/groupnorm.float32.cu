@@ -83,6 +83,22 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// Of some numbers: how many, their sum and mean, and what their squared distances from that mean add up to.
+template <typename T>
+struct Moments {
+    T count, sum, mean, squares;
+    __device__ __forceinline__ void set_mean() { mean = count > 0 ? sum / count : 0; }
+    __device__ __forceinline__ T squares_about(T other) const { return squares + count * (mean - other) * (mean - other); }
+};
+
+// Of two sets what both are together, by Chan, Golub and LeVeque (1979).
+template <typename T>
+__device__ __forceinline__ Moments<T> merged(const Moments<T>& a, const Moments<T>& b) {
+    if (b.count == 0) return a;
+    const T share = b.count / (a.count + b.count), apart = b.mean - a.mean;
+    return {a.count + b.count, a.sum + b.sum, a.mean + apart * share, a.squares + b.squares + a.count * share * apart * apart};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_groupnorm_a2e130(
     const float* __restrict__ x_ptr,
@@ -107,7 +123,7 @@ fa_groupnorm_a2e130(
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
     const float eps = 1e-05f;
 
-    float x_sum_part = 0;
+    Moments<float> x_seen = {};
     for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
         Pack<float> x_packs[PACKS];
         #pragma unroll
@@ -116,6 +132,7 @@ fa_groupnorm_a2e130(
             const bool is_inside = FULL || first < cols;
             x_packs[p] = load_pack(x_row + first, is_inside);
         }
+        Moments<float> x_step = {};
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -124,36 +141,28 @@ fa_groupnorm_a2e130(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float x = x_packs[p][lane];
-                x_sum_part += x;
+                x_step.sum += x;
+            }
+            x_step.count += VEC;
+        }
+        x_step.set_mean();
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            const bool is_inside = FULL || first < cols;
+            if (!is_inside) continue;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float x = x_packs[p][lane];
+                const float x_apart = x - x_step.mean;
+                x_step.squares += x_apart * x_apart;
             }
         }
+        x_seen = merged(x_seen, x_step);
     }
-    const float x_sum = row_reduce<Sum, 0>(x_sum_part);
+    const float x_sum = row_reduce<Sum, 0>(x_seen.sum);
     const float x_mean = x_sum / (float)cols;
-
-    float x_centered_squared_sum_part = 0;
-    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
-        Pack<float> x_packs[PACKS];
-        #pragma unroll
-        for (int p = 0; p < PACKS; ++p) {
-            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
-            const bool is_inside = FULL || first < cols;
-            x_packs[p] = load_pack(x_row + first, is_inside);
-        }
-        #pragma unroll
-        for (int p = 0; p < PACKS; ++p) {
-            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
-            const bool is_inside = FULL || first < cols;
-            if (!is_inside) continue;
-            #pragma unroll
-            for (int lane = 0; lane < VEC; ++lane) {
-                const float x = x_packs[p][lane];
-                const float x_centered = x - x_mean;
-                x_centered_squared_sum_part += x_centered * x_centered;
-            }
-        }
-    }
-    const float x_centered_squared_sum = row_reduce<Sum, 1>(x_centered_squared_sum_part);
+    const float x_centered_squared_sum = row_reduce<Sum, 1>(x_seen.squares_about(x_mean));
     const float inverse_deviation = rsqrtf(x_centered_squared_sum / (float)cols + eps);
 
     for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {

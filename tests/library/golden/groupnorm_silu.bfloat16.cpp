@@ -1,5 +1,5 @@
 // groupnorm_silu: normalise groups of channels and SiLU; a group's channels are read as one row
-// Moves 41,944,320 bytes at 8 x 32 x 40960: every input is read once and every output written once.
+// Moves 167,773,440 bytes at 32 x 32 x 40960: every input is read once and every output written once.
 // Origin: library kernel groupnorm_silu, variant builtin
 // Source: https://arxiv.org/abs/1803.08494
 // Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared

@@ -10,9 +10,29 @@ import triton.language as tl
 
 
 @triton.jit
+def add_moments(total, squares, x, mask, count):
+    # One more number for each lane, which has count so far: the squares about the new mean grow by count / (count + 1) times the
+    # squared distance from the old mean, by Youngs and Cramer (1971). No lane is past the end before the last step.
+    count = tl.cast(count, total.dtype)
+    apart = x - total * (1.0 / tl.maximum(count, 1.0))
+    squares += tl.where(mask, count / (count + 1.0) * apart * apart, 0.0)
+    return total + tl.where(mask, x, 0.0), squares
+
+
+@triton.jit
 def sigmoid(x):
     # For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
+    # Of each lane, about the row's mean: its squares about its own plus its count times the squared distance of the two means, by
+    # Chan, Golub and LeVeque (1979). Lanes past the end in the last step have one number less.
+    most = tl.cast(tl.cdiv(cols, BLOCK_COLS), total.dtype)
+    is_whole = tl.arange(0, BLOCK_COLS)[None, :] <= (cols - 1) % BLOCK_COLS
+    apart = total * tl.where(is_whole, 1.0 / most, 1.0 / tl.maximum(most - 1.0, 1.0)) - mean
+    return squares + tl.where(is_whole, most, most - 1.0) * apart * apart
 
 
 @triton.jit
@@ -30,23 +50,18 @@ def fa_groupnorm_silu_88162c(
     eps = 1e-05
 
     x_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
-    for start in range(0, cols, BLOCK_COLS):
-        col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
-        mask = row_mask & col_mask
-        x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        x_sum_tile = x_sum_tile + x
-    x_sum = tl.sum(x_sum_tile, axis=1, keep_dims=True)
-    x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
-
     x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = col < cols
         mask = row_mask & col_mask
         x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-        x_centered = x - x_mean
-        x_centered_squared_sum_tile = x_centered_squared_sum_tile + tl.where(col_mask, x_centered * x_centered, 0.0)
+        x_sum_tile, x_centered_squared_sum_tile = add_moments(
+            x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS
+        )
+    x_sum = tl.sum(x_sum_tile, axis=1, keep_dims=True)
+    x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
+    x_centered_squared_sum_tile = squares_about(x_mean, x_sum_tile, x_centered_squared_sum_tile, cols, BLOCK_COLS)
     x_centered_squared_sum = tl.sum(x_centered_squared_sum_tile, axis=1, keep_dims=True)
     x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
     inverse_deviation = tl.rsqrt(x_variance + eps)

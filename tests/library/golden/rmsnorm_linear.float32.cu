@@ -1,4 +1,4 @@
-// rmsnorm_linear: RMSNorm and the linear layer after it, for the few rows of decoding: the weight read once
+// rmsnorm_linear: RMSNorm and the linear layer after it, for the few rows of decoding; the weight is read once
 //
 // Reads the weight (3584 x 3584 float32, 51.4 MB) once, for 1 row of x.
 // Sums in float32, rounded once, at the store.

@@ -34,39 +34,28 @@ static inline uint16_t fa_to_bf16(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_rope_interleaved_cb0e40(const uint16_t *__restrict x, const uint16_t *__restrict cos,
+extern "C" void fa_rope_interleaved_7d8097(const uint16_t *__restrict x, const uint16_t *__restrict cos,
         const uint16_t *__restrict sin, uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols,
-        int64_t x_0_i0_stride, int64_t x_0_i1_stride, int64_t x_0_col_stride, int64_t x_1_i0_stride,
-        int64_t x_1_i1_stride, int64_t x_1_col_stride, int64_t x_1_offset, int64_t cos_0_i0_stride,
-        int64_t cos_0_col_stride, int64_t cos_1_i0_stride, int64_t cos_1_col_stride, int64_t cos_1_offset,
-        int64_t sin_0_i0_stride, int64_t sin_0_col_stride, int64_t sin_1_i0_stride, int64_t sin_1_col_stride,
-        int64_t sin_1_offset, int64_t out_0_i0_stride, int64_t out_0_i1_stride, int64_t out_0_col_stride,
-        int64_t out_1_i0_stride, int64_t out_1_i1_stride, int64_t out_1_col_stride, int64_t out_1_offset,
-        int threads) {
+        int64_t x_i0_stride, int64_t x_i1_stride, int64_t cos_i0_stride, int64_t sin_i0_stride,
+        int64_t out_i0_stride, int64_t out_i1_stride, int threads) {
   constexpr int64_t kBlock = 4096;
 #pragma omp parallel for collapse(3) schedule(static) num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   for (int64_t i0 = 0; i0 < n0; ++i0) {
     for (int64_t i1 = 0; i1 < n1; ++i1) {
       for (int64_t start = 0; start < cols; start += kBlock) {
         const int64_t stop = start + kBlock < cols ? start + kBlock : cols;
-        const uint16_t *x_0_row = x + i0 * x_0_i0_stride + i1 * x_0_i1_stride;
-        const uint16_t *x_1_row = x + x_1_offset + i0 * x_1_i0_stride + i1 * x_1_i1_stride;
-        const uint16_t *cos_0_row = cos + i0 * cos_0_i0_stride;
-        const uint16_t *cos_1_row = cos + cos_1_offset + i0 * cos_1_i0_stride;
-        const uint16_t *sin_0_row = sin + i0 * sin_0_i0_stride;
-        const uint16_t *sin_1_row = sin + sin_1_offset + i0 * sin_1_i0_stride;
-        uint16_t *out_0_row = out + i0 * out_0_i0_stride + i1 * out_0_i1_stride;
-        uint16_t *out_1_row = out + out_1_offset + i0 * out_1_i0_stride + i1 * out_1_i1_stride;
+        const uint16_t *x_row = x + i0 * x_i0_stride + i1 * x_i1_stride;
+        const uint16_t *cos_row = cos + i0 * cos_i0_stride;
+        const uint16_t *sin_row = sin + i0 * sin_i0_stride;
+        uint16_t *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
 #pragma omp simd
         for (int64_t col = start; col < stop; ++col) {
-          const float x_value = fa_from_bf16(x_0_row[col * x_0_col_stride]);
-          const float x_value_2 = fa_from_bf16(x_1_row[col * x_1_col_stride]);
-          const float cos_value = fa_from_bf16(cos_0_row[col * cos_0_col_stride]);
-          const float cos_value_2 = fa_from_bf16(cos_1_row[col * cos_1_col_stride]);
-          const float sin_value = fa_from_bf16(sin_0_row[col * sin_0_col_stride]);
-          const float sin_value_2 = fa_from_bf16(sin_1_row[col * sin_1_col_stride]);
-          out_0_row[col * out_0_col_stride] = fa_to_bf16(x_value * cos_value + -x_value_2 * sin_value);
-          out_1_row[col * out_1_col_stride] = fa_to_bf16(x_value_2 * cos_value_2 + x_value * sin_value_2);
+          const float x_value = fa_from_bf16(x_row[col * 2]);
+          const float x_value_2 = fa_from_bf16(x_row[col * 2 + 1]);
+          const float product = x_value_2 * fa_from_bf16(cos_row[col * 2 + 1]);
+          const float product_2 = -x_value_2 * fa_from_bf16(sin_row[col * 2]);
+          out_row[col * 2] = fa_to_bf16(x_value * fa_from_bf16(cos_row[col * 2]) + product_2);
+          out_row[col * 2 + 1] = fa_to_bf16(product + x_value * fa_from_bf16(sin_row[col * 2 + 1]));
         }
       }
     }

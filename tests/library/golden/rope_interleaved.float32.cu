@@ -16,7 +16,7 @@
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
 #ifndef VEC
-#define VEC 1  // columns of a pack, a divisor of every row and stride
+#define VEC 2  // columns of a pack, a divisor of every row and stride
 #endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
@@ -24,8 +24,43 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC columns in a row, of EACH neighbours each: one 16-byte access (or two). The launch sees to it that rows hold whole packs and
+// are aligned; a single column is moved element by element.
+template <typename T, int EACH = 1>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC * (VEC > 1 ? EACH : 1)>::type word_t;
+    word_t words[sizeof(T) * VEC * EACH / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC * EACH];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <int EACH = 1, typename T>
+__device__ __forceinline__ Pack<T, EACH> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T, EACH>::word_t word_t;
+    Pack<T, EACH> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T, int EACH>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T, EACH>& pack) {
+    typedef typename Pack<T, EACH>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_interleaved_7746ff(
+fa_rope_interleaved_907e78(
     const float* __restrict__ x_ptr,
     const float* __restrict__ cos_ptr,
     const float* __restrict__ sin_ptr,
@@ -35,44 +70,46 @@ fa_rope_interleaved_7746ff(
     index_t cols,
     index_t x_stride0,
     index_t x_stride1,
-    index_t x_stride2,
-    index_t x_offset,
     index_t cos_stride0,
-    index_t cos_stride2,
-    index_t cos_offset,
     index_t sin_stride0,
-    index_t sin_stride2,
-    index_t sin_offset,
     index_t out_stride0,
-    index_t out_stride1,
-    index_t out_stride2,
-    index_t out_offset) {
+    index_t out_stride1) {
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
     for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+        Pack<float, 2> x_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
             const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack<2>(x_row + first * 2, is_inside);
+        }
+        const Pack<float, 2> cos_pack = load_pack<2>(cos_ptr + i0 * cos_stride0 + first * 2);
+        const Pack<float, 2> sin_pack = load_pack<2>(sin_ptr + i0 * sin_stride0 + first * 2);
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
             float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
+            Pack<float, 2> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const index_t col = first + lane;
-                const float x = x_row[col * x_stride2];
-                const float x_shifted = x_row[col * x_stride2 + x_offset];
-                const float cos_2 = cos_ptr[i0 * cos_stride0 + col * cos_stride2];
-                const float cos_shifted = cos_ptr[i0 * cos_stride0 + col * cos_stride2 + cos_offset];
-                const float sin_2 = sin_ptr[i0 * sin_stride0 + col * sin_stride2];
-                const float sin_shifted = sin_ptr[i0 * sin_stride0 + col * sin_stride2 + sin_offset];
-                const float out = x * cos_2 + -x_shifted * sin_2;
-                const float out_2 = x_shifted * cos_shifted + x * sin_shifted;
-                out_row[col * out_stride2] = out;
-                out_row[col * out_stride2 + out_offset] = out_2;
+                const float x_even = x_packs[p][2 * lane];
+                const float x_odd = x_packs[p][2 * lane + 1];
+                const float cos_even = cos_pack[2 * lane];
+                const float cos_odd = cos_pack[2 * lane + 1];
+                const float sin_even = sin_pack[2 * lane];
+                const float sin_odd = sin_pack[2 * lane + 1];
+                const float out = x_even * cos_even + -x_odd * sin_even;
+                const float out_2 = x_odd * cos_odd + x_even * sin_odd;
+                out_pack[2 * lane] = out;
+                out_pack[2 * lane + 1] = out_2;
             }
+            store_pack(out_row + first * 2, out_pack);
         }
     }
 }

@@ -11,32 +11,30 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rope_interleaved_66a12d(
+def fa_rope_interleaved_72c96e(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
-    rows, cols, x_stride0, x_stride1, x_stride2, x_offset, cos_stride0, cos_stride2, cos_offset, sin_stride0,
-    sin_stride2, sin_offset, out_stride0, out_stride1, out_stride2, out_offset,
+    rows, cols, x_stride0, x_stride1, cos_stride0, sin_stride0, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     col_tiles = tl.cdiv(cols, BLOCK_COLS)
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
-    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    item = (tile % col_tiles).to(INDEX) * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)[None, :]
     row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i0 = (tile // col_tiles // row_tiles).to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
-    mask = row_mask & col_mask
+    item_col_mask = item < 2 * cols
+    item_mask = row_mask & item_col_mask
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
-    x = tl.load(x_row + col * x_stride2, mask=mask, other=0.0)
-    x_shifted = tl.load(x_row + col * x_stride2 + x_offset, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr + i0 * cos_stride0 + col * cos_stride2, mask=col_mask, other=0.0)
-    cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col * cos_stride2 + cos_offset, mask=col_mask, other=0.0)
-    sin = tl.load(sin_ptr + i0 * sin_stride0 + col * sin_stride2, mask=col_mask, other=0.0)
-    sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col * sin_stride2 + sin_offset, mask=col_mask, other=0.0)
-    out = x * cos + -x_shifted * sin
-    out_2 = x_shifted * cos_shifted + x * sin_shifted
+    x_run = tl.load(x_row + item, mask=item_mask, other=0.0)
+    x_even, x_odd = tl.split(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2))
+    cos_run = tl.load(cos_ptr + i0 * cos_stride0 + item, mask=item_col_mask, other=0.0)
+    cos_even, cos_odd = tl.split(cos_run.reshape(1, BLOCK_COLS, 2))
+    sin_run = tl.load(sin_ptr + i0 * sin_stride0 + item, mask=item_col_mask, other=0.0)
+    sin_even, sin_odd = tl.split(sin_run.reshape(1, BLOCK_COLS, 2))
+    out = x_even * cos_even + -x_odd * sin_even
+    out_2 = x_odd * cos_odd + x_even * sin_odd
 
-    tl.store(out_row + col * out_stride2, out, mask=mask)
-    tl.store(out_row + col * out_stride2 + out_offset, out_2, mask=mask)
+    tl.store(out_row + item, tl.join(out, out_2).reshape(BLOCK_ROWS, 2 * BLOCK_COLS), mask=item_mask)

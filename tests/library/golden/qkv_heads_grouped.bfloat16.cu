@@ -1,0 +1,223 @@
+// qkv_heads_grouped: bias add, split and heads before the sequence in one pass over a packed projection with
+// fewer key heads than query heads
+//
+// Moves each operand once: packed 2 B/element, bias 2 B/element, query 2 B/element, key 2 B/element, value
+// 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Origin: library kernel qkv_heads_grouped, variant split.
+// Source: https://arxiv.org/abs/2305.13245
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef ROWS
+#define ROWS 1  // threads along a column
+#endif
+#ifndef PACKS
+#define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+__device__ __forceinline__ void part1(
+    const bfloat16_bits* __restrict__ packed_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ query_ptr,
+    index_t rows,
+    index_t size1,
+    index_t cols,
+    index_t packed_stride0,
+    index_t packed_stride1,
+    index_t bias_stride0,
+    index_t query_stride0,
+    index_t query_stride1,
+    index_t block) {
+    const index_t top = ((index_t)block * ROWS + threadIdx.y) * PACKS;  // the thread's first row
+    if (top >= rows) return;
+    const index_t i0 = top / size1;
+    const index_t step = (index_t)gridDim.y * THREADS * VEC;
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+        Pack<bfloat16_bits> packed_packs[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            const bfloat16_bits* const packed_row = packed_ptr + i0 * packed_stride0 + i1 * packed_stride1;
+            packed_packs[p] = load_pack(packed_row + first, is_inside);
+        }
+        const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + i0 * bias_stride0 + first);
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            bfloat16_bits* const query_row = query_ptr + i0 * query_stride0 + i1 * query_stride1;
+            if (!is_inside) continue;
+            Pack<bfloat16_bits> query_pack;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float packed = wide(packed_packs[p][lane]);
+                const float bias = wide(bias_pack[lane]);
+                const float query = packed + bias;
+                query_pack[lane] = narrow<bfloat16_bits>(query);
+            }
+            store_pack(query_row + first, query_pack);
+        }
+    }
+}
+
+__device__ __forceinline__ void part2(
+    const bfloat16_bits* __restrict__ packed_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ key_ptr,
+    bfloat16_bits* __restrict__ value_ptr,
+    index_t rows,
+    index_t size1,
+    index_t cols,
+    index_t packed_stride0,
+    index_t packed_stride1,
+    index_t packed_offset,
+    index_t bias_stride0,
+    index_t bias_offset,
+    index_t packed_offset_2,
+    index_t bias_offset_2,
+    index_t key_stride0,
+    index_t key_stride1,
+    index_t value_stride0,
+    index_t value_stride1,
+    index_t block) {
+    const index_t top = ((index_t)block * ROWS + threadIdx.y) * PACKS;  // the thread's first row
+    if (top >= rows) return;
+    const index_t i0 = top / size1;
+    const index_t step = (index_t)gridDim.y * THREADS * VEC;
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+        Pack<bfloat16_bits> packed_shifted_packs[PACKS];
+        Pack<bfloat16_bits> packed_shifted_packs_2[PACKS];
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            const bfloat16_bits* const packed_row = packed_ptr + i0 * packed_stride0 + i1 * packed_stride1;
+            packed_shifted_packs[p] = load_pack(packed_row + first + packed_offset, is_inside);
+            packed_shifted_packs_2[p] = load_pack(packed_row + first + packed_offset_2, is_inside);
+        }
+        const Pack<bfloat16_bits> bias_shifted_pack = load_pack(bias_ptr + i0 * bias_stride0 + first + bias_offset);
+        const Pack<bfloat16_bits> bias_shifted_pack_2 = load_pack(bias_ptr + i0 * bias_stride0 + first + bias_offset_2);
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t i1 = top % size1 + p;
+            const bool is_inside = top + p < rows;
+            bfloat16_bits* const key_row = key_ptr + i0 * key_stride0 + i1 * key_stride1;
+            bfloat16_bits* const value_row = value_ptr + i0 * value_stride0 + i1 * value_stride1;
+            if (!is_inside) continue;
+            Pack<bfloat16_bits> key_pack;
+            Pack<bfloat16_bits> value_pack;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                const float packed_shifted = wide(packed_shifted_packs[p][lane]);
+                const float bias_shifted = wide(bias_shifted_pack[lane]);
+                const float key = packed_shifted + bias_shifted;
+                const float packed_shifted_2 = wide(packed_shifted_packs_2[p][lane]);
+                const float bias_shifted_2 = wide(bias_shifted_pack_2[lane]);
+                const float value = packed_shifted_2 + bias_shifted_2;
+                key_pack[lane] = narrow<bfloat16_bits>(key);
+                value_pack[lane] = narrow<bfloat16_bits>(value);
+            }
+            store_pack(key_row + first, key_pack);
+            store_pack(value_row + first, value_pack);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+fa_qkv_heads_grouped_4a680b(
+    const bfloat16_bits* __restrict__ packed_ptr,
+    const bfloat16_bits* __restrict__ bias_ptr,
+    bfloat16_bits* __restrict__ query_ptr,
+    bfloat16_bits* __restrict__ key_ptr,
+    bfloat16_bits* __restrict__ value_ptr,
+    index_t start_of_2,
+    index_t rows_of_1,
+    index_t size1_of_1,
+    index_t cols_of_1,
+    index_t packed_stride0_of_1,
+    index_t packed_stride1_of_1,
+    index_t bias_stride0_of_1,
+    index_t query_stride0_of_1,
+    index_t query_stride1_of_1,
+    index_t rows_of_2,
+    index_t size1_of_2,
+    index_t cols_of_2,
+    index_t packed_stride0_of_2,
+    index_t packed_stride1_of_2,
+    index_t packed_offset_of_2,
+    index_t bias_stride0_of_2,
+    index_t bias_offset_of_2,
+    index_t packed_offset_2_of_2,
+    index_t bias_offset_2_of_2,
+    index_t key_stride0_of_2,
+    index_t key_stride1_of_2,
+    index_t value_stride0_of_2,
+    index_t value_stride1_of_2) {
+    if (blockIdx.x < start_of_2)
+        part1(packed_ptr, bias_ptr, query_ptr, rows_of_1, size1_of_1, cols_of_1, packed_stride0_of_1, packed_stride1_of_1,
+            bias_stride0_of_1, query_stride0_of_1, query_stride1_of_1, (index_t)blockIdx.x);
+    else
+        part2(packed_ptr, bias_ptr, key_ptr, value_ptr, rows_of_2, size1_of_2, cols_of_2, packed_stride0_of_2,
+            packed_stride1_of_2, packed_offset_of_2, bias_stride0_of_2, bias_offset_of_2, packed_offset_2_of_2,
+            bias_offset_2_of_2, key_stride0_of_2, key_stride1_of_2, value_stride0_of_2, value_stride1_of_2,
+            (index_t)blockIdx.x - start_of_2);
+}

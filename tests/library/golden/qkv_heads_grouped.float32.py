@@ -1,0 +1,98 @@
+# qkv_heads_grouped: bias add, split and heads before the sequence in one pass over a packed projection with
+# fewer key heads than query heads
+#
+# Moves each operand once: packed 4 B/element, bias 4 B/element, query 4 B/element, key 4 B/element, value
+# 4 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel qkv_heads_grouped, variant split.
+# Source: https://arxiv.org/abs/2305.13245
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def part1(
+    program,
+    packed_ptr, bias_ptr, query_ptr,
+    rows, cols, packed_stride0, packed_stride1, bias_stride0, query_stride0, query_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
+    query_row = query_ptr + i0 * query_stride0 + row * query_stride1
+
+    packed = tl.load(packed_row + col, mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0)
+    query = packed + bias
+
+    tl.store(query_row + col, query, mask=mask)
+
+
+@triton.jit
+def part2(
+    program,
+    packed_ptr, bias_ptr, key_ptr, value_ptr,
+    rows, cols, packed_stride0, packed_stride1, packed_offset, bias_stride0, bias_offset, packed_offset_2,
+    bias_offset_2, key_stride0, key_stride1, value_stride0, value_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
+    key_row = key_ptr + i0 * key_stride0 + row * key_stride1
+    value_row = value_ptr + i0 * value_stride0 + row * value_stride1
+
+    packed_shifted = tl.load(packed_row + col + packed_offset, mask=mask, other=0.0)
+    bias_shifted = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0)
+    packed_shifted_2 = tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0)
+    bias_shifted_2 = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0)
+    key = packed_shifted + bias_shifted
+    value = packed_shifted_2 + bias_shifted_2
+
+    tl.store(key_row + col, key, mask=mask)
+    tl.store(value_row + col, value, mask=mask)
+
+
+@triton.jit
+def fa_qkv_heads_grouped_82fdb3(
+    packed_ptr, bias_ptr, query_ptr, key_ptr, value_ptr,
+    start_of_2, rows_of_1, cols_of_1, packed_stride0_of_1, packed_stride1_of_1, bias_stride0_of_1,
+    query_stride0_of_1, query_stride1_of_1, rows_of_2, cols_of_2, packed_stride0_of_2, packed_stride1_of_2,
+    packed_offset_of_2, bias_stride0_of_2, bias_offset_of_2, packed_offset_2_of_2, bias_offset_2_of_2,
+    key_stride0_of_2, key_stride1_of_2, value_stride0_of_2, value_stride1_of_2,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < start_of_2:
+        part1(
+            program,
+            packed_ptr, bias_ptr, query_ptr,
+            rows_of_1, cols_of_1, packed_stride0_of_1, packed_stride1_of_1, bias_stride0_of_1, query_stride0_of_1,
+            query_stride1_of_1,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
+    else:
+        part2(
+            program - start_of_2,
+            packed_ptr, bias_ptr, key_ptr, value_ptr,
+            rows_of_2, cols_of_2, packed_stride0_of_2, packed_stride1_of_2, packed_offset_of_2, bias_stride0_of_2,
+            bias_offset_of_2, packed_offset_2_of_2, bias_offset_2_of_2, key_stride0_of_2, key_stride1_of_2,
+            value_stride0_of_2, value_stride1_of_2,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )

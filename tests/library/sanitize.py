@@ -1,0 +1,121 @@
+"""Every kernel under compute-sanitizer, on a CUDA machine: ``python3 tests/library/sanitize.py [TOOL] [KERNEL ...]``.
+
+``kernels check`` runs every case of every manifest; only our kernels (``fa_*``) are instrumented, and the caching allocator is
+off, so that a byte past a tensor is a byte past an allocation. Two faults are planted first, one for each tool: a tool that does
+not see them has seen nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = """
+extern "C" __global__ void fa_planted_memcheck(int* out) { out[blockIdx.x * 32 + threadIdx.x] = 1; }
+extern "C" __global__ void fa_planted_racecheck(int* out) {
+    __shared__ int all[64];
+    all[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x % 8] = all[63 - threadIdx.x];
+}
+"""
+TOOLS = ["memcheck", "racecheck"]
+LIMIT_S = 500
+FAULT = 66
+
+
+def planted(tool):
+    """Launch a kernel with the fault that the tool is for."""
+    import torch
+    from cuda.core import Device, LaunchConfig, Stream, launch
+
+    from fusion_advisor.library.nvrtc import compile_loaded
+    from fusion_advisor.library.source import Rendered
+
+    kernel = compile_loaded(Rendered(backend="cuda", entry=f"fa_planted_{tool}", source=PLANTED, suffix=".cu"), {})
+    out = torch.zeros(8, dtype=torch.int32, device="cuda")
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    blocks, threads = (4096, 32) if tool == "memcheck" else (1, 64)
+    launch(stream, LaunchConfig(grid=blocks, block=threads), kernel, out.data_ptr())
+    Device().sync()
+
+
+def run(tool, arguments):
+    """Return what one process under the sanitizer printed, and its exit code."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=fa_", "--error-exitcode", str(FAULT), sys.executable, *arguments]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not finished in {LIMIT_S} s", 124
+    return done.stdout + done.stderr, done.returncode
+
+
+def check(names):
+    """Check kernels in this process; one line of JSON each."""
+    from fusion_advisor.library.check import check_kernel
+
+    class Silent:
+        def step(self, done, total, text):
+            pass
+
+    for name in names:
+        rows = check_kernel(name, Silent(), backends=["triton", "cuda"])
+        failed = [f"{row.backend} {row.case} {row.dtype}: {row.detail}" for row in rows if row.result != "passed"]
+        say(json.dumps({"kernel": name, "cases": len(rows), "failed": failed}))
+
+
+def verdict(tool, names):
+    """Run some kernels in one process under the sanitizer; return whether all is well, and what was said."""
+    output, code = run(tool, [__file__, "--check", *names])
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kernel"')]
+    summary = re.search(r"(ERROR|RACECHECK) SUMMARY: .*", output)
+    complete = [row["kernel"] for row in rows] == names and not any(row["failed"] for row in rows)
+    is_clean = code == 0 and complete and summary is not None and re.search(r": 0 (errors|hazards)", summary[0]) is not None
+    said = summary[0] if summary else ""
+    return is_clean, {"tool": tool, "said": said, "kernels": rows, "output": "" if is_clean else output[-4000:]}
+
+
+def main(arguments):
+    from fusion_advisor.library.discover import list_kernels
+
+    tools = [tool for tool in TOOLS if tool in arguments] or TOOLS
+    wanted = {*arguments} - {*TOOLS}
+    names = [spec.name for spec in list_kernels() if not wanted or spec.name in wanted]
+    for tool in tools:
+        output, code = run(tool, [__file__, "--planted", tool])
+        assert code == FAULT, f"{tool} does not see a planted fault: {output[-2000:]}"
+    workers = max(1, ((os.cpu_count() or 2) - 2) // len(tools))
+    jobs = [(tool, group) for n in range(workers) for tool in tools if (group := names[n::workers])]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = list(pool.map(lambda job: verdict(*job), jobs))
+    for _, row in results:
+        say(json.dumps(row))
+    clean = sum(is_clean for is_clean, _ in results)
+    cases = sum(kernel["cases"] for _, row in results for kernel in row["kernels"])
+    say(f"{clean} of {len(results)} processes clean; {len(names)} kernels, {cases} cases over {' and '.join(tools)}")
+    return int(clean < len(results))
+
+
+def say(text):
+    """One line on stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    if sys.argv[1:2] == ["--planted"]:
+        planted(sys.argv[2])
+    elif sys.argv[1:2] == ["--check"]:
+        check(sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))
