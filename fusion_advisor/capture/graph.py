@@ -122,16 +122,18 @@ def capture_regions(
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
     live = LiveCapture(written=written)
+    regions: list[Region] = []
+    breaks: list[GraphBreak] = []
 
     def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if compiled.later is not None:
             return compiled.later(graph_module, example_inputs)
         route = Route(graph_module.forward)
-        region = Region(index=len(live.regions), graph=retrace(graph_module), original=graph_module, route=route)
+        region = Region(index=len(regions), graph=retrace(graph_module), original=graph_module, route=route)
         reason = torch_internals.break_reason(graph_module)
         if reason is not None:
-            live.breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
-        live.regions.append(region)
+            breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
+        regions.append(region)
         return route
 
     live.compiled = compiled = DynamoCall(torch_internals.compiled_call(model, collect))
@@ -141,13 +143,14 @@ def capture_regions(
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     written.rewind()
-    for region in live.regions:
+    for region in regions:
         assert region.route is not None
-        # The route outlives the capture in a fused model, which must not keep the inputs of this call alive.
         region.example_args, region.route.args = region.route.args or (), ()
-    live.regions = [region for region in live.regions if region.example_args or not _placeholders(region.graph)]
+    live.breaks = breaks
+    live.regions = [region for region in regions if region.example_args or not _placeholders(region.graph)]
     if not live.regions:
         raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
+    regions.clear()  # dynamo keeps the function above, and with it would keep the inputs of this call alive
     known = _known_tensors(model, args, kwargs)
     for region in live.regions:
         region.names, region.roles = _name_inputs(region, known)
