@@ -245,6 +245,27 @@ class UnreadableReport(AdvisorError):
     exit_code = 9
 
 
+class UnreadableTrace(UnreadableReport):
+    """A trace that is truncated, damaged, or not one of torch.profiler's."""
+
+    message = "`{name}` is not a readable trace: {detail}"
+    note = "{known}"
+    hint = (
+        "export it again with `profiler.export_chrome_trace(...)` once the profiler has stopped; "
+        "control characters can be taken out with `tr -d '\\000-\\037'`"
+    )
+
+
+class MissingKernels(AdvisorError):
+    """A trace without the kernels of many launches that it shows."""
+
+    code = "FA502"
+    message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
+    note = "{known}"
+    hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    exit_code = 6
+
+
 class UnknownSchema(AdvisorError):
     """A report of another version of the program."""
 

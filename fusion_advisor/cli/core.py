@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Capture, Report, Workload
+from fusion_advisor.records import Capture, Report, TraceReport, Workload
 from fusion_advisor.serialize import dump_record, load_record
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
@@ -79,6 +79,12 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
     """Measure, capture, rank and match."""
     report, capture = import_module("fusion_advisor.fuse.pipeline").profile_workload(loaded, options, progress)
     return report, capture
+
+
+def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport:
+    """Rank what a trace holds, without its model."""
+    report: TraceReport = import_module("fusion_advisor.fuse.trace_profile").profile_trace(path, progress=progress, **options)
+    return report
 
 
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:

@@ -105,11 +105,14 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "
         "crash leaves the old one whole.",
+        "A trace is read as far as it is whole, and nothing is ranked when it ends early: the missing part could hold anything. "
+        "Some versions of torch write a name's control characters and quotes as they are, which no JSON reader takes.",
     ),
     "FA502": (
-        "The profiler dropped kernel events: the trace holds fewer kernels than were launched. Shares of an "
-        "incomplete trace would be wrong without looking wrong, so none are printed. Fewer layers (--layers) or a "
-        "shorter step make the trace smaller.",
+        "Every call that launches a kernel carries an id that its kernel carries too. Where over 1 % of them have none, "
+        "the profiler dropped some, or stopped before they ran. Shares of an incomplete trace would be wrong without looking "
+        "wrong, so none are printed. A call or two at the edges of a recorded window is common, and only a warning.",
+        "Two profilers cannot both read the device's counters: under nsys or ncu torch.profiler sees launches and no kernels.",
     ),
     "FA503": ("The first key of a report names its schema. Within one schema only optional fields are added.",),
     "FA504": (

@@ -109,7 +109,14 @@ OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub."
 
 WarmupOpt = Annotated[int, typer.Option("--warmup", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)]
 RunsOpt = Annotated[int, typer.Option("--runs", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
-NvtxOpt = Annotated[bool, typer.Option("--nvtx", help="Open NVTX ranges for Nsight Systems.", rich_help_panel=_MEASURE)]
+NvtxOpt = Annotated[
+    bool,
+    typer.Option(
+        "--nvtx",
+        help="Open NVTX ranges for Nsight Systems; timed steps get slower. -v prints the nsys line.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 
 MinShareOpt = Annotated[
     str, typer.Option("--min-share", metavar="SHARE", help="Leave smaller chains out.", rich_help_panel=_ADVISE)

@@ -1,12 +1,13 @@
-"""``fusion-advisor profile MODEL_ID``: where device time goes, and which chains could be one kernel."""
+"""``fusion-advisor profile MODEL_ID | --trace FILE``: where device time goes, and which chains could be one kernel."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, runner
+from fusion_advisor.cli import core, options, run_dir, runner, trace
 from fusion_advisor.fuse.options import ProfileOptions
 
 
@@ -15,7 +16,11 @@ def profile(
     *,
     model_id: Annotated[
         str, typer.Argument(metavar="MODEL_ID", help="Hub id, local directory, module:factory or file.py:factory.")
-    ],
+    ] = "",
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Instead of a model: a torch.profiler trace, .json or .json.gz."),
+    ] = None,
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,
     device: options.DeviceOpt = None,
@@ -49,6 +54,11 @@ def profile(
 ) -> None:
     """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    trace.check_usage(context, model_id, trace_file)
+    if trace_file is not None:
+        share, dirs = options.parse_share(min_share), options.kernel_dirs(kernels)
+        trace.run_trace(settings, trace_file, min_share=share, top=top, kernel_dirs=dirs, as_json=as_json)
+        return
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,

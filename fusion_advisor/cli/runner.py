@@ -21,6 +21,8 @@ from fusion_advisor.records import Capture, Report, Status
 from fusion_advisor.serialize import dump_report, write_atomic, write_capture
 
 INTERRUPTED = 130
+NSYS = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
+"""Records the timed baseline of a run with --nvtx."""
 
 O = TypeVar("O", bound=ProfileOptions)  # noqa: E741
 
@@ -118,6 +120,8 @@ def _run(
             run_id=run_id,
             config_hash=digest,
         )
+        if options.nvtx and settings.verbosity:
+            settings.err().print(f"{NSYS} {full.command}", soft_wrap=True)  # one line, so that it can be copied
         report = work(loaded, full, progress)
         progress.phase("report")
         run_dir.write_run(report, directory, output.formats)

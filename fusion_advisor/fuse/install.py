@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, Variant, replaced_sites
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs, Recorder
@@ -60,6 +60,8 @@ def install(
     options: ApplyOptions,
     progress: Progress,
     clock: PhaseClock,
+    *,
+    gemvs: Sequence[BuiltGemv] = (),
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
 
@@ -75,10 +77,11 @@ def install(
         options: run directory, dry run.
         progress: told what is found.
         clock: of the phases.
+        gemvs: kernels of linears on few rows that stay, in place of the fusions whose ops they take in.
     """
     passes = kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
-    variant = bench.build(built, passes)
+    variant = bench.build(built, passes, gemvs)
     measured = replace(
         report,
         status="applied",
@@ -90,7 +93,7 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math,
-        kernel_dirs=options.kernel_dirs,
+        kernel_dirs=options.kernel_dirs, has_gemvs=bool(gemvs),
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
@@ -116,9 +119,9 @@ def install(
         else:
             with clock.phase("CUDA graph"):
                 graph = choose_graph(
-                    fused, fused_call, fused_call if built or has_rewrites else eager_call, name=name, min_gain=options.min_gain,
-                    confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S, wait=bench.wait,
-                    rewind=rewind,
+                    fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
+                    min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S,
+                    wait=bench.wait, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
@@ -133,7 +136,7 @@ def install(
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
         "budget_s": WALL_S, "rewind": rewind, "progress": progress,
     }  # fmt: skip
-    if not built and not has_rewrites and not is_graphed:
+    if not built and not gemvs and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
         before = report.before
         if others:
@@ -176,7 +179,8 @@ def install(
     before, after = (_step_of(baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
     wall_before, wall_after = before.wall, after.wall
     assert wall_before is not None and wall_after is not None
-    receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
+    names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
+    receipts = [_with_receipt(fusion, names, variant, after_step) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed,
         before.device_ns,
@@ -229,13 +233,13 @@ def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
     )
 
 
-def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:
+def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
-    name = next(item.kernel.name for item in built if item.planned.id == fusion.id)
-    sharing = sum(replaced.get(item.planned.id, 0) for item in built if item.kernel.name == name)
+    name = names[fusion.id]
+    sharing = sum(replaced.get(other, 0) for other, shared in names.items() if shared == name)
     seen = steps.launches_of(after_step, name)
     refusals = fusion.receipt.refusals
     if seen != sharing:
@@ -293,7 +297,7 @@ def launched_singly(fused: FusedModel) -> Iterator[None]:
 
 
 def _reverted(fusion: Fusion, reason: str) -> Fusion:
-    if fusion.status is not Status.KEPT:
+    if fusion.status not in (Status.KEPT, Status.ABSORBED):
         return fusion
     receipt = replace(fusion.receipt, sites_replaced=0, launches_after=0)
     return replace(fusion, status=Status.NOT_REPLACED, reason=reason, receipt=receipt)

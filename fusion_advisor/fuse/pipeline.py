@@ -20,6 +20,7 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
+from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
 from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
@@ -86,6 +87,8 @@ def apply_workload(
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
+                make = maker(kernel_dir, torch.device(loaded.record.device), backend=options.backend, log=progress.note)
+                kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns)
         report = replace(
             report,
@@ -94,7 +97,7 @@ def apply_workload(
             launch_cost_ns=cost_ns,
         )
         on_report(report)
-        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock)
+        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock, gemvs=kept.gemvs)
         live.written.restore()
         return run
 

@@ -15,7 +15,8 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse.gemvs import build, check, find_kinds, header_of, install, observe
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
 from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, mover, on_merged
@@ -25,8 +26,10 @@ from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.library.gemv import GemvConfig, entry_of
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, GraphRewrite, Match, OpNode, Report, Status, TensorMeta, WarmUp
+from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, OpNode, Report, Status, TensorMeta, WarmUp
 from fusion_advisor.serialize import read_capture, read_report, write_capture, write_report
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
@@ -45,6 +48,8 @@ class SavedPlan:
     """Kept graph passes."""
     merge: GraphRewrite | None = None
     """The merging of GEMMs, if it was kept."""
+    gemvs: tuple[Fusion, ...] = ()
+    """Kept kernels of linears on few rows."""
     has_graph: bool = False
     """Whether a CUDA graph around the step was kept."""
 
@@ -60,7 +65,7 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     """
     folder = Path(run_dir)
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
-    kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT}
+    kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT and fusion.chain_id}
     variants: dict[str, set[str]] = {}
     for answer in report.answers:
         if isinstance(answer, Match) and answer.is_library and answer.chain_id in kept:
@@ -75,6 +80,7 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
         fusions=fusions,
         passes=tuple(kept_passes(report.rewrites)),
         merge=merge,
+        gemvs=tuple(fusion for fusion in report.fusions if fusion.status is Status.KEPT and not fusion.chain_id),
         has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
     )
 
@@ -119,9 +125,12 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
             built.append(trial.built)
         if saved.merge is not None:
             bench, built = _merged(bench, built, saved, saved.merge, loaded, kernel_dir, backends)
+        gemvs = _gemvs(bench, saved, kernel_dir)
     with clock.phase("install"):
-        variant = bench.build(built, [name for name in PASSES if name in saved.passes])
-        kept = Kept(fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda)
+        variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
+        kept = Kept(
+            fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, has_gemvs=bool(gemvs)
+        )
         graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
         fused = FusedModel(
             loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept, live=live
@@ -185,6 +194,36 @@ def _merged(
     except CannotMove as refusal:
         raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
     return merged.bench, merged.built
+
+
+def _gemvs(bench: Bench, saved: SavedPlan, kernel_dir: Path) -> list[BuiltGemv]:
+    """Build the kernels of linears on few rows again, with the configurations that were chosen, and check their numbers."""
+    if not saved.gemvs:
+        return []
+    kinds = find_kinds(bench)
+    observe(bench, kinds)
+    found: list[BuiltGemv] = []
+    for kind in kinds:
+        header = header_of(kind.title)
+        for row in (row for row in saved.gemvs if row.kernel == kind.title):
+            kernel = row.rendered[0]
+            config = GemvConfig.read(kernel.tuning)
+            # A kernel is named after all that is constant in it.
+            if entry_of(kind.problem, header, config) != kernel.name:
+                continue
+            try:
+                made = build(kind.problem, header, config, kernel_dir / f"{row.id}_{kind.title}", tuning=kernel.tuning)
+                numerics = check(bench, kind, made, seed=len(found))
+            except KernelBuildFailed as failure:
+                raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+            if not numerics.is_passed:
+                raise PlanMismatch(run=saved.run_dir.name, detail=f"{kind.title}: its numbers no longer pass")
+            found.append(install(bench, kind, made, name=row.id))
+    missing = [row.kernel for row in saved.gemvs if row.id not in {gemv.id for gemv in found}]
+    if missing:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no linears for {', '.join(missing)}")
+    bench.values.clear()
+    return found
 
 
 def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:

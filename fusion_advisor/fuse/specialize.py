@@ -47,6 +47,8 @@ class Kept:
     """GEMM rows of the call that the plan was made for."""
     on_cuda: bool
     fast_math: bool = False
+    has_gemvs: bool = False
+    """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
     kernel_dirs: tuple[Path, ...] = ()
     """Folders of kernels beside the shipped ones."""
 
@@ -105,7 +107,7 @@ def specialise(
     sites: dict[str, int] = {}
     for fusion in built:
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
-    if kept.fusions and not any(sites.values()):
+    if (kept.fusions or kept.has_gemvs) and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
     return live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)

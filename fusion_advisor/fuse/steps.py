@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from fusion_advisor.capture import timeline
 from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
+from fusion_advisor.capture.graph import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timing
 from fusion_advisor.timing.measure import interleave
@@ -60,12 +62,20 @@ def _ranked(frame: pandas.DataFrame, by: list[str]) -> list[tuple[Any, ...]]:
 
 
 class _FusedRunner(torch.fx.Interpreter):
-    """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event."""
+    """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event.
+
+    Each op lies in a range of the module that it comes from, for modules are not called here.
+    """
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        if "fusion_id" not in n.meta or n.op != "call_function":
+        if n.op != "call_function":
             return super().run_node(n)
-        with torch.profiler.record_function(f"fa:kernel:{getattr(n.target, '__name__', n.name)}"):
+        names = [f"{timeline.MODULE_RANGE}{timeline.plain_name(path)}" for path in (module_path(n),) if path]
+        if "fusion_id" in n.meta:
+            names.append(f"{timeline.KERNEL_RANGE}{getattr(n.target, '__name__', n.name)}")
+        with contextlib.ExitStack() as ranges:
+            for name in names:
+                ranges.enter_context(torch.profiler.record_function(name))
             return super().run_node(n)
 
 

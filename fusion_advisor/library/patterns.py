@@ -162,6 +162,16 @@ def trace_reference(
         raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
 
+def example_inputs(
+    spec: KernelSpec, function: Callable[..., Any], dtype: torch.dtype
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Return tensors and keyword floats that a reference can be run with; the values mean nothing."""
+    sizes = next(_example_sizes(spec))
+    taken = inspect.signature(function).parameters
+    constants = {name: value for name, value in spec.constants if name in taken}
+    return [example(tensor, sizes, dtype).zero_() for tensor in spec.inputs], constants
+
+
 def sentinels(spec: KernelSpec) -> dict[str, float]:
     """The values that mark the manifest's constants: odd multiples, so that none is a power of two times another."""
     return {name: _SENTINEL * (2 * number + 1) for number, (name, _) in enumerate(spec.constants)}

@@ -51,6 +51,7 @@ VERDICTS = {
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
     Status.NOT_MATCHED: Verdict("–", "not matched", "plain"),
     Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
+    Status.ABSORBED: Verdict("→", "part of a larger kernel", "plain"),
 }
 
 

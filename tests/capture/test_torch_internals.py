@@ -41,6 +41,22 @@ def test_copy_all_writes_into_the_tensors_that_are_there():
     assert into[0].sum() == 3 and into[1] == 7 and into[2].tolist() == [[0, 1], [2, 3]]
 
 
+def test_lists_are_added_at_once():
+    lists = [torch.tensor([1]), torch.tensor([2])], [torch.tensor([10]), torch.tensor([20])]
+    assert [int(value) for value in torch_internals.ADD_MANY(*lists)] == [11, 22]
+    torch_internals.ADD_MANY_IN_PLACE(lists[0], 5)
+    assert [int(value) for value in lists[0]] == [6, 7]
+
+
+def test_the_mask_that_attention_makes_is_read_off():
+    q, mask = torch.randn(1, 2, 3, 8), torch.tensor([[True, False, True]])
+    made = torch_internals.mask_in_attention(q, q, q, mask.expand(1, 1, 3, 3), scale=0.5)
+    assert made.dtype == q.dtype and made.shape == (1, 1, 3, 3)
+    assert torch.equal(made == 0, mask.expand(1, 1, 3, 3)) and float(made.min()) < -60000
+    # A mask that is additive already is not converted.
+    assert torch_internals.mask_in_attention(q, q, q, made) is None
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_has_dynamic_shapes(dynamic):
     _, found = dynamo_graph(lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=torch_internals.has_dynamic_shapes)

@@ -61,6 +61,14 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
     assert "\x1b" not in ran.err + ran.out
 
 
+def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:
+    lines = [line for line in run("profile", "org/m", "--nvtx", "-v").err.splitlines() if "nsys" in line]
+    assert len(lines) == 1 and lines[0].startswith("nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi ")
+    assert " fusion-advisor profile org/m " in lines[0] and lines[0].endswith(" --nvtx")
+    assert "nsys" not in run("profile", "org/m", "--nvtx", "-o", "a").err + run("profile", "org/m", "-v", "-o", "b").err
+    assert fake.options[0].nvtx and not fake.options[-1].nvtx
+
+
 def test_json_is_one_document(run: Run, fake: Core) -> None:
     ran = run("apply", "org/m", "--json")
     assert ran.code == 0

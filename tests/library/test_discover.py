@@ -11,7 +11,8 @@ import torch
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.discover import BadReference, UnknownKernel, list_kernels, load_kernel, scaffold
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.library.spec import BadManifest
+from fusion_advisor.library.rules import CannotLower
+from fusion_advisor.library.spec import BadManifest, Case
 
 NAMES = [spec.name for spec in list_kernels()]
 
@@ -55,11 +56,12 @@ def test_cases_hold_what_kernels_get_wrong_and_what_users_measure(name):
     spec = load_kernel(name).spec
     checked = [[size for _, size in case.sizes] for case in spec.check]
     is_views = name.startswith("qkv_heads")  # empty, its results are views of one tensor
-    assert is_views or [sizes for sizes in checked if 0 in sizes]
+    is_refused = name.startswith("groupnorm")  # of no images, or of pixels in another order: see the next test
+    assert is_views or is_refused or [sizes for sizes in checked if 0 in sizes]
     assert [sizes for sizes in checked if any(size % 2 and size > 1 for size in sizes)]
     assert any(map(is_one_row, spec.check)) and any(map(is_one_row, spec.bench))
     assert min(sizes[-1] for sizes in checked) <= 2  # one column, or the two that a pair of halves needs
-    assert [case for case in spec.check if case.orders]
+    assert [case for case in spec.check if case.orders] or is_refused
     assert not is_reduced(spec) or max(map(columns_of, spec.check)) > 16384
     read = [2 * elements(spec, case) for case in spec.bench]
     assert max(read) > 50e6  # and as much is written
@@ -72,6 +74,15 @@ def elements(spec, case):
     if lengths:
         return math.prod(size for letter, size in case.sizes if letter not in lengths)
     return max(math.prod(spec.shape_of(tensor, case)) for tensor in spec.inputs)
+
+
+@pytest.mark.parametrize("name", ["groupnorm", "groupnorm_silu"])
+@pytest.mark.parametrize(("batch", "order"), [(0, ("B", "G", "K", "H", "W")), (2, ("B", "G", "K", "W", "H"))])
+def test_a_group_norm_of_no_images_or_of_pixels_in_another_order_is_left_to_torch(name, batch, order):
+    kernel = load_kernel(name)
+    case = Case(sizes=(("B", batch), ("G", 2), ("K", 3), ("H", 4), ("W", 5)), dtypes=("float32",), orders=(("x", order),))
+    with pytest.raises(CannotLower):
+        next(lower_reference(kernel.spec.laid_out(case), kernel.references[0][1], dict(case.sizes)))
 
 
 def is_one_row(case):
