@@ -23,7 +23,7 @@ import torch
 
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-_LAUNCHING = ("LaunchKernel", "Memcpy", "Memset")
+_LAUNCHING = ("LaunchKernel", "GraphLaunch", "Memcpy", "Memset")
 _NS_PER_US = 1000
 _MARKER = b"USDT:"
 _log = logging.getLogger(__name__)

@@ -49,7 +49,8 @@ def apply(
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
-    compile_too: options.CompileOpt = False,
+    compile_too: options.CompileOpt = None,
+    max_autotune: options.MaxAutotuneOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
@@ -78,6 +79,7 @@ def apply(
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        max_autotune=max_autotune,
         merge_copies=merge_copies,
     )
     shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)

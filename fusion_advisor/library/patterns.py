@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,40 @@ _SENTINEL = 0.00123456789
 _ROWS, _COLS, _TABLE = (5, 3, 7, 2), 24, 11
 
 
-def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, ...], dict[str, str]]:
+def library_patterns(
+    kernel_dirs: Sequence[Path] = (), *, only: Mapping[str, Collection[str]] | None = None
+) -> tuple[tuple[Pattern, ...], dict[str, str]]:
     """Return the patterns of all kernels, and where each kernel's idea comes from.
 
     Args:
         kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
+        only: variants by kernel; no others are traced, for tracing the library takes seconds.
     """
-    specs = list_kernels(kernel_dirs)
-    patterns = tuple(pattern for spec in specs for pattern in kernel_patterns(spec))
+    specs = [spec for spec in list_kernels(kernel_dirs) if only is None or spec.name in only]
+    patterns = tuple(
+        pattern
+        for spec in specs
+        for pattern in _traced(spec, None if only is None else frozenset(only[spec.name]), _written_at(spec))
+    )
     return patterns, {spec.name: spec.source for spec in specs}
 
 
-def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
+@functools.cache
+def _traced(spec: KernelSpec, only: frozenset[str] | None, _written_at: int) -> tuple[Pattern, ...]:
+    """Trace each kernel once in a process: it takes 5 s of one core for all of them."""
+    return tuple(kernel_patterns(spec, only=only))
+
+
+def _written_at(spec: KernelSpec) -> int:
+    return (spec.folder / "reference.py").stat().st_mtime_ns
+
+
+def kernel_patterns(spec: KernelSpec, *, only: Collection[str] | None = None) -> Iterator[Pattern]:
     """Yield one pattern per reference, example shape and set of outputs of a kernel.
+
+    Args:
+        spec: the kernel's manifest.
+        only: names of variants; the other references are not traced.
 
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
@@ -51,6 +72,8 @@ def kernel_patterns(spec: KernelSpec) -> Iterator[Pattern]:
         return
     marks = sentinels(spec)
     for variant, function in load_references(spec).references:
+        if only is not None and variant not in only:
+            continue
         seen: set[str] = set()
         is_masked = False
         for sizes in _example_sizes(spec):
