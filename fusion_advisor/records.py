@@ -99,6 +99,10 @@ class Launch:
     block: tuple[int, ...] = ()
     category: str = "other"
     """An :class:`OpClass` value, or ``fused`` for one of our kernels."""
+    call_start_ns: int = 0
+    """Start of the call that launched it, on ``start_ns``'s clock: mostly negative or ahead of the kernel."""
+    call_ns: int = 0
+    """How long that call took; 0 where none was seen (a CPU op runs in its own call)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,12 @@ class Bandwidth:
     """A large copy, counting bytes read plus bytes written."""
     launch_ns: int
     """The smallest kernel's duration (CPU: the smallest op's)."""
+    read_bytes_per_s: int = 0
+    """A large sum, which only reads; 0 where it was not measured (on a CPU, in older reports)."""
+    write_bytes_per_s: int = 0
+    """A large fill, which only writes; 0 where it was not measured."""
+    triad_bytes_per_s: int = 0
+    """A large addition of two tensors into a third; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,6 +427,24 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When each kernel of one traced step ran, in order of start: lists of one length, one entry for each launch.
+
+    The profiler slows the host down, so gaps between kernels are somewhat longer here than in a step that is not watched.
+    """
+
+    kernel: tuple[int, ...]
+    """Position of the kernel in :attr:`StepProfile.kernels`."""
+    start_ns: tuple[int, ...]
+    """Since the first kernel of the step."""
+    duration_ns: tuple[int, ...]
+    call_start_ns: tuple[int, ...] = ()
+    """Start of the launching call on the same clock; empty where no calls were seen (on a CPU)."""
+    call_ns: tuple[int, ...] = ()
+    """How long the launching call took; empty with ``call_start_ns``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One side of the comparison."""
 
@@ -436,6 +464,8 @@ class StepProfile:
     peak_memory_bytes: int = 0
     attention: tuple[tuple[str, int, int], ...] = ()
     """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
+    timeline: Timeline | None = None
+    """None in reports that were written before it was kept."""
 
 
 EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "

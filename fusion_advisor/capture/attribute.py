@@ -87,6 +87,8 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
                 grid=kernel.grid,
                 block=kernel.block,
                 category=category,
+                call_start_ns=call.start_ns - first_ns,
+                call_ns=call.duration_ns,
             )
         )
     return Step(launches=tuple(launches), calls=len(calls))

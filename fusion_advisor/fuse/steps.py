@@ -15,7 +15,7 @@ from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
 from fusion_advisor.capture.graph import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
-from fusion_advisor.records import Launch, OpClass, StepProfile, Timing
+from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave
 from fusion_advisor.timing.stopwatch import as_timing, nothing
 
@@ -29,16 +29,30 @@ def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepP
             "ns": [launch.duration_ns for launch in launches],
         }
     )
+    kernels = tuple((str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"]))
     return StepProfile(
         label=label,
         device_ns=int(frame["ns"].sum()),
         launches=len(frame),
         categories=tuple((str(name), count, ns) for name, count, ns in _ranked(frame, ["category"])),
-        kernels=tuple(
-            (str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"])
-        ),
+        kernels=kernels,
         attention=attention_of(launches),
+        timeline=timeline_of(launches, kernels),
         **more,
+    )
+
+
+def timeline_of(launches: Iterable[Launch], kernels: Iterable[tuple[str, str, int, int]]) -> Timeline:
+    """Say when each launch ran, by its place in ``kernels``."""
+    place = {(name, category): at for at, (name, category, _, _) in enumerate(kernels)}
+    ordered = sorted(launches, key=lambda launch: launch.start_ns)
+    has_calls = any(launch.call_ns for launch in ordered)
+    return Timeline(
+        kernel=tuple(place[launch.kernel_name, launch.category] for launch in ordered),
+        start_ns=tuple(launch.start_ns for launch in ordered),
+        duration_ns=tuple(launch.duration_ns for launch in ordered),
+        call_start_ns=tuple(launch.call_start_ns for launch in ordered) if has_calls else (),
+        call_ns=tuple(launch.call_ns for launch in ordered) if has_calls else (),
     )
 
 

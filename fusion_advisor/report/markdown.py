@@ -41,6 +41,13 @@ def render_markdown(report: Report, limit: int = LIMIT) -> str:
     return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
 
 
+def sticky_key(report: Report) -> str:
+    """Name what was run where, without when: the next run of the same finds its own comment by it and writes over it."""
+    work = report.workload
+    parts = (work.model_id, work.dtype, f"{work.batch}x{work.seq_len}", work.phase, report.environment.device_name)
+    return _key("-".join(part for part in parts if part)).lower()
+
+
 def escape(text: str, limit: int = 200) -> str:
     """Return text that markdown shows as it is: nothing in it formats, links, mentions or starts a row."""
     escaped = _SPECIAL.sub(r"\\\1", visible(text, limit))
@@ -90,6 +97,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
+            sticky_key=sticky_key(report),
             baselines=view.baseline_rows(report),
             run_lines=[
                 line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line
@@ -129,4 +137,4 @@ def _environment() -> Environment:
 
 def _key(text: str) -> str:
     """Return what may stand in an HTML comment: a bot finds its own comment by it."""
-    return re.sub(r"[^A-Za-z0-9._/-]+", "-", text)[:80].replace("--", "-")
+    return re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9._/-]+", "-", text))[:120].strip("-")

@@ -5,6 +5,7 @@ Nothing is measured or judged here: ratios of two figures of the report, sums th
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from dataclasses import dataclass
 
@@ -491,6 +492,88 @@ def _counted(name: str, before: int, after: int, show: object) -> Comparison | N
     return Comparison(name, text(before), "", text(after), "", units.relative_change(before, after), "")
 
 
+def tiles(report: Report) -> tuple[tuple[str, str, str], ...]:
+    """The band's figures: (name, before → after, change), the first of them the headline's own."""
+    pair = step_pair(report)
+    if pair is None or is_unchanged(report):
+        wall = report.before.wall
+        rows = [("Eager step", units.duration(wall.median_ns), "wall time")] if wall else []
+        if report.before.launches:
+            rows.append(("Kernel time", units.duration(report.before.device_ns), "one traced step"))
+            rows.append(("Launches", units.number(report.before.launches), ""))
+        return tuple(rows)
+    names = {"Step, wall clock": "Step", "Kernel launches": "Launches", "Peak memory": "Peak memory"}
+    return tuple((names[row.name], f"{row.before} → {row.after}", row.change) for row in comparisons(report) if row.name in names)
+
+
+def fusion_groups(report: Report) -> tuple[tuple[str, str, tuple[Fusion, ...]], ...]:
+    """Fusions by what became of them: (heading, anchor, fusions), empty groups left out."""
+    groups = (
+        ("Kept", "kept", (Status.KEPT,)),
+        ("Removed", "removed", (Status.WITHIN_NOISE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED)),
+        ("Could not build", "not-built", (Status.BUILD_FAILED,)),
+        ("Planned", "planned", (Status.PLANNED, Status.NOT_MATCHED)),
+    )
+    rows = ((name, anchor, tuple(f for f in report.fusions if f.status in statuses)) for name, anchor, statuses in groups)
+    return tuple(row for row in rows if row[2])
+
+
+def unmatched(report: Report) -> tuple[tuple[Chain, str], ...]:
+    """Chains without a kernel, and why."""
+    cells = ((chain, *kernel_cell(report, chain)) for chain in report.chains)
+    return tuple((chain, why) for chain, kernel, why in cells if not kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one site moves, before and after, and how fast."""
+
+    bytes_before: str
+    bytes_after: str
+    speed_after: str
+    share_of_copy: str
+
+
+def traffic(report: Report, fusion: Fusion) -> Traffic | None:
+    """Bytes of one site; None where the chain is unknown. The ops' own traffic before, each outside value once after."""
+    chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
+    if chain is None:
+        return None
+    moved, floor = chain.moved_bytes / len(chain.sites), chain.floor_bytes / len(chain.sites)
+    if fusion.chain_after is None:
+        return Traffic(units.size(moved), units.size(floor), "not timed", "")
+    speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
+    of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
+    return Traffic(units.size(moved), units.size(floor), units.bandwidth(speed), of_copy)
+
+
+def reproduce_one(report: Report, fusion: Fusion) -> str:
+    """The run's command for one fusion alone; empty where the run was started from Python."""
+    return f"{report.command} --only {shlex.quote(visible(fusion.kernel, 80))}" if report.command else ""
+
+
+GLOSSARY = (
+    ("op", "One ATen operation of the captured graph, for example mul or mean."),
+    ("kernel", "One function that runs on the device. An eager op launches one or more."),
+    ("launch", "One start of a kernel from the host, which costs a few microseconds of the host's time."),
+    ("chain", "Neighbouring pointwise and reduction ops that pass values on and could be one kernel."),
+    ("site", "One place in the model where a chain occurs. Equal chains of different layers are sites of one row."),
+    ("fusion", "A chain's sites replaced by one kernel."),
+    ("floor", "Time that no kernel can go below: outside values read once and results written once, at the copy's speed."),
+    ("share", "Part of the captured step's kernel time."),
+    ("speedup", "Time before divided by time after: above 1 is faster."),
+    ("95% interval", "Where the median lies with 95% certainty, from the order of the measured times."),
+    ("A/A noise", "How much a step differs from itself when it is measured twice. Smaller gains are not counted."),
+    ("oracle", "The same computation in higher precision, against which both the fused and the original error are taken."),
+    ("relative L2", "Length of the error over length of the oracle's result."),
+    ("pointwise", "An op whose every output element depends on the input elements at the same place."),
+    ("reduction", "An op that sums or compares along a dimension: mean, softmax, layer norm."),
+    ("launch-bound", "The device waits for the host: fewer launches help, faster kernels do not."),
+    ("roofline", "Speed against operations per byte, under what the device's memory and arithmetic allow."),
+)
+"""Terms of the report: (term, meaning)."""
+
+
 def quality(report: Report) -> tuple[str, tuple[str, ...]]:
     """Whether the trace can be trusted: a tone and the sentences that say why."""
     rows = _quality_rows(report)
@@ -557,13 +640,13 @@ def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | No
 
 
 def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int, int]:
-    """Kernels by name on both sides, largest first; how many are left out and their time."""
-    rows: dict[str, KernelRow] = {}
+    """Kernels by name and category on both sides, largest first; how many are left out and their time."""
+    rows: dict[tuple[str, str], KernelRow] = {}
     for name, category, count, ns in report.before.kernels:
-        rows[name] = KernelRow(name, category, count, ns, 0, 0)
+        rows[name, category] = KernelRow(name, category, count, ns, 0, 0)
     for name, category, count, ns in report.after.kernels if report.after else ():
-        old = rows.get(name, KernelRow(name, category, 0, 0, 0, 0))
-        rows[name] = KernelRow(name, old.category, old.before_count, old.before_ns, count, ns)
+        old = rows.get((name, category), KernelRow(name, category, 0, 0, 0, 0))
+        rows[name, category] = KernelRow(name, category, old.before_count, old.before_ns, count, ns)
     ranked = sorted(rows.values(), key=lambda row: (-max(row.before_ns, row.after_ns), row.name))
     rest = ranked[limit:]
     return tuple(ranked[:limit]), len(rest), sum(max(row.before_ns, row.after_ns) for row in rest)
@@ -571,11 +654,17 @@ def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int,
 
 def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
     """Environment and workload as (name, value), empty values left out."""
-    env, work = report.environment, report.workload
+    env, work, band = report.environment, report.workload, report.bandwidth
     rows = (
         ("Device", env.device_name + (f" (compute capability {env.capability})" if env.capability else "")),
         ("Device memory", units.size(env.device_memory_bytes) if env.device_memory_bytes else ""),
         ("Measured copy bandwidth", units.bandwidth(report.bandwidth.copy_bytes_per_s)),
+        (
+            "Measured read, write, triad",
+            ", ".join(units.bandwidth(speed) for speed in (band.read_bytes_per_s, band.write_bytes_per_s, band.triad_bytes_per_s))
+            if band.read_bytes_per_s
+            else "",
+        ),
         ("Smallest kernel", units.duration(report.bandwidth.launch_ns)),
         ("fusion-advisor", env.tool),
         ("torch", env.torch),

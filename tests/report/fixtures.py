@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from fusion_advisor.content import content_dir
 from fusion_advisor.records import (
     Bandwidth,
     Baseline,
@@ -25,10 +26,12 @@ from fusion_advisor.records import (
     Status,
     StepProfile,
     TensorMeta,
+    Timeline,
     Timing,
     WarmUp,
     Workload,
 )
+from fusion_advisor.serialize import read_report
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>{{7*7}}{% raw %}\u2028<!--\u202egnp.exe\x1b[31mred\x1b[0m`|`@octocat #1 [/] [bold]\x07"
@@ -166,11 +169,29 @@ def _kernels(scale: float) -> tuple[tuple[str, str, int, int], ...]:
     )
 
 
+def timeline(kernels: tuple[tuple[str, str, int, int], ...], wall_ns: int) -> Timeline:
+    """Every launch of these kernels, spread over a step of this length, its call some microseconds ahead."""
+    order = sorted((at / row[2] + k / 100, k, row[3] // row[2]) for k, row in enumerate(kernels) for at in range(row[2]))
+    spare = (wall_ns - sum(row[3] for row in kernels)) // len(order)
+    start, now = [], 0
+    for at, (_, _, ns) in enumerate(order):
+        start.append(now)
+        now += ns + max(0, round(spare * (0.2 + (at * 37 % 101) / 80) * 0.9))
+    return Timeline(
+        kernel=tuple(k for _, k, _ in order),
+        start_ns=tuple(start),
+        duration_ns=tuple(ns for _, _, ns in order),
+        call_start_ns=tuple(begun - 4_000 - (at * 53 % 97) * 80 for at, begun in enumerate(start)),
+        call_ns=tuple(3_000 + (at * 29 % 31) * 100 for at in range(len(start))),
+    )
+
+
 def step(label: str, scale: float, launches: int, wall_ns: int, *, fused_ns: int = 0) -> StepProfile:
     kernels = _kernels(scale)
     if fused_ns:
         kernels = tuple(sorted((*kernels, ("fa_gelu_tanh_1a2b", "fused", 24, fused_ns)), key=lambda row: -row[3]))
     return StepProfile(
+        timeline=timeline(kernels, wall_ns) if label != "captured" else None,
         label=label,
         device_ns=sum(row[3] for row in kernels),
         launches=launches,
@@ -367,7 +388,7 @@ def baselines(compiled_ns: int = 16_900_000) -> tuple[Baseline, ...]:
     """Every way to run the made-up step, one of which could not be run."""
 
     def row(name: str, wall_ns: int, first_s: float, **more: float) -> Baseline:
-        return Baseline(name=name, step=step(name, 0.35, 862, wall_ns, **more), first_call_s=first_s)
+        return Baseline(name=name, step=replace(step(name, 0.35, 862, wall_ns, **more), timeline=None), first_call_s=first_s)
 
     return (
         row("eager", 18_420_000, 0.018),
@@ -420,6 +441,11 @@ def on_cpu() -> Report:
         baselines=(),
         warm_up=None,
     )
+
+
+def real() -> Report:
+    """A run on an H200, as it was committed: nothing in it is made up."""
+    return read_report(content_dir("reports") / "examples" / "qwen2.5-7b-bf16-1x512-h200" / "report.json")
 
 
 def empty() -> Report:
