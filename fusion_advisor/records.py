@@ -378,7 +378,8 @@ class Fusion:
     """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
     step_delta_ci_ns: tuple[int, int] | None = None
     predicted_saving_ns: int = 0
-    """device_ns of the chain minus what its kernel took alone × sites; known before the step was timed."""
+    """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
+    took alone × sites."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
 
@@ -402,6 +403,8 @@ class GraphRewrite:
     step_delta_ci_ns: tuple[int, int] | None = None
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+    predicted_saving_ns: int | None = None
+    """What the launches that it takes away were expected to cost; None where no figure of the run says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +466,39 @@ class StepProfile:
     """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
     timeline: Timeline | None = None
     """None in reports that were written before it was kept."""
+
+
+EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "
+"""Names of baselines; those of torch.compile's modes begin with the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One way to run the step, timed in turn with all others of its table."""
+
+    name: str
+    """``eager``, ``torch.compile reduce-overhead``, ``ours`` …"""
+    step: StepProfile | None = None
+    """With its wall time and its peak memory; None where it could not be run."""
+    first_call_s: float | None = None
+    """Seconds until it gave its first result, in a process that has run the eager model."""
+    note: str = ""
+    """Why there are no figures, or what they hold for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """From a saved plan to the first fused step, in a process in which the model lies ready and eager has run."""
+
+    phases_s: tuple[tuple[str, float], ...]
+    """Seconds by phase, in order; together they are the whole."""
+    build_s: float
+    """What compiling the kernels took when they were first built; not part of the whole, for compilers keep what they made."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole."""
+        return sum(taken for _, taken in self.phases_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -585,8 +621,12 @@ class Report:
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
-    torch_compile: StepProfile | None = None
-    """The same step under torch.compile, where it was measured; shown also where it is the faster one."""
+    baselines: tuple[Baseline, ...] = ()
+    """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
+    warm_up: WarmUp | None = None
+    """Of a plan that was kept."""
+    launch_cost_ns: int = 0
+    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     launch_verdict: LaunchVerdict | None = None

@@ -34,7 +34,7 @@ MODULE_RANGE = "fa:module:"
 _STEPS = (STEP_RANGE, "ProfilerStep#")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-_LAUNCHING = ("LaunchKernel", "LaunchCooperativeKernel", "Memcpy", "Memset")
+_LAUNCHING = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch", "Memcpy", "Memset")
 _DTYPES = {
     "float": "float32",
     "double": "float64",

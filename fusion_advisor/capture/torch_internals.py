@@ -192,8 +192,8 @@ def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def compiled_call(module: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the module's own call as dynamo runs it with ``backend``.
+def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:
+    """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
 
     The graphs are kept apart from everybody else's (where torch can do that), so neither captures of before nor other fused
     models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
@@ -205,8 +205,24 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any]) -> Calla
     apart: dict[str, Any] = (
         {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     )
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False, **apart)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **apart)
     return compiled
+
+
+def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
+    """Let torch.compile and Triton begin with empty caches on disk while the context lasts, as on a machine's first run."""
+    from torch._inductor.utils import fresh_inductor_cache
+
+    context: contextlib.AbstractContextManager[Any] = fresh_inductor_cache()
+    return context
+
+
+def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a traced graph as torch.compile's default backend does, without dynamo."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(graph_module, inputs)  # type: ignore[return-value]
 
 
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:

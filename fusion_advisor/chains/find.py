@@ -69,6 +69,12 @@ def find_groups(ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | Non
     return finder.groups()
 
 
+def outputs_of(ops: Sequence[OpNode], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the outputs of groups whose members are known: what is read outside of each."""
+    finder = _Finder(ops, lambda _members, _outputs: Verdict(is_fusible=True))
+    return [finder.outputs(frozenset(members)) for members in groups]
+
+
 def references(argument: Arg) -> Iterable[int]:
     """Yield the op indices that an argument reads."""
     if isinstance(argument, Ref):

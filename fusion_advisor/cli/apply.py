@@ -53,7 +53,8 @@ def apply(
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
-    compile_too: options.CompileOpt = False,
+    compile_too: options.CompileOpt = None,
+    max_autotune: options.MaxAutotuneOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
@@ -94,6 +95,7 @@ def apply(
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        max_autotune=max_autotune,
         merge_copies=merge_copies,
     )
     shown = runner.Output(

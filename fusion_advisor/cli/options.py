@@ -162,9 +162,16 @@ GraphOpt = Annotated[
     typer.Option("--graph/--no-graph", help="Try a CUDA graph around the step; keep it if it pays.", rich_help_panel=_KEEP),
 ]
 CompileOpt = Annotated[
-    bool, typer.Option("--compile/--no-compile", help="Also measure torch.compile's default mode.", rich_help_panel=_KEEP)
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
+        rich_help_panel=_MEASURE,
+    ),
 ]
-
+MaxAutotuneOpt = Annotated[
+    bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
+]
 MergeCopiesOpt = Annotated[
     bool,
     typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),

@@ -71,11 +71,11 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
             if value == item.default and item.name != "seed":
                 continue
             option = {"kernel_dirs": "--kernels"}.get(item.name, "--" + item.name.replace("_", "-"))
-            if value is True:
-                words.append(option)
+            if isinstance(value, bool):
+                words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):
                 words += [word for part in value for word in (option, str(part))]
-            elif value is not None and value is not False:
+            elif value is not None:
                 words += [option, str(value)]
     return shlex.join(words)
 

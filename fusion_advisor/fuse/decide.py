@@ -39,6 +39,8 @@ class Decision:
     before: Timing
     after: Timing
     method: str
+    untouched_ns: int = 0
+    """The step without any rewrite, in the run that timed each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ def decide(
         before=as_timing(confirm[0], runner.method),
         after=as_timing(confirm[1], runner.method),
         method=runner.method,
+        untouched_ns=round(step_ns),
     )
 
 

@@ -11,18 +11,22 @@ import torch
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import steps
+from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs, Recorder
+from fusion_advisor.fuse.memory import needed_bytes
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status, Timing
+from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
@@ -96,7 +100,7 @@ def install(
     fused = FusedModel(
         loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
-        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0,
+        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
     )  # fmt: skip
 
     rewind = bench.live.written.rewind
@@ -123,9 +127,25 @@ def install(
         report = replace(report, rewrites=(*report.rewrites, graph))
         measured = replace(measured, rewrites=report.rewrites)
     is_graphed = graph is not None and graph.status is Status.KEPT
+    with_peers = (bench.on_cuda if options.compile is None else options.compile) or options.max_autotune
+    eager = Contender(name=EAGER, make=lambda: eager_call, step=report.before, held_bytes=0, is_required=True)
+    others = (
+        peers(loaded, eager_call, on_cuda=bench.on_cuda, max_autotune=options.max_autotune, rewind=rewind) if with_peers else []
+    )
+    measuring: dict[str, Any] = {
+        "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
+        "budget_s": WALL_S, "rewind": rewind, "progress": progress,
+    }  # fmt: skip
     if not built and not gemvs and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
-        unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
+        before = report.before
+        if others:
+            with clock.phase("baselines"):
+                rows = measure_all([eager, *others], **measuring)
+            measured, before = replace(measured, baselines=_without_doubles(rows)), _step_of(rows, EAGER, "eager")
+        unchanged = replace(
+            measured, before=before, after=replace(before, label="unchanged"), durations_s=tuple(clock.durations_s)
+        )
         fused.report = unchanged
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
@@ -133,39 +153,32 @@ def install(
             check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
-        wall_before, wall_after = steps.wall_pair(
-            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S, rewind=rewind
-        )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
         with launched_singly(fused):
             after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
-        rewind()
-        before = replace(
-            report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
-        )
-        rewind()
         after = steps.step_profile(
-            "fused",
-            after_step.launches,
-            wall=wall_after,
-            device=decision.after if decision.method == "cuda_graph" else None,
-            peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda)
-            + (graph.held_bytes if graph is not None and is_graphed else 0),
+            "fused", after_step.launches, device=decision.after if decision.method == "cuda_graph" else None
         )
-    if options.compile:
-        with clock.phase("torch.compile"):
-            compiled = torch.compile(original, dynamic=False)
-            step, first_s = steps.compiled_step(
-                lambda: compiled(*loaded.args, **loaded.kwargs),
-                on_cuda=bench.on_cuda,
-                runs=options.runs,
-                budget_s=WALL_S,
-                rewind=rewind,
-            )
-            progress.note(f"first call {first_s:.1f} s")
-            note = f"torch.compile was measured in its default mode, in the same run; its first call took {first_s:.1f} s."
-            measured = replace(measured, torch_compile=step, notes=(*measured.notes, note))
+    warm_up, cannot = None, ""
+    with clock.phase("warm-up"):
+        try:
+            warm_up = measure_warm_up(loaded, capture, replace(measured, fusions=report.fusions), bench)
+            progress.note(f"{warm_up.seconds:.1f} s from the saved plan to the first fused step")
+        except AdvisorError as error:
+            cannot = f"the plan could not be put in place a second time: {error}"
+            progress.warn(cannot)
+    held = sum(rewrite.held_bytes for rewrite in report.rewrites if rewrite.status is Status.KEPT)
+    ours = Contender(
+        name=OURS, make=lambda: fused_call, step=after, held_bytes=held, is_required=True,
+        first_call_s=None if warm_up is None else warm_up.seconds, note="first call: from a saved plan, its kernels built before",
+    )  # fmt: skip
+    with clock.phase("baselines"):
+        rest = [ours_compiled(loaded, bench, variant, is_graphed=is_graphed)] if with_peers else []
+        baselines = measure_all([eager, *others, ours, *rest], **measuring)
+    before, after = (_step_of(baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
+    wall_before, wall_after = before.wall, after.wall
+    assert wall_before is not None and wall_after is not None
     names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
     receipts = [_with_receipt(fusion, names, variant, after_step) for fusion in report.fusions]
     refusal = _why_nothing_stays(
@@ -176,7 +189,7 @@ def install(
         wall_after,
         is_device_judged=bench.on_cuda and not is_graphed,
     )
-    warnings = list(report.warnings)
+    warnings = [*report.warnings, *([cannot] if cannot else [])]
     if fused.fallbacks:
         warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
     if refusal is not None:
@@ -195,6 +208,8 @@ def install(
         before=before,
         captured=captured,
         after=after,
+        baselines=_without_doubles(baselines),
+        warm_up=warm_up,
         fusions=tuple(receipts),
         model_check=check,
         durations_s=tuple(clock.durations_s),
@@ -202,6 +217,20 @@ def install(
     )
     fused.report = final
     return AppliedRun(fused=fused, report=final, capture=capture)
+
+
+def _step_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:
+    step = next(row.step for row in rows if row.name == name)
+    assert step is not None  # a required contender's
+    return replace(step, label=label)
+
+
+def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
+    """Leave out the kernels of eager and ours, which stand in the report's before and after."""
+    return tuple(
+        replace(row, step=replace(row.step, kernels=())) if row.step is not None and row.name in (EAGER, OURS) else row
+        for row in rows
+    )
 
 
 def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step) -> Fusion:

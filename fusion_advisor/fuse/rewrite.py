@@ -157,6 +157,7 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))
         call.meta = {key: originals[0].meta[key] for key in ("nn_module_stack", "stack_trace") if key in originals[0].meta}
         call.meta["fusion_id"] = site.fusion_id
+        call.meta["results"] = [original.meta.get("val") for original in originals]
         results = [call]
         if len(originals) > 1:
             results = [graph.call_function(operator.getitem, (call, number)) for number in range(len(originals))]

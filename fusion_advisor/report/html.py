@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
-from fusion_advisor.records import Fusion, Report
+from fusion_advisor.records import Fusion, Report, StepProfile
 from fusion_advisor.report import charts, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
@@ -76,6 +76,9 @@ def render_html(report: Report) -> str:
         findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),
+        baselines=view.baseline_rows(report),
+        run_lines=[line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line],
+        predicted=view.predicted,
         steps=view.steps(report),
         categories=view.category_rows(report),
         time_chart=charts.where_time_went(report),
@@ -93,7 +96,6 @@ def render_html(report: Report) -> str:
         gap_chart=histogram(gaps),
         gap_bins=bin_names(),
         roof=roofline(report),
-        baselines=view.baseline_rows(report),
         glossary=view.GLOSSARY,
         sections=SECTIONS,
         is_timeline_left_out=shown is not report,
@@ -164,17 +166,18 @@ def _strip_data(drawn: strip.Strips) -> dict[str, object]:
 
 
 def _without_long_timelines(report: Report) -> Report:
-    changed = {
-        name: replace(step, timeline=None)
-        for name, step in (
-            ("before", report.before),
-            ("captured", report.captured),
-            ("after", report.after),
-            ("torch_compile", report.torch_compile),
-        )
-        if step is not None and step.timeline is not None and len(step.timeline.kernel) > MAX_EMBEDDED_LAUNCHES
-    }
-    return replace(report, **changed) if changed else report  # type: ignore[arg-type]
+    def shorter(step: StepProfile | None) -> StepProfile | None:
+        is_long = step is not None and step.timeline is not None and len(step.timeline.kernel) > MAX_EMBEDDED_LAUNCHES
+        return replace(step, timeline=None) if step is not None and is_long else step
+
+    short = replace(
+        report,
+        before=shorter(report.before) or report.before,
+        captured=shorter(report.captured),
+        after=shorter(report.after),
+        baselines=tuple(replace(row, step=shorter(row.step)) for row in report.baselines),
+    )
+    return report if short == report else short
 
 
 def _panels(fusion: Fusion) -> tuple[CodePanel | None, tuple[CodePanel, ...]]:

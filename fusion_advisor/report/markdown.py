@@ -21,7 +21,7 @@ LIMIT = 60_000
 MAX_ROWS = 10
 MAX_KERNELS = 20
 MAX_SOURCE_LINES = 120
-_CUTS = ("source", "kernels", "environment", "removed", "quality", "baselines")
+_CUTS = ("source", "kernels", "environment", "removed", "quality")
 """Parts in the order in which they are given up."""
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~])")
@@ -104,6 +104,10 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             launch_line=view.launch_line(report),
             sticky_key=sticky_key(report),
             baselines=view.baseline_rows(report),
+            run_lines=[
+                line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line
+            ],
+            predicted=view.predicted,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],

@@ -76,7 +76,8 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
-    return Group(*lines, *gate_lines(report.gates, console))
+    lines += [_line(text, console) for text in (view.prediction_line(report), view.warm_up_line(report)) if text]
+    return Group(*lines, *_baselines(report, console), *gate_lines(report.gates, console))
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
@@ -225,6 +226,29 @@ def _launches(report: Report, console: Console) -> list[RenderableType]:
     return [_line(text, console)] if text else []
 
 
+def _baselines(report: Report, console: Console) -> list[RenderableType]:
+    rows = view.baseline_rows(report)
+    if not rows:
+        return []
+    columns = [
+        Column("Run as", tuple(row.name.replace("torch.compile", "compile") for row in rows), flex_min=23),
+        Column("Wall", tuple(row.wall for row in rows), is_right=True),
+        Column("95% CI", tuple(row.spread for row in rows), drop=2),
+        Column("Against ours", tuple(row.against for row in rows), is_right=True, drop=1),
+        Column(f"{view.device_word(report)} time", tuple(row.device for row in rows), is_right=True, drop=4),
+        Column("First call", tuple(row.first_call for row in rows), is_right=True, drop=3),
+        Column("Peak memory", tuple(row.memory for row in rows), is_right=True, drop=5),
+    ]
+    reasons = [f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
+    cost = view.cost_line(report)
+    return [
+        Text(""),
+        _table(columns, console),
+        *(_line(reason, console, "dim") for reason in reasons),
+        *([_line(cost, console)] if cost else []),
+    ]
+
+
 def _line(text: str, console: Console, style: str = "") -> Text:
     return Text(plain(text, console), style=style, overflow="fold")
 
@@ -298,6 +322,7 @@ def _fusion_columns(report: Report) -> list[Column]:
         Column("Sites", tuple(sites(at) for at in span), is_right=True, drop=3),
         Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
         Column("Step", tuple(gain(at) for at in span), is_right=True),
+        Column("Predicted", tuple(view.predicted(row) for row in rows), is_right=True, drop=5),
         Column("95% CI", tuple(spread(at) for at in span), drop=1),
         Column("Rel err", tuple(error(at) for at in span), is_right=True, drop=2),
         Column(

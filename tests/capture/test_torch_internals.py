@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 
 import pytest
 import torch
@@ -213,3 +214,27 @@ def test_hook_tables_hold_every_forward_hook() -> None:
     assert any(tables)
     handle.remove()
     assert not any(tables)
+
+
+def test_compilers_begin_with_empty_caches_and_get_theirs_back(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before too")
+    with torch_internals.empty_compile_caches():
+        inside = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
+    assert "before" not in inside[0] and "before" not in inside[1]
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == ("before", "before too")
+
+
+def test_inductor_compiles_a_traced_graph():
+    # A matrix product alone needs no code of Inductor's own, which a C++ compiler would take seconds for.
+    a, b = torch.randn(4, 8), torch.randn(8, 2)
+    module = torch_internals.retrace_to_aten(lambda x, y: (torch.mm(x, y),), torch_internals.fake_tensors([a, b]))
+    (result,) = torch_internals.inductor(module, [a, b])(a, b)
+    torch.testing.assert_close(result, a @ b)
+
+
+def test_a_mode_of_torch_compile_reaches_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda call, **options: seen.update(options) or call)
+    torch_internals.compiled_call(torch.nn.Linear(2, 2), "inductor", mode="reduce-overhead")
+    assert (seen["backend"], seen["mode"], seen["dynamic"]) == ("inductor", "reduce-overhead", False)

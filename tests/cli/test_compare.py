@@ -51,6 +51,10 @@ def test_the_same_run_twice_is_eager_against_applied(run: Run) -> None:
         assert "20300102-000000-bbbbbb, the eager step" in out
         assert "18.42 ms → 15.52 ms" in out
     ran = run("compare", "@last:eager", "@last:compile")
+    assert ran.code == 0
+    assert "18.42 ms → 16.90 ms" in ran.out  # its fastest mode
+    put("20310102-000000-cccccc", replace(applied(), baselines=()))
+    ran = run("compare", "@last:eager", "@last:compile")
     assert ran.code == 9
     assert "error[FA508]: the run `@last` has no `compile` step" in ran.err
     assert "only measured with --compile" in ran.err

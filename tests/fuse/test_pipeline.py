@@ -94,7 +94,7 @@ def verdicts(monkeypatch, status_of):
         return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
 
     monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, TIMING))
+    monkeypatch.setattr(install.steps, "walls", lambda calls, **_: [TIMING] * len(calls))
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
@@ -249,7 +249,7 @@ def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monke
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, slower))
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
     report = apply_workload(loaded, quick).report
     assert loaded.model.__dict__ == before

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import (
     Bandwidth,
+    Baseline,
     Chain,
     DataQuality,
     Environment,
@@ -27,6 +28,7 @@ from fusion_advisor.records import (
     TensorMeta,
     Timeline,
     Timing,
+    WarmUp,
     Workload,
 )
 from fusion_advisor.serialize import read_report
@@ -352,6 +354,7 @@ def applied() -> Report:
                 status=Status.KEPT,
                 reason="The rotary table depends on no input.",
                 sites=1,
+                predicted_saving_ns=75_000,
                 step_delta_ns=-60_000,
                 step_delta_ci_ns=(-80_000, -45_000),
             ),
@@ -375,7 +378,30 @@ def applied() -> Report:
         ),
         step_before=timing(18_500_000),
         step_after=timing(15_570_000),
+        baselines=baselines(),
+        warm_up=WarmUp(phases_s=(("read the plan", 0.3), ("capture", 2.6), ("kernels", 0.5), ("first step", 0.4)), build_s=2.4),
+        launch_cost_ns=640,
     )
+
+
+def baselines(compiled_ns: int = 16_900_000) -> tuple[Baseline, ...]:
+    """Every way to run the made-up step, one of which could not be run."""
+
+    def row(name: str, wall_ns: int, first_s: float, **more: float) -> Baseline:
+        return Baseline(name=name, step=replace(step(name, 0.35, 862, wall_ns, **more), timeline=None), first_call_s=first_s)
+
+    return (
+        row("eager", 18_420_000, 0.018),
+        row("torch.compile default", compiled_ns + 700_000, 18.2),
+        row("torch.compile reduce-overhead", compiled_ns, 19.4),
+        Baseline(name="Liger", note="Liger has no kernels for made-up"),
+        row("ours", 15_520_000, 3.8, fused_ns=1_100_000),
+    )
+
+
+def beaten() -> Report:
+    """The same run where torch.compile is faster than what was kept."""
+    return replace(applied(), baselines=baselines(compiled_ns=13_000_000))
 
 
 def on_cpu() -> Report:
@@ -412,6 +438,8 @@ def on_cpu() -> Report:
         before=replace(base.before, device=None),
         captured=None,
         step_after=timing(18_480_000, method="wall"),
+        baselines=(),
+        warm_up=None,
     )
 
 
@@ -477,6 +505,7 @@ def hostile() -> Report:
         ),
         fusions=(base.fusions[0], nasty, *base.fusions[2:]),
         rewrites=(replace(base.rewrites[0], name=HOSTILE, reason=LONG),),
+        baselines=(*base.baselines, Baseline(name=HOSTILE, note=LONG)),
         warnings=(HOSTILE,),
         notes=(HOSTILE, LONG),
     )
@@ -493,6 +522,7 @@ def failed_numbers() -> Report:
 ALL = {
     "profiled": profiled,
     "applied": applied,
+    "beaten": beaten,
     "on_cpu": on_cpu,
     "empty": empty,
     "hostile": hostile,
