@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,10 +97,11 @@ def main(arguments):
         assert code == FAULT, f"{tool} does not see a planted fault: {output[-2000:]}"
     workers = max(1, ((os.cpu_count() or 2) - 2) // len(tools))
     jobs = [(tool, group) for n in range(workers) for tool in tools if (group := names[n::workers])]
+    results = []
     with ThreadPoolExecutor(len(jobs)) as pool:
-        results = list(pool.map(lambda job: verdict(*job), jobs))
-    for _, row in results:
-        say(json.dumps(row))
+        for future in as_completed([pool.submit(verdict, *job) for job in jobs]):
+            results.append(future.result())
+            say(json.dumps(results[-1][1]))
     clean = sum(is_clean for is_clean, _ in results)
     cases = sum(kernel["cases"] for _, row in results for kernel in row["kernels"])
     say(f"{clean} of {len(results)} processes clean; {len(names)} kernels, {cases} cases over {' and '.join(tools)}")
