@@ -1,10 +1,24 @@
-"""``python -m fusion_advisor``."""
+"""The program: ``fusion-advisor`` and ``python -m fusion_advisor``."""
 
 from __future__ import annotations
 
+import os
 import sys
 
-from fusion_advisor.cli.app import main
+
+def main() -> int:
+    """Answer the shell's completion if that needs no command line, else run it; return the exit code."""
+    if "_FUSION_ADVISOR_COMPLETE" in os.environ:
+        from fusion_advisor.cli.completion import complete
+
+        answer = complete(os.environ)
+        if answer is not None:
+            sys.stdout.write(answer[0] + "\n" if answer[0] else "")
+            return answer[1]
+    from fusion_advisor.cli.app import main as run
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,6 +51,16 @@ class UsageError(AdvisorError):
     exit_code = 2
 
 
+class BadConfig(AdvisorError):
+    """A configuration file or an environment variable that names no option, or gives it no value that fits."""
+
+    code = "FA003"
+    message = "{source}: {detail}"
+    note = "nothing was run"
+    hint = "{hint}"
+    exit_code = 2
+
+
 class CannotCapture(AdvisorError):
     """Dynamo could not capture any part of the model."""
 
@@ -245,6 +255,27 @@ class UnreadableReport(AdvisorError):
     exit_code = 9
 
 
+class UnreadableTrace(UnreadableReport):
+    """A trace that is truncated, damaged, or not one of torch.profiler's."""
+
+    message = "`{name}` is not a readable trace: {detail}"
+    note = "{known}"
+    hint = (
+        "export it again with `profiler.export_chrome_trace(...)` once the profiler has stopped; "
+        "control characters can be taken out with `tr -d '\\000-\\037'`"
+    )
+
+
+class MissingKernels(AdvisorError):
+    """A trace without the kernels of many launches that it shows."""
+
+    code = "FA502"
+    message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
+    note = "{known}"
+    hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    exit_code = 6
+
+
 class UnknownSchema(AdvisorError):
     """A report of another version of the program."""
 
@@ -347,4 +378,32 @@ class CannotSpecialize(AdvisorError):
     message = "the plan cannot be carried over to this call: {detail}"
     note = "the call still runs, on the model's original ops"
     hint = "make a plan for it with `fa.apply(model, inputs)`, and join the two with `fused.include(other)`"
+    exit_code = 9
+
+
+class GateFailed(AdvisorError):
+    """A --fail-on limit was passed."""
+
+    code = "FA701"
+    message = "gate failed: {failed}"
+    hint = "reproduce: {command}"
+    exit_code = 10
+
+
+class GateNotJudged(AdvisorError):
+    """A --fail-on limit names something that the run did not measure."""
+
+    code = "FA702"
+    message = "gate could not be judged: {missing}"
+    hint = "a gate that cannot be judged does not pass; compare like with like, or leave it out"
+    exit_code = 6
+
+
+class NoSuchState(AdvisorError):
+    """`compare` was asked for a state of a run that was not measured."""
+
+    code = "FA508"
+    message = "the run `{run}` has no `{state}` step"
+    note = "{why}"
+    hint = "leave `:{state}` out, or make the run again so that it measures it"
     exit_code = 9

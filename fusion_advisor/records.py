@@ -99,6 +99,10 @@ class Launch:
     block: tuple[int, ...] = ()
     category: str = "other"
     """An :class:`OpClass` value, or ``fused`` for one of our kernels."""
+    call_start_ns: int = 0
+    """Start of the call that launched it, on ``start_ns``'s clock: mostly negative or ahead of the kernel."""
+    call_ns: int = 0
+    """How long that call took; 0 where none was seen (a CPU op runs in its own call)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,12 @@ class Bandwidth:
     """A large copy, counting bytes read plus bytes written."""
     launch_ns: int
     """The smallest kernel's duration (CPU: the smallest op's)."""
+    read_bytes_per_s: int = 0
+    """A large sum, which only reads; 0 where it was not measured (on a CPU, in older reports)."""
+    write_bytes_per_s: int = 0
+    """A large fill, which only writes; 0 where it was not measured."""
+    triad_bytes_per_s: int = 0
+    """A large addition of two tensors into a third; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +300,8 @@ class Status(enum.StrEnum):
     BUILD_FAILED = "build failed"
     NOT_MATCHED = "not matched"
     NOT_REPLACED = "not replaced"
+    ABSORBED = "absorbed"
+    """It was kept, and then a kernel that computes more took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +378,8 @@ class Fusion:
     """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
     step_delta_ci_ns: tuple[int, int] | None = None
     predicted_saving_ns: int = 0
-    """device_ns of the chain minus what its kernel took alone × sites; known before the step was timed."""
+    """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
+    took alone × sites."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
 
@@ -390,6 +403,8 @@ class GraphRewrite:
     step_delta_ci_ns: tuple[int, int] | None = None
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+    predicted_saving_ns: int | None = None
+    """What the launches that it takes away were expected to cost; None where no figure of the run says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +427,24 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When each kernel of one traced step ran, in order of start: lists of one length, one entry for each launch.
+
+    The profiler slows the host down, so gaps between kernels are somewhat longer here than in a step that is not watched.
+    """
+
+    kernel: tuple[int, ...]
+    """Position of the kernel in :attr:`StepProfile.kernels`."""
+    start_ns: tuple[int, ...]
+    """Since the first kernel of the step."""
+    duration_ns: tuple[int, ...]
+    call_start_ns: tuple[int, ...] = ()
+    """Start of the launching call on the same clock; empty where no calls were seen (on a CPU)."""
+    call_ns: tuple[int, ...] = ()
+    """How long the launching call took; empty with ``call_start_ns``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One side of the comparison."""
 
@@ -431,6 +464,41 @@ class StepProfile:
     peak_memory_bytes: int = 0
     attention: tuple[tuple[str, int, int], ...] = ()
     """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
+    timeline: Timeline | None = None
+    """None in reports that were written before it was kept."""
+
+
+EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "
+"""Names of baselines; those of torch.compile's modes begin with the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One way to run the step, timed in turn with all others of its table."""
+
+    name: str
+    """``eager``, ``torch.compile reduce-overhead``, ``ours`` …"""
+    step: StepProfile | None = None
+    """With its wall time and its peak memory; None where it could not be run."""
+    first_call_s: float | None = None
+    """Seconds until it gave its first result, in a process that has run the eager model."""
+    note: str = ""
+    """Why there are no figures, or what they hold for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """From a saved plan to the first fused step, in a process in which the model lies ready and eager has run."""
+
+    phases_s: tuple[tuple[str, float], ...]
+    """Seconds by phase, in order; together they are the whole."""
+    build_s: float
+    """What compiling the kernels took when they were first built; not part of the whole, for compilers keep what they made."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole."""
+        return sum(taken for _, taken in self.phases_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,6 +575,24 @@ class GenerationCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A limit that ends the command with exit code 10 when a figure is past it."""
+
+    rule: str
+    """As it was asked for: ``speedup<1.05``, ``regression>2%``, ``step>15ms``, ``numerics``."""
+    state: str
+    """``passed``, ``failed``, or ``not judged`` where the figure was not measured."""
+    reason: str
+    """One sentence with the figures."""
+    unit: str = ""
+    """Of the figures below: ``ratio``, ``share`` or ``ns``; empty for numerics."""
+    limit: float | None = None
+    value: float | None = None
+    ci: tuple[float, float] | None = None
+    """Fails only if the whole interval is past the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The truth of a run; views compute nothing."""
 
@@ -535,14 +621,103 @@ class Report:
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
-    torch_compile: StepProfile | None = None
-    """The same step under torch.compile, where it was measured; shown also where it is the faster one."""
+    baselines: tuple[Baseline, ...] = ()
+    """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
+    warm_up: WarmUp | None = None
+    """Of a plan that was kept."""
+    launch_cost_ns: int = 0
+    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
+    gates: tuple[Gate, ...] = ()
+    """What ``--fail-on`` asked for, judged."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """How it was measured, in sentences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceKernel:
+    """All launches of one kernel from one op, in a trace that was made elsewhere."""
+
+    name: str
+    op: str
+    """Short name of the op that launched it; read off the kernel's name where the trace links none."""
+    category: str
+    """As in :attr:`Launch.category`."""
+    count: int
+    device_ns: int
+    """Where kernels overlap, the time counts for the one that began first."""
+    share: float
+    """Of the time in which the device was busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceChain:
+    """Pointwise and reduction kernels that a trace repeats in one order; whether one kernel may replace them is not known."""
+
+    id: str
+    """``C1`` … in rank order."""
+    ops: tuple[str, ...]
+    """Short op names of one site; ``[gemm]`` where a matrix multiplication runs in between."""
+    kernels: tuple[str, ...]
+    """Kernel names of the first site, in order, matrix multiplications left out."""
+    sites: int
+    """In the whole trace, all steps together."""
+    launches: int
+    device_ns: int
+    share: float
+    saving_bound_ns: int | None
+    """Upper bound, all sites together; None where the trace does not tell the bytes."""
+    floor_bytes: int | None
+    """What one kernel per site must move at least, all sites together; None where the trace does not tell."""
+    kernel: str = ""
+    """The library kernel whose ops have these names; a hint and no match, for a trace shows no data flow."""
+    is_whole: bool = True
+    """False: the library kernel's ops are only a part of the chain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReport:
+    """What a trace of torch.profiler tells without the model."""
+
+    trace: str
+    """The file, as it was named."""
+    device_kind: str
+    """``cuda``, or ``cpu`` where the trace shows no device work."""
+    device_names: tuple[str, ...]
+    tool: str
+    events: int
+    steps: int
+    """Marked in the trace; 0: it has no steps."""
+    launches: int
+    """Calls that launch one kernel."""
+    kernels: int
+    """Kernels, copies and fills; on a CPU the op calls that compute."""
+    span_ns: int
+    """From the first to the last of them, less the time between steps."""
+    busy_ns: int
+    """Time in which at least one of them ran."""
+    joined_share: float
+    """Share of busy_ns whose op the trace tells."""
+    has_shapes: bool
+    categories: tuple[tuple[str, int, int], ...]
+    """(category, kernels, ns), largest first."""
+    ranked: tuple[TraceKernel, ...]
+    """Largest first."""
+    ranked_left_out: int
+    """Kernels beyond ``--top``."""
+    chains: tuple[TraceChain, ...]
+    chains_left_out: int
+    """Repeated chains beyond ``--top``; those below ``--min-share`` are not looked for."""
+    searched_share: float
+    """Share of the pointwise and reduction time in which repeats were looked for."""
+    bytes_per_s: int | None
+    """Fastest rate of any pointwise kernel in the trace whose bytes are known; what the bounds are reckoned with."""
+    unknown: tuple[str, ...]
+    """What this trace cannot tell, one sentence each."""
+    warnings: tuple[str, ...] = ()

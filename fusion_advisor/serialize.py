@@ -31,6 +31,7 @@ from fusion_advisor.records import Capture, Report
 
 REPORT_SCHEMA = "fusion-advisor/1"
 CAPTURE_SCHEMA = "fusion-advisor-capture/1"
+TRACE_SCHEMA = "fusion-advisor-trace/1"
 
 T = TypeVar("T")
 

@@ -4,6 +4,7 @@ import getpass
 import platform
 import time
 
+import pytest
 import torch
 
 from fusion_advisor.environment import describe_environment, measure_bandwidth
@@ -36,3 +37,11 @@ def test_cpu_ceilings_are_plausible_and_quick() -> None:
     assert time.perf_counter() - start < 5
     assert 10**8 < found.copy_bytes_per_s < 10**13
     assert 50 < found.launch_ns < 10**6
+
+
+@pytest.mark.gpu
+def test_the_mixes_of_reading_and_writing_are_of_one_size() -> None:
+    found = measure_bandwidth("cuda")
+    for speed in (found.read_bytes_per_s, found.write_bytes_per_s, found.triad_bytes_per_s):
+        # fills, sums, copies and triads of device memory are known to lie within a third of each other
+        assert 0.6 < speed / found.copy_bytes_per_s < 1.6

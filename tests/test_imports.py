@@ -94,7 +94,7 @@ def test_torch_stays_where_it_runs():
     allowed = {"workload", "capture", "fuse", "timing", "bench"}
     inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
     inner |= {"library.accuracy", "library.check", "library.check_inputs", "library.source_of", "library.tuning"}
-    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch"}
+    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch", "library.resemble"}
     for module in users("torch"):
         short = module.removeprefix("fusion_advisor.")
         assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module
@@ -155,7 +155,7 @@ def test_a_dependency_is_used_in_its_own_place(package, allowed):
 def test_the_terminal_belongs_to_the_command_line():
     for package in ("typer", "rich"):
         for module in users(package, with_typing=True):
-            views = {"fusion_advisor.report.terminal", "fusion_advisor.bench.view"}
+            views = {f"fusion_advisor.{name}" for name in ("report.terminal", "report.trace_table", "bench.view")}
             assert layer(module) == "cli" or module in views, module
 
 

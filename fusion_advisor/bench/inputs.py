@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter
-from torch.fx.node import map_aggregate
 
 from fusion_advisor.library.patterns import example
 from fusion_advisor.library.spec import KernelSpec, below_of
@@ -61,25 +59,6 @@ def outputs_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def as_list(answer: Any) -> list[torch.Tensor]:
     """A reference's result as a list."""
     return list(answer) if isinstance(answer, tuple | list) else [answer]
-
-
-def run_in_float64(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a traced reference in fp64: casts between floating types inside it do nothing."""
-    wide = [t.to(torch.float64) if t.is_floating_point() else t for t in inputs]
-    with torch.no_grad():
-        return as_list(_InFloat64(graph).run(*wide))
-
-
-class _InFloat64(Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return super().call_function(target, _widened(args), _widened(kwargs))
-
-
-def _widened(arguments: Any) -> Any:
-    def one(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    return map_aggregate(arguments, one)
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from fusion_advisor.bench import peers
-from fusion_advisor.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like, run_in_float64
+from fusion_advisor.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like
 from fusion_advisor.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.capture.graph import trace
 from fusion_advisor.library.accuracy import error_of
+from fusion_advisor.library.check_inputs import in_float64
 from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.gemv import problem_of
 from fusion_advisor.library.patterns import example, lower_reference
@@ -136,7 +137,7 @@ def set_up(
     with torch.no_grad():
         results = as_list(reference(*first))
     graph = trace(reference, [example(tensor, sizes, kind) for tensor in spec.inputs])
-    oracle = run_in_float64(graph, first)
+    oracle = in_float64(graph, first)
     errors = [error_of(result, truth) for result, truth in zip(results, oracle, strict=True)]
     in_bytes, out_bytes = bytes_of(first), bytes_of(results)
     moved = lowered.program.moved_bytes if lowered is not None else in_bytes + out_bytes

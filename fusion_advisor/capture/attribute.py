@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.capture.classify import COMPOSITE, MATH_ATTENTION, base_name, class_of
-from fusion_advisor.capture.timeline import Event, Trace
+from fusion_advisor.capture.timeline import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel
 from fusion_advisor.records import Launch, OpClass
 
 FUSED_PREFIX = "fa_"
@@ -42,7 +42,7 @@ def median_step(trace: Trace, *, on_cuda: bool) -> Step:
 def _steps(trace: Trace, *, on_cuda: bool) -> Iterator[Step]:
     op_ranges = [event for event in trace.ranges if event.name.startswith(OP_RANGE)]
     by_thread = _Ranges(op_ranges)
-    for step in (event for event in trace.ranges if event.name.startswith("fa:step:")):
+    for step in (event for event in trace.ranges if event.name.startswith(STEP_RANGE)):
         yield (_cuda_step if on_cuda else _cpu_step)(trace, step, by_thread)
 
 
@@ -76,7 +76,7 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
     for kernel in kernels:
         call = calls[kernel.correlation]
         is_math = math.at(call.thread, call.start_ns) is not None
-        category = OpClass.ATTENTION.value if is_math else _category(kernel.name, op_names.get(kernel.external, ""))
+        category = OpClass.ATTENTION.value if is_math else category_of(kernel.name, op_names.get(kernel.external, ""))
         launches.append(
             Launch(
                 kernel_name=kernel.name,
@@ -87,12 +87,15 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
                 grid=kernel.grid,
                 block=kernel.block,
                 category=category,
+                call_start_ns=call.start_ns - first_ns,
+                call_ns=call.duration_ns,
             )
         )
     return Step(launches=tuple(launches), calls=len(calls))
 
 
-def _category(kernel_name: str, op_name: str) -> str:
+def category_of(kernel_name: str, op_name: str) -> str:
+    """Return a launch's category: ``fused`` for a kernel of ours, else the class of the op that it was launched from."""
     if kernel_name.startswith(FUSED_PREFIX):
         return "fused"
     if kernel_name.startswith(("Memcpy", "Memset")):
@@ -112,18 +115,18 @@ def _cpu_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
             start_ns=event.start_ns - step.start_ns,
             category=category,
         )
-        for event, name, category, duration_ns in _computing_ops(ops)
+        for event, name, category, duration_ns in computing_ops(ops)
     ]
     launches += [
-        Launch(kernel_name=event.name.removeprefix("fa:kernel:"), op_index=None, duration_ns=event.duration_ns,
+        Launch(kernel_name=event.name.removeprefix(KERNEL_RANGE), op_index=None, duration_ns=event.duration_ns,
                start_ns=event.start_ns - step.start_ns, category="fused")
         for event in trace.ranges
-        if event.name.startswith("fa:kernel:") and step.start_ns <= event.start_ns <= step.end_ns
+        if is_kernel(event) and step.start_ns <= event.start_ns <= step.end_ns
     ]  # fmt: skip
     return Step(launches=tuple(launches), calls=len(launches))
 
 
-def _computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]]:
+def computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]]:
     """Yield the outermost op calls that computed something: (event, name, category, duration).
 
     A composite op (``linear`` around ``addmm`` is not one: both are GEMM) passes its time on to the ops inside it.
@@ -137,7 +140,7 @@ def _computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]
         name = base_name(event.name)
         found = class_of(name)
         if found is OpClass.VIEW or name in COMPOSITE or (found is OpClass.OTHER and inside > position + 1):
-            yield from _computing_ops(ops[position + 1 : inside])
+            yield from computing_ops(ops[position + 1 : inside])
         elif name not in ("empty", "empty_strided", "empty_like", "resize_", "result_type", "item", "_local_scalar_dense"):
             yield event, event.name, found.value, event.duration_ns
         position = inside

@@ -8,8 +8,9 @@ one. Every wall time comes from runs without a profiler.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from fusion_advisor.capture import graph, timeline
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
+from fusion_advisor.errors import MissingKernels
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
 from fusion_advisor.timing import stopwatch
 
@@ -27,7 +29,37 @@ _TRACED_STEPS = 3
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
     """Open an NVTX range of ours, so that nsys shows the names that the report uses; nothing when NVTX is off."""
-    return nvtx.annotate(name, domain=NVTX_DOMAIN) if is_on else contextlib.nullcontext()
+    return nvtx_range(name) if is_on else contextlib.nullcontext()
+
+
+def nvtx_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Open an NVTX range of ours."""
+    return nvtx.annotate(name, domain=NVTX_DOMAIN)
+
+
+@contextlib.contextmanager
+def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
+    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi``, with a range for each submodule's call."""
+    with timeline.module_ranges(model, nvtx_range):
+        if not on_cuda:
+            yield
+            return
+        torch.cuda.profiler.start()
+        try:
+            yield
+        finally:
+            torch.cuda.profiler.stop()
+
+
+def _numbered(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Give each run of a step an NVTX range with its number as payload; one name, for nvtx keeps every name for good."""
+    numbers = itertools.count()
+
+    def run() -> Any:
+        with nvtx.annotate("fa:step", domain=NVTX_DOMAIN, payload=next(numbers)):
+            return step()
+
+    return run
 
 
 class NodeRunner(torch.fx.Interpreter):
@@ -83,6 +115,7 @@ def profile_model(
 
     Raises:
         CannotCapture: dynamo captured nothing.
+        MissingKernels: the profiler saw launches and no kernel.
     """
     on_cuda = environment.device_kind == "cuda"
 
@@ -92,16 +125,23 @@ def profile_model(
     with torch.no_grad():
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
         rewind = live.written.rewind
-        with named_range("fa:baseline", is_on=with_nvtx):
-            times = stopwatch.wall_times(
-                eager, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=_warmups(eager, warmup, rewind), before=rewind
-            )
+        with named_range("fa:warmup", is_on=with_nvtx):
+            warmups = _warmups(eager, warmup, rewind)
+        timed = _numbered(eager) if with_nvtx else eager
+        with (
+            named_range("fa:baseline", is_on=with_nvtx),
+            seen_by_nsys(model, on_cuda=on_cuda) if with_nvtx else contextlib.nullcontext(),
+        ):
+            times = stopwatch.wall_times(timed, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=warmups, before=rewind)
         eager_step = stopwatch.as_timing(times, "wall")
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
-        with named_range("fa:trace", is_on=with_nvtx):
+        with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(
                 timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
+        if eager_trace.calls and not eager_trace.launches:
+            known = "another profiler (nsys, ncu) may hold the device's counters; then its own recording is whole"
+            raise MissingKernels(kernels=0, launches=eager_trace.calls, known=known)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
     ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")

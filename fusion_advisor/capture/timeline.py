@@ -7,31 +7,58 @@ device time twice, and its op rows hide which kernel ran. Times taken under the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import logging
 import os
-import shutil
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fusion_advisor.capture.trace_file import TraceFile
+from fusion_advisor.records import TensorMeta
+
+STEP_RANGE = "fa:step:"
+"""A recorded step's range; in traces made elsewhere it is ``ProfilerStep#``."""
+KERNEL_RANGE = "fa:kernel:"
+"""Stands for a fused kernel on a CPU, where it is no ATen op."""
+MODULE_RANGE = "fa:module:"
+"""The call of a submodule; its path follows."""
+_STEPS = (STEP_RANGE, "ProfilerStep#")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
-_LAUNCHING = ("LaunchKernel", "Memcpy", "Memset")
+_LAUNCHING = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch", "Memcpy", "Memset")
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "long": "int64",
+    "long int": "int64",
+    "int": "int32",
+    "short": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+}
+"""What a trace calls the dtypes of an op's inputs."""
 _NS_PER_US = 1000
 _MARKER = b"USDT:"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One event of a trace; times in nanoseconds on the trace's own clock."""
+class Event(NamedTuple):
+    """One event of a trace; times in nanoseconds on the trace's own clock.
+
+    A trace has hundreds of thousands: as frozen dataclasses they would take as long to make as their JSON to decode.
+    """
 
     name: str
     start_ns: int
@@ -42,8 +69,11 @@ class Event:
     external: int = -1
     """Joins a kernel to the innermost CPU op it was launched from."""
     stream: int = 0
+    device: int = 0
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
+    inputs: tuple[TensorMeta | None, ...] | None = None
+    """Of a CPU op recorded with its shapes; None stands for what is no single tensor."""
 
     @property
     def end_ns(self) -> int:
@@ -58,8 +88,10 @@ class Trace:
     kernels: tuple[Event, ...]
     launches: tuple[Event, ...]
     ranges: tuple[Event, ...]
-    """Our own ``fa:`` ranges."""
+    """Our own ``fa:`` ranges, and the steps of torch.profiler's schedule."""
     cpu_ops: tuple[Event, ...]
+    unreadable: int = 0
+    """Events of these kinds that have no usable name or time."""
 
 
 def record(
@@ -90,7 +122,7 @@ def record(
             before()
             if on_cuda:
                 torch.cuda.synchronize()
-            with torch.profiler.record_function(f"fa:step:{number}"):
+            with torch.profiler.record_function(f"{STEP_RANGE}{number}"):
                 step()
                 if on_cuda:
                     torch.cuda.synchronize()
@@ -100,11 +132,20 @@ def record(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
+        trace = read_events(TraceFile(path, is_strict=False))
         if save_to is not None:
-            save_to.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("rb") as raw, gzip.open(save_to, "wb", compresslevel=4) as packed:
-                shutil.copyfileobj(raw, packed)
-        return read_events(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)["traceEvents"])
+            _save(path, save_to)
+        return trace
+
+
+def _save(exported: Path, save_to: Path) -> None:
+    """Keep a trace as strict ASCII JSON without the host's name; Kineto writes the name, and control characters as they come."""
+    document = json.loads(exported.read_text(encoding="utf-8", errors="replace"), strict=False)
+    document.pop("host_name", None)
+    save_to.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(save_to, "wt", encoding="ascii", compresslevel=4) as packed:
+        # dumps uses the encoder written in C, dump does not
+        packed.write(json.dumps(document, ensure_ascii=True))
 
 
 @contextlib.contextmanager
@@ -135,41 +176,146 @@ def markers_logged() -> Iterator[None]:
                     os.write(2, line)
 
 
-def read_events(raw_events: list[dict[str, Any]]) -> Trace:
+@contextlib.contextmanager
+def module_ranges(model: torch.nn.Module, open_range: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Open a range around every call of a submodule, so that a trace shows ``model.layers.3.mlp`` above its ops.
+
+    The ranges hang on forward hooks, which are taken off again. A model that runs otherwise with hooks than without gets none:
+    torch's own transformer layers leave their fast path, and compiled modules are compiled again.
+
+    Args:
+        model: called in the block, from one thread.
+        open_range: makes the range of a name (``torch.profiler.record_function``, say).
+    """
+    ranges: list[contextlib.AbstractContextManager[Any]] = []
+    handles: list[Any] = []
+
+    def entering(name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            ranges.append(open_range(name))
+            ranges[-1].__enter__()
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    try:
+        if not any(_minds_hooks(module) for module in model.modules()):
+            for path, module in model.named_modules():
+                if path:
+                    handles.append(module.register_forward_pre_hook(entering(f"{MODULE_RANGE}{plain_name(path)}")))
+                    handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _minds_hooks(module: torch.nn.Module) -> bool:
+    fast = torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, fast) or is_compiled
+
+
+def plain_name(path: str) -> str:
+    """Return a module's path as a range may carry it: Kineto writes quotes unescaped and drops what is not ASCII."""
+    return re.sub(r'[^ -~]|["\\]', "?", path)
+
+
+def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:
     """Sort a chrome trace's events; annotations mirrored onto the device are left out (they count twice)."""
     kernels: list[Event] = []
     launches: list[Event] = []
     ranges: list[Event] = []
     cpu_ops: list[Event] = []
+    shapes: dict[str, tuple[TensorMeta | None, ...]] = {}
+    unreadable = 0
     for raw in raw_events:
-        category = raw.get("cat")
-        if raw.get("ph") != "X" or category is None:
+        if raw.get("ph") != "X":
             continue
+        category, name = raw.get("cat"), raw.get("name")
         if category in _DEVICE:
-            kernels.append(_event(raw))
-        elif category in _RUNTIME:
-            if any(word in raw["name"] for word in _LAUNCHING):
-                launches.append(_event(raw))
-        elif category == "user_annotation":
-            if raw["name"].startswith("fa:"):
-                ranges.append(_event(raw))
+            kind = kernels
         elif category == "cpu_op":
-            cpu_ops.append(_event(raw))
+            kind = cpu_ops
+        elif category in _RUNTIME and isinstance(name, str) and _is_launching(name):
+            kind = launches
+        elif category == "user_annotation" and isinstance(name, str) and name.startswith(("fa:", *_STEPS)):
+            kind = ranges
+        else:
+            continue
+        try:
+            kind.append(_event(raw, shapes))
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            unreadable += 1
     for events in (kernels, launches, ranges, cpu_ops):
         events.sort(key=lambda event: (event.start_ns, -event.duration_ns))
-    return Trace(kernels=tuple(kernels), launches=tuple(launches), ranges=tuple(ranges), cpu_ops=tuple(cpu_ops))
+    return Trace(
+        kernels=tuple(kernels),
+        launches=tuple(launches),
+        ranges=tuple(ranges),
+        cpu_ops=tuple(cpu_ops),
+        unreadable=unreadable,
+    )
 
 
-def _event(raw: dict[str, Any]) -> Event:
+@functools.cache
+def _is_launching(name: str) -> bool:
+    return any(word in name for word in _LAUNCHING)
+
+
+def is_step(event: Event) -> bool:
+    """Whether a range is one step of the recorded work."""
+    return event.name.startswith(_STEPS)
+
+
+def is_kernel(event: Event) -> bool:
+    """Whether a range stands for a fused kernel."""
+    return event.name.startswith(KERNEL_RANGE)
+
+
+def _event(raw: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]) -> Event:
     arguments = raw.get("args", {})
+    duration_ns = _nanoseconds(raw.get("dur", 0))
+    if duration_ns < 0:
+        raise ValueError("a negative duration")
+    stream, device = arguments.get("stream", 0), arguments.get("device", 0)
     return Event(
-        name=str(raw["name"]),
-        start_ns=round(float(raw["ts"]) * _NS_PER_US),
-        duration_ns=round(float(raw.get("dur", 0)) * _NS_PER_US),
-        thread=f"{raw.get('pid')}/{raw.get('tid')}",
+        # A million events have a few hundred names and threads: each is held once.
+        name=sys.intern(raw["name"]),
+        start_ns=_nanoseconds(raw["ts"]),
+        duration_ns=duration_ns,
+        thread=sys.intern(f"{raw.get('pid')}/{raw.get('tid')}"),
         correlation=int(arguments.get("correlation", -1)),
         external=int(arguments.get("External id", -1)),
-        stream=int(arguments.get("stream", 0)) if str(arguments.get("stream", 0)).isdigit() else 0,
-        grid=tuple(arguments.get("grid", ())),
-        block=tuple(arguments.get("block", ())),
+        stream=stream if type(stream) is int else 0,
+        device=device if type(device) is int else 0,
+        grid=tuple(arguments["grid"]) if "grid" in arguments else (),
+        block=tuple(arguments["block"]) if "block" in arguments else (),
+        inputs=_inputs(arguments, shapes) if "Input Dims" in arguments else None,
     )
+
+
+def _nanoseconds(microseconds: Any) -> int:
+    """Convert a trace's time; as text it keeps the nanoseconds that a float loses on a clock that counts from 1970."""
+    if isinstance(microseconds, str) and microseconds[-4:-3] == ".":
+        try:
+            return int(microseconds.replace(".", ""))
+        except ValueError:  # 1.0e5
+            pass
+    return round(float(microseconds) * _NS_PER_US)
+
+
+def _inputs(arguments: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]) -> tuple[TensorMeta | None, ...]:
+    """Return an op's inputs; equal ones are one object."""
+    dims, types, strides = (arguments.get(f"Input {what}", ()) for what in ("Dims", "type", "Strides"))
+    key = f"{dims}{types}{strides}"
+    if key not in shapes:
+        known = []
+        for number, (shape, kind) in enumerate(zip(dims, types, strict=False)):
+            stride = strides[number] if number < len(strides) else ()
+            is_tensor = kind in _DTYPES and all(type(size) is int for size in (*shape, *stride))
+            known.append(TensorMeta(shape=tuple(shape), stride=tuple(stride), dtype=_DTYPES[kind]) if is_tensor else None)
+        shapes[key] = tuple(known)
+    return shapes[key]

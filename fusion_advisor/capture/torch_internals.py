@@ -14,6 +14,7 @@ import torch
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
@@ -96,6 +97,55 @@ def storage_key(value: torch.Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
+ADD_MANY = torch.ops.aten._foreach_add.List
+"""Adds two lists of tensors pairwise: on a GPU in one launch, where shapes, dtypes and strides are equal."""
+ADD_MANY_IN_PLACE = torch.ops.aten._foreach_add_.Scalar
+"""Adds one number to each tensor of a list, in place."""
+
+
+def mask_in_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+    """Return the additive mask that ``scaled_dot_product_attention`` makes of a boolean one before it computes.
+
+    Which number stands for "not allowed" differs between its backends and between releases of torch, so it is read off: attention
+    runs once and the ops that it consists of are watched.
+
+    Args:
+        query: [..., queries, width], on the device where attention will run, in its layout.
+        key: [..., keys, width].
+        value: [..., keys, width].
+        mask: bool, with both values in it.
+        options: further keyword arguments of attention.
+
+    Returns:
+        The mask in the query's dtype; None where attention does something else when it is given that one.
+    """
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    with torch.no_grad(), _Watch() as boolean:
+        attention(query, key, value, mask, **options)
+    made = next((result for name, result in boolean.seen if name == "aten.where.self"), None)
+    if made is None or made.shape != mask.shape or made.dtype != query.dtype:
+        return None
+    with torch.no_grad(), _Watch() as additive:
+        attention(query, key, value, made, **options)
+    names, rest = [name for name, _ in boolean.seen], [name for name, _ in additive.seen]
+    conversion = names[: len(names) - len(rest)]
+    is_same = names[len(conversion) :] == rest and "aten.where.self" in conversion
+    return made if is_same else None
+
+
+class _Watch(TorchDispatchMode):
+    """Notes each op that reaches a backend, and its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen.append((str(func), result))
+        return result
+
+
 def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU."""
     torch._foreach_copy_(destinations, sources)
@@ -142,8 +192,8 @@ def original_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def compiled_call(module: torch.nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the module's own call as dynamo runs it with ``backend``.
+def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:
+    """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
 
     The graphs are kept apart from everybody else's (where torch can do that), so neither captures of before nor other fused
     models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
@@ -155,8 +205,24 @@ def compiled_call(module: torch.nn.Module, backend: Callable[..., Any]) -> Calla
     apart: dict[str, Any] = (
         {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     )
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False, **apart)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **apart)
     return compiled
+
+
+def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
+    """Let torch.compile and Triton begin with empty caches on disk while the context lasts, as on a machine's first run."""
+    from torch._inductor.utils import fresh_inductor_cache
+
+    context: contextlib.AbstractContextManager[Any] = fresh_inductor_cache()
+    return context
+
+
+def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a traced graph as torch.compile's default backend does, without dynamo."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(graph_module, inputs)  # type: ignore[return-value]
 
 
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:

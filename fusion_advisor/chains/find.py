@@ -11,6 +11,9 @@ Ops are visited in order; each tries to join the groups of its producers, lookin
 The launch of a group stands right before its first outside reader. A merge may take away the reader that stopped an earlier one,
 so a grown group tries its other producers again: a norm whose result a rotation reads three times joins when the last read does.
 
+At the end, neighbouring groups of equal ops that read one value (queries and keys, turned by the same tables) may share a launch
+though neither feeds the other, where the caller says that it has a kernel for the two.
+
 Needs no torch: it works on the records of ``capture.json``.
 """
 
@@ -37,6 +40,8 @@ class Verdict:
 
 Judge = Callable[[tuple[int, ...], tuple[int, ...]], Verdict]
 """Called with a group's members (in order) and outputs."""
+HasKernel = Callable[[tuple[int, ...], tuple[int, ...]], bool]
+"""Called likewise with two groups as one that a judge found fusible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +54,25 @@ class Group:
     verdict: Verdict
 
 
-def find_groups(ops: Sequence[OpNode], judge: Judge) -> list[Group]:
+def find_groups(ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None) -> list[Group]:
     """Return the maximal groups of ``ops``, each op in at most one.
 
     Args:
         ops: all ops of a capture; ``index`` is the position.
         judge: says whether one kernel can compute a group.
+        has_kernel: says whether two groups that do not feed each other should share a launch; by default none do.
     """
-    return _Finder(ops, judge).run()
+    finder = _Finder(ops, judge)
+    finder.grow()
+    if has_kernel is not None:
+        finder.pair(has_kernel)
+    return finder.groups()
+
+
+def outputs_of(ops: Sequence[OpNode], groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the outputs of groups whose members are known: what is read outside of each."""
+    finder = _Finder(ops, lambda _members, _outputs: Verdict(is_fusible=True))
+    return [finder.outputs(frozenset(members)) for members in groups]
 
 
 def references(argument: Arg) -> Iterable[int]:
@@ -117,7 +133,8 @@ class _Finder:
         self.refused: set[frozenset[int]] = set()
         self.verdict_of: dict[frozenset[int], tuple[tuple[int, ...], Verdict]] = {}
 
-    def run(self) -> list[Group]:
+    def grow(self) -> None:
+        """Let every op join the groups of its producers."""
         depends = depends_on_inputs(self.ops)
         for op in self.ops:
             if not is_candidate(op) or not depends[op.index]:
@@ -129,6 +146,31 @@ class _Finder:
             for producer, glue in self._producers(alone):
                 self._try_merge(op.index, producer, glue)
             self._grow(op.index)
+
+    def pair(self, has_kernel: HasKernel) -> None:
+        """Let a group share the launch of the one before it that has equal ops, where both read a value and there is a kernel."""
+        before: dict[tuple[str, ...], frozenset[int]] = {}
+        for members in dict.fromkeys(self.group_of.values()):
+            if not self.verdict_of[members][1].is_fusible:
+                continue
+            computing = tuple(self.ops[n].target for n in sorted(members) if self.ops[n].op_class is not OpClass.VIEW)
+            other = before.pop(computing, None)
+            if other is None or not self._share_launch(other, members, has_kernel):
+                before[computing] = members
+
+    def _share_launch(self, one: frozenset[int], other: frozenset[int], has_kernel: HasKernel) -> bool:
+        reads = [{self._computed(source) for source in self._read_by(group)} for group in (one, other)]
+        both = one | other
+        if reads[0].isdisjoint(reads[1]) or not self._is_convex(both):
+            return False
+        judged = self._judge(both)
+        if not judged[1].is_fusible or not self._is_in_order(both) or not has_kernel(tuple(sorted(both)), judged[0]):
+            return False
+        self._accept(both, judged)
+        return True
+
+    def groups(self) -> list[Group]:
+        """The groups as they are now, in the order of their first op."""
         groups = []
         for members in dict.fromkeys(self.group_of.values()):
             outputs, verdict = self.verdict_of[members]

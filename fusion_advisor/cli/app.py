@@ -5,15 +5,15 @@ Nothing heavy is imported on the way: ``--help`` answers while torch would still
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
 import traceback
 from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import apply, doctor, explain, kernels, profile, report
-from fusion_advisor.cli.console import Settings, silence_stdout, write_result
+from fusion_advisor.cli import apply, compare, doctor, explain, kernels, profile, report
+from fusion_advisor.cli.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.run_dir import tool_version
 from fusion_advisor.errors import AdvisorError
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("profile")(profile.profile)
 app.command("apply")(apply.apply)
 app.command("report")(report.report)
+app.command("compare")(compare.compare)
 app.add_typer(kernels.app, name="kernels")
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
@@ -70,13 +71,22 @@ def main(arguments: list[str] | None = None) -> int:
         print_bug(error, settings)
         code = BUG
     if code == INTERRUPTED:
-        where = f"; what there is lies in {settings.log_path.parent}" if settings.log_path else ""
-        _write_error(f"interrupted{where}", settings)
+        _write_error("\n".join(_interrupted(settings)), settings)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()
     return code
+
+
+def _interrupted(settings: Settings) -> list[str]:
+    """Say what an interrupted command leaves behind, and how to look at it."""
+    if settings.log_path is None:
+        return ["interrupted"]
+    folder = settings.log_path.parent
+    if not (folder / "report.json").is_file():
+        return [f"interrupted before anything was measured; the log is {settings.log_path}"]
+    return [f"interrupted; what there is lies in {folder}", f"  next: {shlex.join(['fusion-advisor', 'report', str(folder)])}"]
 
 
 def print_error(error: AdvisorError, settings: Settings) -> None:
@@ -125,9 +135,9 @@ def _write_error(text: str, settings: Settings) -> None:
         if line.startswith("error"):
             shown.stylize("bold red", 0, line.find(":") if ":" in line else len(line))
         console.print(shown, soft_wrap=True)
-    if os.environ.get("GITHUB_ACTIONS") and text.startswith("error"):
-        first = visible(text.partition("\n")[0], 500).replace("%", "%25")
-        sys.stderr.write(f"::error::{first}\n")
+    first = next((line for line in text.split("\n") if line.startswith("error")), "")
+    if first:
+        annotate("error", first)
 
 
 if __name__ == "__main__":

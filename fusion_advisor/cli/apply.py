@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, runner
+from fusion_advisor.cli import completion, core, options, run_dir
 from fusion_advisor.errors import UnknownRun, UsageError
-from fusion_advisor.fuse.options import ApplyOptions
 
 _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
 
@@ -19,7 +18,12 @@ def apply(
     context: typer.Context,
     *,
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL_ID|RUN]", help="A model, or a run to repeat; the latest run when left out.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL_ID|RUN]",
+            help="A model, or a run to repeat; the latest run when left out.",
+            autocompletion=completion.models_and_runs,
+        ),
     ] = None,
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,
@@ -49,18 +53,31 @@ def apply(
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
-    compile_too: options.CompileOpt = False,
+    compile_too: options.CompileOpt = None,
+    max_autotune: options.MaxAutotuneOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
+    fail_on: options.FailOnOpt = None,
+    absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
+    open_html: options.OpenOpt = False,
+    progress: options.ProgressOpt = options.Bar.AUTO,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Put fused kernels into a model, check its numbers, and keep what measurably pays."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(
+        context, quiet=quiet, verbose=verbose, color=color, progress=progress, show_config=show_config
+    )
+    from fusion_advisor.cli import runner
+    from fusion_advisor.fuse.options import ApplyOptions
+    from fusion_advisor.report.gate import parse_rules
+
     chosen = ApplyOptions(
         warmup=warmup,
         runs=runs,
@@ -78,9 +95,12 @@ def apply(
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        max_autotune=max_autotune,
         merge_copies=merge_copies,
     )
-    shown = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    shown = runner.Output(
+        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+    )
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,
@@ -96,14 +116,22 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    runner.run_apply(settings, _request(target, asked), chosen, shown)
+    typed = {name for name in asked if _is_typed(context, "context_tokens" if name == "context" else name)}
+    rules = parse_rules(fail_on or (), absolute=absolute)
+    runner.run_apply(settings, _request(target, asked, typed), chosen, shown, rules)
 
 
-def _request(target: str | None, asked: dict[str, object]) -> Any:
+def _is_typed(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _request(target: str | None, asked: dict[str, object], typed: set[str]) -> Any:
+    """Return what to run; a run that is repeated keeps its own model and shapes whatever the configuration says."""
     if target is not None and not run_dir.is_run(target):
         return core.make_request(model_id=target, **asked)
     directory = run_dir.resolve(target)
-    clash = [name for name in asked if name not in _ALLOWED_WITH_RUN]
+    clash = [name for name in asked if name in typed and name not in _ALLOWED_WITH_RUN]
     if clash:
         option = "--" + clash[0].replace("_", "-")
         raise UsageError(

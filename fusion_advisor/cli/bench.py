@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import core, options
+from fusion_advisor.cli import completion, core, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CannotWrite, UsageError
@@ -33,7 +33,9 @@ class Which(enum.StrEnum):
 def bench_command(
     context: typer.Context,
     *,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A kernel's name.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A kernel's name.", autocompletion=completion.kernels)
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every kernel of the library.")] = False,
     shapes: Annotated[
         list[str] | None,

@@ -25,19 +25,23 @@ class Settings:
     """What the user asked of the output; made by ``main``, filled by the command, read again when an error is printed."""
 
     verbosity: int = 0
+    progress: str = "auto"
+    """``auto``, ``bar``, ``plain`` or ``none``."""
     is_quiet: bool = False
     color: str = "auto"
     log: list[str] = field(default_factory=list)
     """Lines not yet in a file; the run directory is known only once the model is loaded."""
     log_path: Path | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where options that no flag gave come from, by parameter; see :mod:`fusion_advisor.cli.config`."""
 
     def out(self) -> Console:
         """The console for results."""
         return build_console(sys.stdout, self.color)
 
-    def err(self) -> Console:
+    def err(self, *, is_live: bool = False) -> Console:
         """The console for progress, warnings and errors."""
-        return build_console(sys.stderr, self.color)
+        return build_console(sys.stderr, self.color, is_live=is_live)
 
     def write_log(self, text: str) -> None:
         """Add a line to ``log.txt``, now or as soon as there is one."""
@@ -54,8 +58,15 @@ class Settings:
         self.log_path = path
 
 
-def build_console(stream: TextIO, color: str = "auto", env: Mapping[str, str] | None = None) -> Console:
-    """Return a console that never guesses."""
+def build_console(stream: TextIO, color: str = "auto", env: Mapping[str, str] | None = None, *, is_live: bool = False) -> Console:
+    """Return a console that never guesses.
+
+    Args:
+        stream: Where it writes.
+        color: ``auto``, ``always`` or ``never``.
+        env: The environment; the process's own by default.
+        is_live: Whether it may move the cursor, as a bar does; without colour a terminal still can.
+    """
     from rich.console import Console
 
     environ = os.environ if env is None else env
@@ -63,7 +74,7 @@ def build_console(stream: TextIO, color: str = "auto", env: Mapping[str, str] | 
     return Console(
         file=stream,
         width=stream_width(stream, environ),
-        force_terminal=is_coloured,
+        force_terminal=is_coloured or is_live,
         color_system="standard" if is_coloured else None,
         no_color=not is_coloured,
         highlight=False,
@@ -110,6 +121,41 @@ def write_result(text: str) -> None:
     except UnicodeEncodeError:  # a locale without these characters: spell them rather than fail
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def open_page(settings: Settings, path: Path) -> None:
+    """Show a page in the user's browser (``BROWSER``, or the system's own), or say why not."""
+    import webbrowser
+
+    can_show = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")) or sys.platform in (
+        "darwin",
+        "win32",
+    )
+    if not path.is_file():
+        why = "no HTML was written; add html to --format"
+    elif not is_tty(sys.stderr) or not can_show:
+        why = f"there is no terminal with a display here; it lies in {path}"
+    elif webbrowser.open(path.absolute().as_uri()):
+        return
+    else:
+        why = f"no browser answered; it lies in {path}"
+    from fusion_advisor.report.terminal import plain
+
+    console = settings.err()
+    console.print(plain(f"! --open: {why}", console), soft_wrap=True)
+
+
+def annotate(level: str, text: str) -> None:
+    """Write a line that GitHub Actions shows beside the change; nothing anywhere else.
+
+    Args:
+        level: ``error``, ``warning`` or ``notice``.
+        text: One message; a line end or a percent sign in it would end or change the command.
+    """
+    if os.environ.get("GITHUB_ACTIONS"):
+        from fusion_advisor.report.text import visible
+
+        sys.stderr.write(f"::{level}::{visible(text, 500).replace('%', '%25')}\n")
 
 
 def silence_stdout() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Capture, Report, Workload
-from fusion_advisor.serialize import dump_record, load_record
+
+if TYPE_CHECKING:
+    from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+    from fusion_advisor.records import Capture, Report, TraceReport, Workload
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
 
@@ -59,13 +60,14 @@ def make_request(**fields: object) -> Any:
 
 def dump_request(request: Any) -> str:
     """Return ``request.json``'s text."""
-    return dump_record(request, REQUEST_SCHEMA)
+    text: str = import_module("fusion_advisor.serialize").dump_record(request, REQUEST_SCHEMA)
+    return text
 
 
 def load_request(text: str | bytes, name: str) -> Any:
     """Read ``request.json``."""
     cls = import_module("fusion_advisor.workload.request").WorkloadRequest
-    return load_record(cls, text, schema=REQUEST_SCHEMA, name=name)
+    return import_module("fusion_advisor.serialize").load_record(cls, text, schema=REQUEST_SCHEMA, name=name)
 
 
 def load_workload(request: Any) -> Loaded:
@@ -79,6 +81,12 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
     """Measure, capture, rank and match."""
     report, capture = import_module("fusion_advisor.fuse.pipeline").profile_workload(loaded, options, progress)
     return report, capture
+
+
+def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport:
+    """Rank what a trace holds, without its model."""
+    report: TraceReport = import_module("fusion_advisor.fuse.trace_profile").profile_trace(path, progress=progress, **options)
+    return report
 
 
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:

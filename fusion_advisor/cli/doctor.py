@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import typer
@@ -118,6 +117,8 @@ def _cuda_fix(built_for: str | None) -> str:
 def _package(name: str, effect: str, fix: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, "missing", f"not installed: {effect}", fix)
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return Finding(name, "ok", version(name))
     except PackageNotFoundError:

@@ -18,6 +18,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "Options contradict each other, or one names something that does not exist. Nothing was loaded and nothing was written.",
     ),
     "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without one for the list.",),
+    "FA003": (
+        "Keys of fusion-advisor.toml, of [tool.fusion-advisor] in pyproject.toml and of the user's config.toml are the long "
+        "options without dashes; [apply] and the like hold keys for one command. FUSION_ADVISOR_BATCH is --batch. A flag wins "
+        "over the environment, that over the project's file, that over the user's; `--show-config` prints values and sources.",
+        "--trust-remote-code and --force are only taken from the command line: a file must not be able to switch them on.",
+    ),
     "FA101": (
         "The id is looked up as a local directory, then in the local cache, then on the Hub, then among the "
         "configurations that ship with fusion-advisor. A private or gated model looks like a missing one to a reader "
@@ -105,11 +111,14 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "
         "crash leaves the old one whole.",
+        "A trace is read as far as it is whole, and nothing is ranked when it ends early: the missing part could hold anything. "
+        "Some versions of torch write a name's control characters and quotes as they are, which no JSON reader takes.",
     ),
     "FA502": (
-        "The profiler dropped kernel events: the trace holds fewer kernels than were launched. Shares of an "
-        "incomplete trace would be wrong without looking wrong, so none are printed. Fewer layers (--layers) or a "
-        "shorter step make the trace smaller.",
+        "Every call that launches a kernel carries an id that its kernel carries too. Where over 1 % of them have none, "
+        "the profiler dropped some, or stopped before they ran. Shares of an incomplete trace would be wrong without looking "
+        "wrong, so none are printed. A call or two at the edges of a recorded window is common, and only a warning.",
+        "Two profilers cannot both read the device's counters: under nsys or ncu torch.profiler sees launches and no kernels.",
     ),
     "FA503": ("The first key of a report names its schema. Within one schema only optional fields are added.",),
     "FA504": (
@@ -124,6 +133,19 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA507": (
         "`specialize` binds kernels that were built for one shape to the sizes of another call. It takes no plan over from "
         "many rows to a few or back, since what pays differs, and none whose kernels have no place or other numbers there.",
+    ),
+    "FA508": (
+        "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
+        "RUN:compile choose; a run has the step under torch.compile only where --compile measured it.",
+    ),
+    "FA701": (
+        "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
+        "says so. speedup and regression judge ratios of times of one run; milliseconds of different runs differ between "
+        "machines of the same name, and are judged with --absolute alone.",
+    ),
+    "FA702": (
+        "The run holds no figure for the limit: nothing was applied (--dry-run), the step was not timed, or the two runs are of "
+        "different devices, models or shapes. A check that cannot be made is not one that passed.",
     ),
     "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
     "FA601": (

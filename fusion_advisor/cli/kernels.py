@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_advisor.cli import bench, core, options
+from fusion_advisor.cli import bench, completion, core, options
 from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
@@ -19,7 +19,7 @@ from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check, bench.")
 app.command("bench")(bench.bench_command)
 
-NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.")]
+NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.", autocompletion=completion.kernels)]
 
 
 @app.command("list")
@@ -92,7 +92,10 @@ def new_command(
 def check_command(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.", show_default=False)] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A kernel's name.", show_default=False, autocompletion=completion.kernels),
+    ] = "",
     check_all: Annotated[bool, typer.Option("--all", help="Check every kernel.")] = False,
     backend: Annotated[
         list[options.Backend], typer.Option(help="Only this backend; may be repeated. Default: all of the manifest's.")

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.console import Settings
-from fusion_advisor.content import content_dir
+from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.errors import UsageError
 
 
@@ -79,11 +78,13 @@ def parse_share(text: str) -> float:
 
 def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
     """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
+    from fusion_advisor.content import content_dir
+
     shipped = content_dir("kernels").resolve()
     return tuple(dict.fromkeys(path for path in values or () if path.resolve() != shipped))
 
 
-_INPUT, _MEASURE, _ADVISE, _KEEP, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Output"
+_INPUT, _MEASURE, _ADVISE, _KEEP, _GATE, _OUTPUT = "Input", "Measure", "Advise", "Keep rule", "Gate", "Output"
 
 RevisionOpt = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.", rich_help_panel=_INPUT)]
 DtypeOpt = Annotated[Dtype | None, typer.Option("--dtype", help="auto: 16 bits on a GPU, fp32 on a CPU.", rich_help_panel=_INPUT)]
@@ -109,7 +110,14 @@ OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub."
 
 WarmupOpt = Annotated[int, typer.Option("--warmup", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)]
 RunsOpt = Annotated[int, typer.Option("--runs", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
-NvtxOpt = Annotated[bool, typer.Option("--nvtx", help="Open NVTX ranges for Nsight Systems.", rich_help_panel=_MEASURE)]
+NvtxOpt = Annotated[
+    bool,
+    typer.Option(
+        "--nvtx",
+        help="Open NVTX ranges for Nsight Systems; timed steps get slower. -v prints the nsys line.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 
 MinShareOpt = Annotated[
     str, typer.Option("--min-share", metavar="SHARE", help="Leave smaller chains out.", rich_help_panel=_ADVISE)
@@ -154,14 +162,47 @@ GraphOpt = Annotated[
     typer.Option("--graph/--no-graph", help="Try a CUDA graph around the step; keep it if it pays.", rich_help_panel=_KEEP),
 ]
 CompileOpt = Annotated[
-    bool, typer.Option("--compile/--no-compile", help="Also measure torch.compile's default mode.", rich_help_panel=_KEEP)
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
+        rich_help_panel=_MEASURE,
+    ),
 ]
-
+MaxAutotuneOpt = Annotated[
+    bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
+]
 MergeCopiesOpt = Annotated[
     bool,
     typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),
 ]
 
+FailOnOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-on",
+        metavar="GATE",
+        help="Exit 10 past it: speedup<1.05, regression>2%, numerics.",
+        rich_help_panel=_GATE,
+    ),
+]
+AbsoluteOpt = Annotated[
+    bool,
+    typer.Option("--absolute", help="Gates judge milliseconds too (step>15ms), not only ratios.", rich_help_panel=_GATE),
+]
+
+
+class Bar(enum.StrEnum):
+    """How progress is shown."""
+
+    AUTO = "auto"
+    BAR = "bar"
+    PLAIN = "plain"
+    NONE = "none"
+
+
+ProgressOpt = Annotated[Bar, typer.Option("--progress", help="auto: a bar in a terminal.", rich_help_panel=_OUTPUT)]
+OpenOpt = Annotated[bool, typer.Option("--open/--no-open", help="Open the HTML in a browser when done.", rich_help_panel=_OUTPUT)]
 OutputOpt = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of ./fusion-runs/<run id>.", rich_help_panel=_OUTPUT)
 ]
@@ -174,16 +215,103 @@ QuietOpt = Annotated[bool, typer.Option("-q", "--quiet", help="Warnings and one 
 VerboseOpt = Annotated[
     int, typer.Option("-v", "--verbose", count=True, help="-v more, -vv tracebacks too.", rich_help_panel=_OUTPUT)
 ]
-ColorOpt = Annotated[Color, typer.Option("--color", help="auto, always or never.", rich_help_panel=_OUTPUT)]
+ColorOpt = Annotated[
+    Color,
+    typer.Option(
+        "--color",
+        envvar="FUSION_ADVISOR_COLOR",
+        show_envvar=False,
+        help="auto, always or never.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 
 
-def apply_output(context: typer.Context, *, quiet: bool = False, verbose: int = 0, color: Color = Color.AUTO) -> Settings:
-    """Fill in the settings that ``main`` reads when it has to print an error."""
+def _configure(context: typer.Context, path: Path | None) -> None:
+    """Read the configuration before the other options, whose defaults it may give."""
+    if not context.resilient_parsing:
+        from fusion_advisor.cli.config import configure
+
+        configure(context, path)
+
+
+def _show_config(context: typer.Context, is_asked: bool) -> bool:
+    """Leave arguments open where only the configuration is asked for."""
+    if is_asked:
+        for parameter in context.command.params:
+            if not parameter.opts[0].startswith("-"):
+                parameter.required = False
+    return is_asked
+
+
+ConfigOpt = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        is_eager=True,
+        callback=_configure,
+        help="Options from here instead of ./fusion-advisor.toml.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+ShowConfigOpt = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        is_eager=True,
+        callback=_show_config,
+        help="Print each option's value and source; run nothing.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
+def apply_output(
+    context: typer.Context,
+    *,
+    quiet: bool = False,
+    verbose: int = 0,
+    color: Color = Color.AUTO,
+    progress: Bar = Bar.AUTO,
+    show_config: bool = False,
+) -> Settings:
+    """Fill in the settings that ``main`` reads when it has to print an error; end here where only they are asked for."""
     settings: Settings = context.obj
+    if show_config:
+        settings.color = color.value
+        _print_config(context, settings)
+        raise typer.Exit
     if quiet and verbose:
         raise UsageError(detail="--quiet and --verbose contradict each other", help="leave one out")
-    settings.verbosity, settings.is_quiet, settings.color = verbose, quiet, color.value
+    settings.verbosity, settings.is_quiet = verbose, quiet
+    settings.color, settings.progress = color.value, progress.value
     return settings
+
+
+def _print_config(context: typer.Context, settings: Settings) -> None:
+    from fusion_advisor.cli.config import shown_settings
+    from fusion_advisor.report.terminal import simple_table
+
+    def text(value: object) -> str:
+        if isinstance(value, list | tuple):
+            return ", ".join(text(item) for item in value) or "–"
+        return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+    settled = shown_settings(context)
+    if context.params.get("as_json"):
+        import json
+
+        listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
+        write_result(json.dumps(listed, indent=1, default=str) + "\n")
+        return
+    rows = [(key, text(value), source) for key, value, source in settled]
+    console = settings.out()
+    with console.capture() as captured:
+        console.print(simple_table(("Option", "Value", "Source"), rows, console))
+    write_result(captured.get())
 
 
 def workload_fields(**values: object) -> dict[str, object]:

@@ -1,21 +1,30 @@
-"""``fusion-advisor profile MODEL_ID``: where device time goes, and which chains could be one kernel."""
+"""``fusion-advisor profile MODEL_ID | --trace FILE``: where device time goes, and which chains could be one kernel."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import core, options, run_dir, runner
-from fusion_advisor.fuse.options import ProfileOptions
+from fusion_advisor.cli import completion, core, options, run_dir, trace
 
 
 def profile(
     context: typer.Context,
     *,
     model_id: Annotated[
-        str, typer.Argument(metavar="MODEL_ID", help="Hub id, local directory, module:factory or file.py:factory.")
-    ],
+        str,
+        typer.Argument(
+            metavar="MODEL_ID",
+            help="Hub id, local directory, module:factory or file.py:factory.",
+            autocompletion=completion.models,
+        ),
+    ] = "",
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Instead of a model: a torch.profiler trace, .json or .json.gz."),
+    ] = None,
     revision: options.RevisionOpt = None,
     dtype: options.DtypeOpt = None,
     device: options.DeviceOpt = None,
@@ -43,12 +52,26 @@ def profile(
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
+    open_html: options.OpenOpt = False,
+    progress: options.ProgressOpt = options.Bar.AUTO,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Run a model, rank its op chains by their share of device time, and name a kernel for each."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(
+        context, quiet=quiet, verbose=verbose, color=color, progress=progress, show_config=show_config
+    )
+    trace.check_usage(context, model_id, trace_file)
+    if trace_file is not None:
+        share, dirs = options.parse_share(min_share), options.kernel_dirs(kernels)
+        trace.run_trace(settings, trace_file, min_share=share, top=top, kernel_dirs=dirs, as_json=as_json)
+        return
+    from fusion_advisor.cli import runner
+    from fusion_advisor.fuse.options import ProfileOptions
+
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,
@@ -61,7 +84,9 @@ def profile(
         fast_math=fast_math,
         nvtx=nvtx,
     )
-    target = runner.Output(directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force)
+    target = runner.Output(
+        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+    )
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,

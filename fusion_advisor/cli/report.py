@@ -7,28 +7,37 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import options, run_dir
-from fusion_advisor.cli.console import write_result
+from fusion_advisor.cli import completion, options, run_dir
+from fusion_advisor.cli.console import open_page, write_result
 from fusion_advisor.errors import CannotWrite, UsageError
-from fusion_advisor.serialize import dump_report, read_report
 
 
 def report(
     context: typer.Context,
     *,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A path, a run id, a unique prefix or @last; the latest when left out.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A path, a run id, a unique prefix or @last; the latest when left out.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of the run's directory.")] = None,
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     md_limit: Annotated[int, typer.Option("--md-limit", min=1000, help="Most characters of the markdown.")] = 60_000,
+    open_html: options.OpenOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
+    _config: options.ConfigOpt = None,
+    show_config: options.ShowConfigOpt = False,
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
-    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
+    settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
+    from fusion_advisor.serialize import dump_report, read_report
+
     directory = run_dir.resolve(run)
     named = Path(run) if run else directory
     path = named if named.is_file() else directory / "report.json"
@@ -46,10 +55,12 @@ def report(
         except OSError as error:
             raise CannotWrite(path=target, detail=error.strerror or str(error)) from error
         written.append(target / "report.json")
+    if open_html:
+        open_page(settings, target / "report.html")
     if as_json:
         write_result(dump_report(shown))
         return
-    from fusion_advisor.report.terminal import plain, result_table, summary_line
+    from fusion_advisor.report.terminal import details, plain, result_table, summary_line
 
     console = settings.out()
     if quiet:
@@ -57,4 +68,6 @@ def report(
         return
     with console.capture() as captured:
         console.print(result_table(shown, console))
+        if verbose:
+            console.print(details(shown, console, with_source=verbose > 1))
     write_result(captured.get() + "".join(f"wrote: {path}\n" for path in written))

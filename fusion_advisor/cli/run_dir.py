@@ -6,22 +6,20 @@ repeats of a run share them while the time tells them apart.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
-from fusion_advisor.fuse.options import ProfileOptions
-from fusion_advisor.records import Report
-from fusion_advisor.serialize import encode, write_atomic, write_report
+
+if TYPE_CHECKING:
+    from fusion_advisor.fuse.options import ProfileOptions
+    from fusion_advisor.records import Report
 
 RUNS = Path("fusion-runs")
 FORMATS = ("html", "md", "json")
@@ -32,6 +30,8 @@ _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
 
 def tool_version() -> str:
     """Return fusion-advisor's own version; a checkout that was never installed has none."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("fusion-advisor")
     except PackageNotFoundError:
@@ -40,6 +40,11 @@ def tool_version() -> str:
 
 def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
     """Return six hex digits of what makes two runs comparable."""
+    import hashlib
+    import json
+
+    from fusion_advisor.serialize import encode
+
     asked = {item.name: encode(getattr(options, item.name)) for item in fields(options) if item.name not in _OF_THE_RUN}
     facts = [verb, encode(request), revision, asked, tool_version()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]
@@ -66,11 +71,11 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
             if value == item.default and item.name != "seed":
                 continue
             option = {"kernel_dirs": "--kernels"}.get(item.name, "--" + item.name.replace("_", "-"))
-            if value is True:
-                words.append(option)
+            if isinstance(value, bool):
+                words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):
                 words += [word for part in value for word in (option, str(part))]
-            elif value is not None and value is not False:
+            elif value is not None:
                 words += [option, str(value)]
     return shlex.join(words)
 
@@ -151,6 +156,8 @@ def parse_formats(values: Iterable[str] | None) -> tuple[str, ...]:
 
 def write_views(report: Report, directory: Path, formats: tuple[str, ...], *, md_limit: int | None = None) -> list[Path]:
     """Write the views of a report that were asked for, and return their paths."""
+    from fusion_advisor.serialize import write_atomic
+
     written = []
     try:
         if "html" in formats:
@@ -171,6 +178,8 @@ def write_views(report: Report, directory: Path, formats: tuple[str, ...], *, md
 
 def write_run(report: Report, directory: Path, formats: tuple[str, ...]) -> list[Path]:
     """Write report.json, the kernels' sources and the views."""
+    from fusion_advisor.serialize import write_atomic, write_report
+
     try:
         write_report(report, directory / "report.json")
         for fusion in report.fusions:
@@ -184,12 +193,10 @@ def write_run(report: Report, directory: Path, formats: tuple[str, ...]) -> list
     return [directory / "report.json", *write_views(report, directory, formats)]
 
 
-def append_step_summary(report: Report) -> None:
-    """Append the markdown to the job's summary where GitHub Actions asks for one."""
+def append_step_summary(text: str) -> None:
+    """Append markdown to the job's summary where GitHub Actions asks for one."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return
-    from fusion_advisor.report.markdown import render_markdown
-
     with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(render_markdown(report) + "\n")
+        file.write(text + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,15 +13,21 @@ from typing import Any, TypeVar
 
 import typer
 
-from fusion_advisor.cli import core, run_dir
-from fusion_advisor.cli.console import Settings, write_result
+from fusion_advisor.cli import core, gates, run_dir
+from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
-from fusion_advisor.records import Capture, Report, Status
-from fusion_advisor.serialize import dump_report, write_atomic, write_capture
+from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
+from fusion_advisor.report import gate
+from fusion_advisor.report.compare import compare
+from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.report.view import is_unchanged
+from fusion_advisor.serialize import dump_report, read_report, write_atomic, write_capture
 
 INTERRUPTED = 130
+NSYS = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
+"""Records the timed baseline of a run with --nvtx."""
 
 O = TypeVar("O", bound=ProfileOptions)  # noqa: E741
 
@@ -33,6 +40,7 @@ class Output:
     formats: tuple[str, ...]
     as_json: bool
     force: bool
+    is_opened: bool = False
 
 
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
@@ -49,12 +57,11 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
         return report
 
     report, directory = _run(settings, "profile", request=request, options=options, output=output, work=work)
-    hint = f"fusion-advisor apply {_named(directory, output)}"
-    _show(settings, report, directory, output, hint)
+    _show(settings, report, directory, output, _after_profile(report, _named(directory, output)))
 
 
-def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output) -> None:
-    """Apply what pays to a workload and show what it bought."""
+def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate.Rule, ...] = ()) -> None:
+    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed."""
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
         def save(report: Report) -> None:
@@ -72,11 +79,30 @@ def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: O
         finally:
             applied.revert()
 
-    report, directory = _run(settings, "apply", request=request, options=options, output=output, work=work)
-    hint = f"fusion-advisor report {_named(directory, output)} --format md"
+    report, directory = _run(
+        settings,
+        "apply",
+        request=request,
+        options=options,
+        output=output,
+        work=work,
+        judge=lambda done: replace(done, gates=_judged(done, rules)),
+    )
+    run = _named(directory, output)
+    is_paid = report.after is not None and not is_unchanged(report)
+    hint = f"fusion-advisor compare {run}:eager {run}" if is_paid else f"fusion-advisor report {run} -v"
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
+    absolute = any(rule.is_absolute for rule in rules)
+    gates.end(report.gates, f"{report.command} {shlex.join(gates.words(rules, absolute=absolute))}")
+
+
+def _judged(report: Report, rules: tuple[gate.Rule, ...]) -> tuple[Gate, ...]:
+    """Judge a run's rewritten step against its own eager step."""
+    if report.after is None:
+        return gate.unjudged(rules, "Nothing was applied in this run.")
+    return gate.judge(rules, compare(report, report, "eager", "applied")).gates
 
 
 def _write_part(options: ProfileOptions, name: str, report: Report, capture: Capture, output: Output) -> None:
@@ -96,8 +122,9 @@ def _run(
     options: O,
     output: Output,
     work: Callable[[core.Loaded, O, TerminalProgress], Report],
+    judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
-    with _kept_apart(settings), TerminalProgress(settings) as progress:
+    with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress:
         if options.kernel_dirs:
             progress.phase("kernels")
             core.read_patterns(options.kernel_dirs)
@@ -118,12 +145,25 @@ def _run(
             run_id=run_id,
             config_hash=digest,
         )
-        report = work(loaded, full, progress)
+        if options.nvtx and settings.verbosity:
+            settings.err().print(f"{NSYS} {full.command}", soft_wrap=True)  # one line, so that it can be copied
+        try:
+            report = judge(work(loaded, full, progress))
+        except KeyboardInterrupt:
+            _write_partial(directory, output)
+            raise
         progress.phase("report")
         run_dir.write_run(report, directory, output.formats)
         if "md" in output.formats:
-            run_dir.append_step_summary(report)
+            run_dir.append_step_summary(render_markdown(report))
     return report, directory
+
+
+def _write_partial(directory: Path, output: Output) -> None:
+    """Write the views of what an interrupted run has found; a second Ctrl-C ends this too."""
+    path = directory / "report.json"
+    if path.is_file():
+        run_dir.write_run(read_report(path), directory, output.formats)
 
 
 @contextlib.contextmanager
@@ -162,7 +202,7 @@ class _LogHandler(logging.Handler):
 
 
 def _show(settings: Settings, report: Report, directory: Path, output: Output, hint: str) -> None:
-    from fusion_advisor.report.terminal import plain, result_table, summary_line
+    from fusion_advisor.report.terminal import details, plain, result_table, summary_line
 
     console = settings.out()
     if output.as_json:
@@ -172,10 +212,22 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
     else:
         with console.capture() as captured:
             console.print(result_table(report, console))
+            if settings.verbosity:
+                console.print(details(report, console, with_source=settings.verbosity > 1))
         shown = directory / ("report.html" if "html" in output.formats else "report.json")
         write_result(f"{captured.get()}report: {shown}\nnext: {hint}\n")
+    if output.is_opened:
+        open_page(settings, directory / "report.html")
     if report.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _after_profile(report: Report, run: str) -> str:
+    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
+    reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
+    if reasons and len(reasons) == len(report.answers):
+        return f"fusion-advisor explain {reasons[0]}"
+    return f"fusion-advisor apply {run}"
 
 
 def _named(directory: Path, output: Output) -> str:

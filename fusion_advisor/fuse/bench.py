@@ -11,8 +11,10 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph import LiveCapture, describe
 from fusion_advisor.fuse.chain import Observer, OriginalChain, original_chain
-from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads
+from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
+from fusion_advisor.fuse.passes.counters import batch_counters
 from fusion_advisor.fuse.passes.fold import fold_constants
+from fusion_advisor.fuse.passes.shared import share_values
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import GraphPass, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.library.source import BuiltKernel
@@ -21,6 +23,9 @@ from fusion_advisor.records import OpNode, RenderedKernel
 PASSES: dict[str, tuple[str, GraphPass]] = {
     "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
     "group_query_heads": ("repeated KV heads are read in place (enable_gqa)", group_query_heads),
+    "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
+    "share_values": ("values that layers compute alike are computed once", share_values),
+    "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
 }
 """Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""
@@ -37,6 +42,15 @@ class BuiltFusion:
     """One sentence per site that cannot be replaced."""
     built: BuiltKernel
     """Binds the kernel to other sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltGemv:
+    """A kernel of linears on few rows, and the calls that go into the graph; see ``fuse.gemvs``."""
+
+    id: str
+    kernel: RenderedKernel
+    sites: tuple[SiteRewrite, ...]
 
 
 @dataclass(slots=True)
@@ -67,6 +81,15 @@ class Bench:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
         keep = {index for fusion in fusions for index in fusion.sites[0].inputs}
         check = {index for fusion in fusions for site in fusion.sites for index in site.inputs}
+        self.observe_values(keep, check)
+
+    def observe_values(self, keep: set[int], check: set[int]) -> None:
+        """Run the model once, op by op.
+
+        Args:
+            keep: ops whose results are kept.
+            check: ops whose results' layouts are compared with the traced ones.
+        """
         self.live.written.rewind()
         with torch.no_grad():
             for region, index_of in zip(self.live.regions, self.index_of, strict=True):
@@ -80,7 +103,7 @@ class Bench:
         members = fusion.chain.sites[0].op_indices
         region = self.ops[members[0]].region
         lowered = fusion.sites[0]
-        chain = original_chain(self.ops, self.index_of[region], members, lowered)
+        chain = original_chain(self.ops, self.index_of[region], members, lowered.inputs, lowered.outputs)
         return chain, [self.values[index] for index in lowered.inputs]
 
     def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:
@@ -102,12 +125,18 @@ class Bench:
             )
         return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
 
-    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str]) -> Variant:
-        """Return the model's regions with these rewrites; the captured graphs stay as they are."""
+    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], gemvs: Sequence[BuiltGemv] = ()) -> Variant:
+        """Return the model's regions with these rewrites; the captured graphs stay as they are.
+
+        A GEMV takes in the chains around its linear: a fusion's site that shares an op with one is left out.
+        """
         variant = Variant(modules=[])
+        taken = {index for gemv in gemvs for site in gemv.sites for index in site.members}
+        sites = [site for gemv in gemvs for site in gemv.sites]
+        sites += [site for fusion in fusions for site in fusion.sites if taken.isdisjoint(site.members)]
         names = [name for name in PASSES if name in passes]
         for region, index_of in zip(self.live.regions, self.index_of, strict=True):
-            mine = [site for fusion in fusions for site in fusion.sites if self.ops[site.members[0]].region == region.index]
+            mine = [site for site in sites if self.ops[site.members[0]].region == region.index]
             module, changed = rewrite_region(region, index_of, mine, [PASSES[name][1] for name in names])
             variant.modules.append(module)
             for name, count in zip(names, changed, strict=True):

@@ -13,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph import Region
-from fusion_advisor.library.lower import Lowered
 from fusion_advisor.records import OpNode, TensorMeta
 
 
@@ -65,12 +64,24 @@ class OriginalChain:
 
 
 def original_chain(
-    ops: Sequence[OpNode], index_of: Mapping[Node, int], members: Sequence[int], lowered: Lowered
+    ops: Sequence[OpNode],
+    index_of: Mapping[Node, int],
+    members: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
 ) -> OriginalChain:
-    """Collect the nodes of one site."""
+    """Collect the nodes of one site; everything is named by its op index.
+
+    Args:
+        ops: of the whole capture.
+        index_of: of the nodes of the site's region.
+        members: the site's ops.
+        inputs: what its kernel is given.
+        outputs: what its kernel returns.
+    """
     node_at = {index: node for node, index in index_of.items()}
     inside = set(members)
-    operand = {root: number for number, root in enumerate(lowered.inputs)}
+    operand = {root: number for number, root in enumerate(inputs)}
     outer: dict[Node, tuple[Node, int, TensorMeta, TensorMeta]] = {}
     unread: dict[Node, TensorMeta] = {}
     for index in members:
@@ -89,7 +100,7 @@ def original_chain(
         nodes=tuple(node_at[index] for index in members),
         outer=tuple(outer.values()),
         unread=tuple(unread.items()),
-        outputs=tuple(node_at[index] for index in lowered.outputs),
+        outputs=tuple(node_at[index] for index in outputs),
     )
 
 
@@ -107,6 +118,14 @@ def extent(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements lie as these strides say: of a dim of one element the stride means nothing.
+
+    At one token attention returns other strides there than it was traced with.
+    """
+    return all(size == 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def _wider(value: Any) -> Any:
@@ -142,7 +161,7 @@ class Observer(torch.fx.Interpreter):
                 self.values[index] = result.detach()
             if index in self._check:
                 meta = self._ops[index].outputs[0]
-                if tuple(result.stride()) != meta.stride or tuple(result.shape) != meta.shape:
+                if tuple(result.shape) != meta.shape or not has_strides(result, meta.stride):
                     self.surprises[index] = (
                         f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
                     )

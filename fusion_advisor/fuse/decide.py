@@ -8,7 +8,7 @@ kept ones are timed together against none, which is the figure that the report's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Decision:
     before: Timing
     after: Timing
     method: str
+    untouched_ns: int = 0
+    """The step without any rewrite, in the run that timed each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ def decide(
         before=as_timing(confirm[0], runner.method),
         after=as_timing(confirm[1], runner.method),
         method=runner.method,
+        untouched_ns=round(step_ns),
     )
 
 
@@ -120,6 +123,57 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
 
 
+def on_top(
+    runner: StepRunner,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    *,
+    name: str,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+) -> Verdict:
+    """Time a step against the same step with one more rewrite, and decide.
+
+    Args:
+        runner: of the step.
+        before: the step with all that was kept.
+        after: with the rewrite on top.
+        name: of the rewrite.
+        min_gain: share of the step that it must save.
+        confidence: of the interval.
+        budget_s: seconds.
+    """
+    calls = runner.recorded([before, before, after])
+    control, without, together = measure.interleave(
+        calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind
+    )
+    same = measure.difference(control, without, confidence)
+    del calls
+    runner.forget()
+    return verdict_of(
+        name,
+        measure.difference(without, together, confidence),
+        step_ns=median_interval(without)[0],
+        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
+        min_gain=min_gain,
+    )
+
+
+def confirmed(
+    runner: StepRunner, decision: Decision, original: Callable[[], Any], after: Callable[[], Any], *, budget_s: float
+) -> Decision:
+    """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
+    calls = runner.recorded([original, after])
+    times = measure.interleave(calls, rounds=100, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind)
+    return replace(
+        decision,
+        before=as_timing(times[0], runner.method),
+        after=as_timing(times[1], runner.method),
+        method=runner.method,
+    )
+
+
 class StepRunner:
     """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
 
@@ -129,6 +183,8 @@ class StepRunner:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
+        self.on_cuda = bench.on_cuda
+        self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.method = "cuda_graph" if bench.on_cuda else "wall"
 
@@ -150,7 +206,7 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            return [measure.recorded(call, pool=self._pool, before=self._bench.live.written.rewind) for call in plain]
+            return [measure.recorded(call, pool=self._pool, before=self.rewind) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

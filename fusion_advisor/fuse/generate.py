@@ -161,7 +161,7 @@ def _compare(
         ours = call()
         original_calls = sum(fused.fallbacks.values()) - counted
         parted = first_divergence(theirs.sequences, ours.sequences, theirs.logits, check.prompt_tokens)
-        before, after = steps.wall_pair(eager_call, call, on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S)
+        before, after = steps.walls([eager_call, call], on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S)
     finally:
         fused.revert()
     return replace(

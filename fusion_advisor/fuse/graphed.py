@@ -143,7 +143,11 @@ class Recording:
         name: the region's inputs that the call passes, for reports.
         play: launches the graph on the current stream.
         copies: inputs that are copied in.
-        held: inputs that are read where they are, ``addresses`` their addresses and ``slots`` their places among the inputs.
+        slots: places of the inputs that are read where they are, ``addresses`` their addresses and then those of ``own``.
+        held: those inputs, where the graph is launched before the guards and must find them alive. A step that writes to a KV
+            cache is launched after them, on the tensors of that call: holding the cache of an earlier ``generate`` would keep
+            its memory, and so keep the next one from getting the same addresses.
+        own: tensors of the rewritten graph itself.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
@@ -157,6 +161,7 @@ class Recording:
     play: Callable[[], None]
     copies: tuple[_Copy, ...]
     held: tuple[torch.Tensor, ...]
+    own: tuple[torch.Tensor, ...]
     addresses: list[int]
     slots: tuple[int, ...]
     others: tuple[tuple[int, Any], ...]
@@ -171,7 +176,7 @@ class Recording:
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
         return (
-            [tensor.data_ptr() for tensor in self.held] == self.addresses
+            [tensor.data_ptr() for tensor in (*self.held, *self.own)] == self.addresses
             and self.is_unwritten()
             and backend_flags() == self.flags
         )
@@ -182,9 +187,9 @@ class Recording:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
-        own = self.held[len(self.slots) :]
+        read = (*(args[slot] for slot in self.slots), *self.own)
         return (
-            [args[slot].data_ptr() for slot in self.slots] + [tensor.data_ptr() for tensor in own] == self.addresses
+            [tensor.data_ptr() for tensor in read] == self.addresses
             and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
             and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
             and self.is_unwritten()
@@ -389,14 +394,15 @@ class GraphedRegion:
             play, result = recorder.record(lambda: runner.run(*inputs))
         except CannotRecord as error:
             raise CannotRecord(f"{error} ({runner.where()})") from error
-        own = [tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None]
-        held = (*(args[slot] for slot in slots), *own)
+        own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
+        read = tuple(args[slot] for slot in slots)
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
         memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs)
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), held=held, addresses=[tensor.data_ptr() for tensor in held], slots=tuple(slots),
-            others=tuple(others), folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            play=play, copies=tuple(copies), held=read if self._is_pure else (), own=own,
+            addresses=[tensor.data_ptr() for tensor in (*read, *own)], slots=tuple(slots), others=tuple(others),
+            folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             memories=memories, results=results, kind=kind,
         )  # fmt: skip
 

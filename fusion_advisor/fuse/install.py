@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,18 +11,22 @@ import torch
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import steps
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, Variant, replaced_sites
+from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs, Recorder
+from fusion_advisor.fuse.memory import needed_bytes
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Report, Status, Timing
+from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
@@ -56,6 +60,8 @@ def install(
     options: ApplyOptions,
     progress: Progress,
     clock: PhaseClock,
+    *,
+    gemvs: Sequence[BuiltGemv] = (),
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
 
@@ -71,10 +77,11 @@ def install(
         options: run directory, dry run.
         progress: told what is found.
         clock: of the phases.
+        gemvs: kernels of linears on few rows that stay, in place of the fusions whose ops they take in.
     """
     passes = kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
-    variant = bench.build(built, passes)
+    variant = bench.build(built, passes, gemvs)
     measured = replace(
         report,
         status="applied",
@@ -86,14 +93,14 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math,
-        kernel_dirs=options.kernel_dirs,
+        kernel_dirs=options.kernel_dirs, has_gemvs=bool(gemvs),
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
     fused = FusedModel(
         loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
-        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0,
+        on_first_use=_MOST_SHAPES if options.dynamic == "on_first_use" else 0, live=bench.live,
     )  # fmt: skip
 
     rewind = bench.live.written.rewind
@@ -112,17 +119,33 @@ def install(
         else:
             with clock.phase("CUDA graph"):
                 graph = choose_graph(
-                    fused, fused_call, fused_call if built or has_rewrites else eager_call, name=name, min_gain=options.min_gain,
-                    confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S, wait=bench.wait,
-                    rewind=rewind,
+                    fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
+                    min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S,
+                    wait=bench.wait, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
         measured = replace(measured, rewrites=report.rewrites)
     is_graphed = graph is not None and graph.status is Status.KEPT
-    if not built and not has_rewrites and not is_graphed:
+    with_peers = (bench.on_cuda if options.compile is None else options.compile) or options.max_autotune
+    eager = Contender(name=EAGER, make=lambda: eager_call, step=report.before, held_bytes=0, is_required=True)
+    others = (
+        peers(loaded, eager_call, on_cuda=bench.on_cuda, max_autotune=options.max_autotune, rewind=rewind) if with_peers else []
+    )
+    measuring: dict[str, Any] = {
+        "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
+        "budget_s": WALL_S, "rewind": rewind, "progress": progress,
+    }  # fmt: skip
+    if not built and not gemvs and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
-        unchanged = replace(measured, after=replace(report.before, label="unchanged"), durations_s=tuple(clock.durations_s))
+        before = report.before
+        if others:
+            with clock.phase("baselines"):
+                rows = measure_all([eager, *others], **measuring)
+            measured, before = replace(measured, baselines=_without_doubles(rows)), _step_of(rows, EAGER, "eager")
+        unchanged = replace(
+            measured, before=before, after=replace(before, label="unchanged"), durations_s=tuple(clock.durations_s)
+        )
         fused.report = unchanged
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
@@ -130,40 +153,34 @@ def install(
             check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
-        wall_before, wall_after = steps.wall_pair(
-            eager_call, fused_call, on_cuda=bench.on_cuda, runs=options.runs, budget_s=WALL_S, rewind=rewind
-        )
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
         with launched_singly(fused):
             after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
-        rewind()
-        before = replace(
-            report.before, wall=wall_before, peak_memory_bytes=steps.peak_memory_bytes(eager_call, on_cuda=bench.on_cuda)
-        )
-        rewind()
         after = steps.step_profile(
-            "fused",
-            after_step.launches,
-            wall=wall_after,
-            device=decision.after if decision.method == "cuda_graph" else None,
-            peak_memory_bytes=steps.peak_memory_bytes(fused_call, on_cuda=bench.on_cuda)
-            + (graph.held_bytes if graph is not None and is_graphed else 0),
+            "fused", after_step.launches, device=decision.after if decision.method == "cuda_graph" else None
         )
-    if options.compile:
-        with clock.phase("torch.compile"):
-            compiled = torch.compile(original, dynamic=False)
-            step, first_s = steps.compiled_step(
-                lambda: compiled(*loaded.args, **loaded.kwargs),
-                on_cuda=bench.on_cuda,
-                runs=options.runs,
-                budget_s=WALL_S,
-                rewind=rewind,
-            )
-            progress.note(f"first call {first_s:.1f} s")
-            note = f"torch.compile was measured in its default mode, in the same run; its first call took {first_s:.1f} s."
-            measured = replace(measured, torch_compile=step, notes=(*measured.notes, note))
-    receipts = [_with_receipt(fusion, built, variant, after_step) for fusion in report.fusions]
+    warm_up, cannot = None, ""
+    with clock.phase("warm-up"):
+        try:
+            warm_up = measure_warm_up(loaded, capture, replace(measured, fusions=report.fusions), bench)
+            progress.note(f"{warm_up.seconds:.1f} s from the saved plan to the first fused step")
+        except AdvisorError as error:
+            cannot = f"the plan could not be put in place a second time: {error}"
+            progress.warn(cannot)
+    held = sum(rewrite.held_bytes for rewrite in report.rewrites if rewrite.status is Status.KEPT)
+    ours = Contender(
+        name=OURS, make=lambda: fused_call, step=after, held_bytes=held, is_required=True,
+        first_call_s=None if warm_up is None else warm_up.seconds, note="first call: from a saved plan, its kernels built before",
+    )  # fmt: skip
+    with clock.phase("baselines"):
+        rest = [ours_compiled(loaded, bench, variant, is_graphed=is_graphed)] if with_peers else []
+        baselines = measure_all([eager, *others, ours, *rest], **measuring)
+    before, after = (_step_of(baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
+    wall_before, wall_after = before.wall, after.wall
+    assert wall_before is not None and wall_after is not None
+    names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
+    receipts = [_with_receipt(fusion, names, variant, after_step) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed,
         before.device_ns,
@@ -172,7 +189,7 @@ def install(
         wall_after,
         is_device_judged=bench.on_cuda and not is_graphed,
     )
-    warnings = list(report.warnings)
+    warnings = [*report.warnings, *([cannot] if cannot else [])]
     if fused.fallbacks:
         warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
     if refusal is not None:
@@ -191,6 +208,8 @@ def install(
         before=before,
         captured=captured,
         after=after,
+        baselines=_without_doubles(baselines),
+        warm_up=warm_up,
         fusions=tuple(receipts),
         model_check=check,
         durations_s=tuple(clock.durations_s),
@@ -200,13 +219,27 @@ def install(
     return AppliedRun(fused=fused, report=final, capture=capture)
 
 
-def _with_receipt(fusion: Fusion, built: Sequence[BuiltFusion], variant: Variant, after_step: Step) -> Fusion:
+def _step_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:
+    step = next(row.step for row in rows if row.name == name)
+    assert step is not None  # a required contender's
+    return replace(step, label=label)
+
+
+def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
+    """Leave out the kernels of eager and ours, which stand in the report's before and after."""
+    return tuple(
+        replace(row, step=replace(row.step, kernels=())) if row.step is not None and row.name in (EAGER, OURS) else row
+        for row in rows
+    )
+
+
+def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
-    name = next(item.kernel.name for item in built if item.planned.id == fusion.id)
-    sharing = sum(replaced.get(item.planned.id, 0) for item in built if item.kernel.name == name)
+    name = names[fusion.id]
+    sharing = sum(replaced.get(other, 0) for other, shared in names.items() if shared == name)
     seen = steps.launches_of(after_step, name)
     refusals = fusion.receipt.refusals
     if seen != sharing:
@@ -264,7 +297,7 @@ def launched_singly(fused: FusedModel) -> Iterator[None]:
 
 
 def _reverted(fusion: Fusion, reason: str) -> Fusion:
-    if fusion.status is not Status.KEPT:
+    if fusion.status not in (Status.KEPT, Status.ABSORBED):
         return fusion
     receipt = replace(fusion.receipt, sites_replaced=0, launches_after=0)
     return replace(fusion, status=Status.NOT_REPLACED, reason=reason, receipt=receipt)

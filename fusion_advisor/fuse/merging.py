@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
-from fusion_advisor.fuse.decide import Decision, StepRunner, Verdict, verdict_of
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse.decide import Decision, StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.merge import MergedRegion, merge_linears
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -23,8 +23,6 @@ from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.rule import CannotLower
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
-from fusion_advisor.timing import measure
-from fusion_advisor.timing.stopwatch import as_timing, median_interval
 
 TITLE = "linears that read one input run as one GEMM"
 _ID = f"R{len(PASSES) + 1}"
@@ -39,6 +37,8 @@ class Kept:
     rewrites: tuple[GraphRewrite, ...]
     fusions: list[Fusion]
     built: list[BuiltFusion]
+    gemvs: tuple[BuiltGemv, ...] = ()
+    """Kernels of linears on few rows; where one stands, no fusion does."""
 
 
 class CannotMove(Exception):
@@ -176,7 +176,6 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
 def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: ApplyOptions, budget_s: float) -> Kept:
     passes = kept_passes(kept.rewrites)
     plain, with_merge = kept.bench.build(kept.built, passes), merged.bench.build(merged.built, passes)
-    on_cuda, rewind = kept.bench.on_cuda, kept.bench.live.written.rewind
 
     def before() -> Any:
         return kept.bench.run(plain)
@@ -185,36 +184,17 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
         return merged.bench.run(with_merge)
 
     runner = StepRunner(kept.bench)
-    calls = runner.recorded([before, before, after])
-    control, separate, together = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=on_cuda, before=rewind)
-    same = measure.difference(control, separate, options.confidence)
-    verdict = verdict_of(
-        _ID,
-        measure.difference(separate, together, options.confidence),
-        step_ns=median_interval(separate)[0],
-        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
-        min_gain=options.min_gain,
-    )
+    verdict = on_top(runner, before, after, name=_ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s)
     row = _row(verdict, merged, refusals)
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    del calls
-    runner.forget()
     untouched = kept.bench.build((), ())
 
     def original() -> Any:
         return kept.bench.run(untouched)
 
-    confirm = measure.interleave(
-        runner.recorded([original, after]), rounds=100, budget_s=budget_s / 3, on_cuda=on_cuda, before=rewind
-    )
-    decision = replace(
-        kept.decision,
-        before=as_timing(confirm[0], runner.method),
-        after=as_timing(confirm[1], runner.method),
-        method=runner.method,
-    )
+    decision = confirmed(runner, kept.decision, original, after, budget_s=budget_s / 3)
     fusions = [
         replace(fusion, rendered=merged.kernels[fusion.id]) if fusion.id in merged.kernels else fusion for fusion in kept.fusions
     ]

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
-from fusion_advisor.capture.graph import Region, writes_to_inputs
+from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs
 from fusion_advisor.fuse.rewrite import LayoutChanged
@@ -51,6 +51,7 @@ class FusedModel:
         graphs: Graphs | None = None,
         kept: Kept | None = None,
         on_first_use: int = 0,
+        live: LiveCapture | None = None,
     ) -> None:
         """Prepare the model; :meth:`apply` puts it in place.
 
@@ -63,6 +64,7 @@ class FusedModel:
             graphs: replay CUDA graphs; None runs every call launch by launch.
             kept: what :meth:`specialize` builds other shapes from.
             on_first_use: specialize up to so many unseen signatures by itself, each when it is first called.
+            live: the capture that the regions are of: what dynamo compiled for it is used again, in place of a second trace.
         """
         self.model = model
         self.report: Report | None = None
@@ -85,12 +87,30 @@ class FusedModel:
         self._hooks = [(table, len(table)) for table in hooks if table]
         self._no_hooks = [table for table in hooks if not table]
         self._original = torch_internals.original_call(model)
-        self._compiled = torch_internals.compiled_call(model, self._choose)
+        captured = None if live is None else live.compiled
+        if captured is None or captured.later is not None:
+            self._compiled = torch_internals.compiled_call(model, self._choose)
+        else:
+            self._compiled, captured.later = captured.call, self._choose
+            for region, module in zip(regions, modules, strict=True):
+                self._redirect(region, module, is_whole=len(regions) == 1)
         self._before: Callable[..., Any] | None = None
         self.is_applied = False
         self._is_broken = False
         self._chosen = 0
         self._add(regions, modules, args, kwargs)
+
+    def _redirect(self, region: Region, module: GraphModule, *, is_whole: bool) -> None:
+        """Let the captured call run a rewritten graph."""
+        route = region.route
+        assert route is not None
+
+        def first(*args: Any) -> Any:
+            self._chosen += 1
+            route.forward = self._runner(module, region.names, is_whole=is_whole)
+            return route.forward(*args)
+
+        route.forward = first
 
     def _add(
         self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -181,6 +201,9 @@ class FusedModel:
             return graph_module.forward
         module, names, is_whole = found
         self._chosen += 1
+        return self._runner(module, names, is_whole=is_whole)
+
+    def _runner(self, module: GraphModule, names: tuple[str, ...], *, is_whole: bool) -> Callable[..., Any]:
         if self.graphs is None or not is_whole:
             return module.forward
         return GraphedRegion(module, names, self.graphs)

@@ -53,7 +53,9 @@ class ApplyOptions(ProfileOptions):
         confidence: Of the interval that must lie past the threshold as a whole.
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
-        compile: Measure torch.compile's default mode beside ours.
+        compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
+            for the rest of ours. None: on a GPU only.
+        max_autotune: torch.compile's max-autotune mode too, which takes minutes.
         merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
         graph_outputs: ``clone`` copies results out of the graph's memory; ``static`` hands out that memory, which the next call
@@ -66,7 +68,8 @@ class ApplyOptions(ProfileOptions):
     confidence: float = 0.95
     strict: bool = False
     dry_run: bool = False
-    compile: bool = False
+    compile: bool | None = None
+    max_autotune: bool = False
     merge_copies: bool = False
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"

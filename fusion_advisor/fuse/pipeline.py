@@ -20,10 +20,12 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
+from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
 from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
+from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import choose, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
@@ -85,9 +87,17 @@ def apply_workload(
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
-        report = replace(report, fusions=tuple(kept.fusions), rewrites=kept.rewrites)
+                make = maker(kernel_dir, torch.device(loaded.record.device), backend=options.backend, log=progress.note)
+                kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
+        cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns)
+        report = replace(
+            report,
+            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
+            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
+            launch_cost_ns=cost_ns,
+        )
         on_report(report)
-        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock)
+        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock, gemvs=kept.gemvs)
         live.written.restore()
         return run
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.chains.find import Verdict, find_groups
+from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, find_match
@@ -72,7 +72,12 @@ def make_plan(
         skip: shell patterns of kernel names that are not tried.
         sources: where each library kernel's idea comes from, for the rendered header.
     """
-    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs))
+
+    # Whatever `only` and `skip` say: a saved plan finds its chains again by their ranks.
+    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        return find_match(lower(capture.ops, members, outputs).program, patterns) is not None
+
+    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs), has_kernel)
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []
@@ -83,6 +88,30 @@ def make_plan(
         if refusal is None and isinstance(answer, Match) and program is not None:
             planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1, sources or {}))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned))
+
+
+def recall(
+    capture: Capture, chains: Sequence[Chain], patterns: Sequence[Pattern], sources: dict[str, str] | None = None
+) -> list[PlannedFusion]:
+    """Plan chains that a run found before, without looking for any.
+
+    Args:
+        capture: of that run.
+        chains: of its report.
+        patterns: at least those of the kernels that they got.
+        sources: as for :func:`make_plan`.
+    """
+    members = [site.op_indices for chain in chains for site in chain.sites]
+    outputs = dict(zip(members, outputs_of(capture.ops, members), strict=True))
+    verdict = Verdict(is_fusible=True)
+    planned = []
+    for number, chain in enumerate(chains, start=1):
+        groups = tuple(Group(members=site.op_indices, outputs=outputs[site.op_indices], verdict=verdict) for site in chain.sites)
+        row = Ranked(chain=chain, groups=groups, refusal=None)
+        answer, program = _answer(capture.ops, row, patterns)
+        assert isinstance(answer, Match) and program is not None
+        planned.append(_planned(capture.ops, row, answer, program, number, sources or {}))
+    return planned
 
 
 def _answer(ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern]) -> tuple[Match | NoMatch, Program | None]:

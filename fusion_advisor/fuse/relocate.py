@@ -29,7 +29,9 @@ def merged_bench(bench: Bench, merged: Sequence[MergedRegion]) -> tuple[Bench, d
         merged: one per region of the bench.
     """
     old = bench.live
-    live = LiveCapture(regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written)
+    live = LiveCapture(
+        regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled
+    )
     new = Bench(live, on_cuda=bench.on_cuda)
     moved: dict[int, int] = {}
     for one, before, after in zip(merged, bench.index_of, new.index_of, strict=True):
@@ -76,4 +78,8 @@ def _named_like(program: Program, model: Program) -> Program:
         return program
     operands = tuple(replace(own, name=named.name) for own, named in zip(program.operands, model.operands, strict=True))
     values = tuple(replace(own, constant_name=named.constant_name) for own, named in zip(mine, theirs, strict=True))
-    return replace(program, operands=operands, values=values)
+    beside = program.beside
+    if len(beside) == len(model.beside):
+        pairs = zip(beside, model.beside, strict=True)
+        beside = tuple(replace(own, program=_named_like(own.program, named.program)) for own, named in pairs)
+    return replace(program, operands=operands, values=values, beside=beside)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph import Region
+from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
 
@@ -66,8 +67,10 @@ def fused_call(
     allocate = _poisoned if is_poisoned else torch.empty_strided
     empty_like = torch.empty_like
 
-    def changed(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> LayoutChanged:
-        return LayoutChanged(f"{name}: expected {shape} with strides {stride}, got {tuple(tensor.shape)}, {tensor.stride()}")
+    def refuse_other(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> None:
+        if tensor.shape != shape or tensor.dtype != dtype or not has_strides(tensor, stride):
+            found = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
+            raise LayoutChanged(f"{name}: expected {shape} with strides {stride} in {dtype}, got {found}")
 
     if len(layouts) == 1:
         (only,), (like,) = layouts, likes
@@ -75,7 +78,7 @@ def fused_call(
         def call(*tensors: torch.Tensor) -> Any:
             for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
                 if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                    raise changed(tensor, shape, stride)
+                    refuse_other(tensor, shape, stride, dtype)
             out = empty_like(tensors[like]) if like >= 0 else allocate(only[0], only[1], dtype=only[2], device=tensors[0].device)
             launch(*tensors, out)
             return out
@@ -84,7 +87,7 @@ def fused_call(
         def call(*tensors: torch.Tensor) -> Any:
             for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
                 if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                    raise changed(tensor, shape, stride)
+                    refuse_other(tensor, shape, stride, dtype)
             device = tensors[0].device
             results = [
                 empty_like(tensors[like]) if like >= 0 else allocate(shape, stride, dtype=dtype, device=device)
@@ -154,6 +157,7 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))
         call.meta = {key: originals[0].meta[key] for key in ("nn_module_stack", "stack_trace") if key in originals[0].meta}
         call.meta["fusion_id"] = site.fusion_id
+        call.meta["results"] = [original.meta.get("val") for original in originals]
         results = [call]
         if len(originals) > 1:
             results = [graph.call_function(operator.getitem, (call, number)) for number in range(len(originals))]

@@ -47,6 +47,8 @@ class Kept:
     """GEMM rows of the call that the plan was made for."""
     on_cuda: bool
     fast_math: bool = False
+    has_gemvs: bool = False
+    """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
     kernel_dirs: tuple[Path, ...] = ()
     """Folders of kernels beside the shipped ones."""
 
@@ -105,7 +107,7 @@ def specialise(
     sites: dict[str, int] = {}
     for fusion in built:
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
-    if kept.fusions and not any(sites.values()):
+    if (kept.fusions or kept.has_gemvs) and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
     return live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
@@ -116,7 +118,11 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     patterns, _ = library_patterns(kept.kernel_dirs)
     by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
     folded: dict[str, list[tuple[Group, Lowered]]] = {}
-    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs)):
+
+    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        return layout_key(lower(bench.ops, members, outputs).program) in by_layout
+
+    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs), has_kernel):
         if group.verdict.is_fusible:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
     found: list[tuple[PlannedFusion, BuiltFusion]] = []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas
 import torch
 
-from fusion_advisor.capture import timeline, torch_internals
+from fusion_advisor.capture import timeline
 from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
+from fusion_advisor.capture.graph import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
-from fusion_advisor.records import Launch, OpClass, StepProfile, Timing
+from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave
-from fusion_advisor.timing.stopwatch import as_timing, nothing, wall_times
+from fusion_advisor.timing.stopwatch import as_timing, nothing
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -28,16 +29,30 @@ def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepP
             "ns": [launch.duration_ns for launch in launches],
         }
     )
+    kernels = tuple((str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"]))
     return StepProfile(
         label=label,
         device_ns=int(frame["ns"].sum()),
         launches=len(frame),
         categories=tuple((str(name), count, ns) for name, count, ns in _ranked(frame, ["category"])),
-        kernels=tuple(
-            (str(name), str(category), count, ns) for name, category, count, ns in _ranked(frame, ["kernel", "category"])
-        ),
+        kernels=kernels,
         attention=attention_of(launches),
+        timeline=timeline_of(launches, kernels),
         **more,
+    )
+
+
+def timeline_of(launches: Iterable[Launch], kernels: Iterable[tuple[str, str, int, int]]) -> Timeline:
+    """Say when each launch ran, by its place in ``kernels``."""
+    place = {(name, category): at for at, (name, category, _, _) in enumerate(kernels)}
+    ordered = sorted(launches, key=lambda launch: launch.start_ns)
+    has_calls = any(launch.call_ns for launch in ordered)
+    return Timeline(
+        kernel=tuple(place[launch.kernel_name, launch.category] for launch in ordered),
+        start_ns=tuple(launch.start_ns for launch in ordered),
+        duration_ns=tuple(launch.duration_ns for launch in ordered),
+        call_start_ns=tuple(launch.call_start_ns for launch in ordered) if has_calls else (),
+        call_ns=tuple(launch.call_ns for launch in ordered) if has_calls else (),
     )
 
 
@@ -61,12 +76,20 @@ def _ranked(frame: pandas.DataFrame, by: list[str]) -> list[tuple[Any, ...]]:
 
 
 class _FusedRunner(torch.fx.Interpreter):
-    """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event."""
+    """Runs a rewritten region op by op on a CPU, where a fused kernel is no ATen op and would leave no event.
+
+    Each op lies in a range of the module that it comes from, for modules are not called here.
+    """
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        if "fusion_id" not in n.meta or n.op != "call_function":
+        if n.op != "call_function":
             return super().run_node(n)
-        with torch.profiler.record_function(f"fa:kernel:{getattr(n.target, '__name__', n.name)}"):
+        names = [f"{timeline.MODULE_RANGE}{timeline.plain_name(path)}" for path in (module_path(n),) if path]
+        if "fusion_id" in n.meta:
+            names.append(f"{timeline.KERNEL_RANGE}{getattr(n.target, '__name__', n.name)}")
+        with contextlib.ExitStack() as ranges:
+            for name in names:
+                ranges.enter_context(torch.profiler.record_function(name))
             return super().run_node(n)
 
 
@@ -98,55 +121,23 @@ def launches_of(step: Step, kernel_name: str) -> int:
     return sum(1 for launch in step.launches if launch.kernel_name.split("(")[0].strip() == kernel_name)
 
 
-def peak_memory_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
-    """Return the most device memory allocated during one call; 0 on a CPU, where no allocator counts."""
-    if not on_cuda:
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        call()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated())
-
-
-def compiled_step(
-    call: Callable[[], Any], *, on_cuda: bool, runs: int, budget_s: float, rewind: Callable[[], object] = nothing
-) -> tuple[StepProfile, float]:
-    """Measure what ``torch.compile`` makes of the model in its default mode, for the reader's comparison.
-
-    Args:
-        call: the original call, compiled here.
-        on_cuda: trace the device.
-        runs: wall-time runs at most.
-        budget_s: seconds of wall-time runs.
-        rewind: called ahead of each run, untimed.
-
-    Returns:
-        The step, and the seconds of its first call (compilation included).
-    """
-    rewind()
-    started = time.perf_counter()
-    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
-        call()
-        first_s = time.perf_counter() - started
-        wall = as_timing(wall_times(call, runs=runs, budget_s=budget_s, on_cuda=on_cuda, before=rewind), "wall")
-        traced = median_step(timeline.record(call, steps=3, on_cuda=on_cuda, before=rewind), on_cuda=on_cuda)
-    rewind()
-    peak = peak_memory_bytes(call, on_cuda=on_cuda)
-    return step_profile("torch.compile", traced.launches, wall=wall, peak_memory_bytes=peak), first_s
-
-
-def wall_pair(
-    before: Callable[[], Any],
-    after: Callable[[], Any],
+def walls(
+    calls: Sequence[Callable[[], Any]],
     *,
     on_cuda: bool,
     runs: int,
     budget_s: float,
     rewind: Callable[[], object] = nothing,
-) -> tuple[Timing, Timing]:
-    """Time two ways of calling the model against each other, from the host's side, interleaved."""
+) -> list[Timing]:
+    """Time ways of calling the model against each other, from the host's side, interleaved.
+
+    Args:
+        calls: warm.
+        on_cuda: wait for the device after each.
+        runs: rounds at most.
+        budget_s: seconds in all.
+        rewind: called ahead of each run, untimed.
+    """
 
     def waiting(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
@@ -157,5 +148,5 @@ def wall_pair(
         return run
 
     with torch.no_grad():
-        times = interleave([waiting(before), waiting(after)], rounds=runs, budget_s=budget_s, on_cuda=False, before=rewind)
-    return as_timing(times[0], "wall"), as_timing(times[1], "wall")
+        times = interleave([waiting(call) for call in calls], rounds=runs, budget_s=budget_s, on_cuda=False, before=rewind)
+    return [as_timing(series, "wall") for series in times]

@@ -147,9 +147,14 @@ def _timed(
 def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:
     """Return the lines around a chain's dearest op in the model's own source; empty where the file cannot be read."""
     site = planned.chain.sites[0]
-    path = source_path(site.source_file)
-    if path is None or not site.source_line:
+    return source_around(site.source_file, site.source_line)
+
+
+def source_around(file: str, line: int) -> tuple[tuple[int, str], ...]:
+    """Return numbered lines around one; empty where the file cannot be read."""
+    path = source_path(file)
+    if path is None or not line:
         return ()
-    first = max(1, site.source_line - _SOURCE_CONTEXT)
-    lines = linecache.getlines(str(path))[first - 1 : site.source_line + _SOURCE_CONTEXT]
+    first = max(1, line - _SOURCE_CONTEXT)
+    lines = linecache.getlines(str(path))[first - 1 : line + _SOURCE_CONTEXT]
     return tuple((first + number, line.rstrip("\n")) for number, line in enumerate(lines))

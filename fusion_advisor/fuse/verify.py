@@ -7,7 +7,7 @@ usually nearer to the truth than eager's rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from fusion_advisor.library.accuracy import Error, error_of, is_within, limit_fo
 from fusion_advisor.records import ModelCheck, Numerics, TensorMeta
 
 _MODEL_FACTOR = 1.5
-_SCALES = (1.0, 1.0, 32.0, 1e-3)
+SCALES = (1.0, 1.0, 32.0, 1e-3)
 """Magnitudes of the random inputs: ordinary twice, large enough to saturate what saturates, and small."""
 
 
@@ -37,15 +37,30 @@ def check_chain(
         seed: of the random inputs.
         fast_math: allow what --fast-math costs; the error is shown either way.
     """
+    trials = [list(roots), *(random_like(roots, seed + number, scale) for number, scale in enumerate(SCALES))]
+    return check_calls(
+        ((chain, fused, inputs) for inputs in trials),
+        fast_math=fast_math,
+        inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
+    )
+
+
+def check_calls(
+    calls: Iterable[tuple[OriginalChain, Callable[..., object], Sequence[torch.Tensor]]], *, inputs: str, fast_math: bool = False
+) -> Numerics:
+    """Check fused calls against the ops that they replace.
+
+    Args:
+        calls: (the original ops, the fused call, the root tensors); at least one.
+        inputs: what they are, in words.
+        fast_math: allow what --fast-math costs; the error is shown either way.
+    """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
-    for inputs in (
-        list(roots),
-        *(_random_like(roots, seed + number, scale) for number, scale in enumerate(_SCALES)),
-    ):
-        oracle = chain.run(inputs, as_float64=True)
-        eager = chain.run(inputs)
-        answer = fused(*inputs)
+    for chain, fused, given in calls:
+        oracle = chain.run(given, as_float64=True)
+        eager = chain.run(given)
+        answer = fused(*given)
         results = list(answer) if isinstance(answer, list | tuple) else [answer]
         for one, original, truth in zip(results, eager, oracle, strict=True):
             assert isinstance(one, torch.Tensor)
@@ -69,7 +84,7 @@ def check_chain(
         limit=limit,
         is_passed=passed,
         nonfinite_mismatches=nonfinite,
-        inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
+        inputs=inputs,
     )
 
 
@@ -78,7 +93,7 @@ def _badness(ours: Error, theirs: Error, unit: float) -> float:
     return ours.rel_l2 / max(theirs.rel_l2, unit / 4, 1e-30) + 1e9 * max(0, ours.nonfinite - theirs.nonfinite)
 
 
-def _random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
+def random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[torch.Tensor]:
     """Fresh inputs with the same layouts: floats are normal, ids, masks and positions stay as the model had them."""
     fresh = []
     for number, root in enumerate(roots):

@@ -29,7 +29,7 @@ import torch
 from fusion_advisor.library.accuracy import Error, error_of, is_within
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracle
+from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracle, planned_layouts
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, problem_of
 from fusion_advisor.library.match import Pattern, find_match
@@ -289,11 +289,11 @@ def _errors(
     count = job.output_count
     original, truth = eager(job.graph, inputs)[-count:], oracle(job.graph, inputs)[-count:]
     outputs = []
-    for tensor in original:
+    for tensor, planned in zip(original, planned_layouts(job.graph)[-count:], strict=True):
         # Triton's interpreter cuts bfloat16 off where a GPU rounds it: there the kernel stores float32 and torch rounds.
         dtype = torch.float32 if is_interpreted and tensor.dtype == torch.bfloat16 else tensor.dtype
         # Filled with what no kernel writes, so that an element that is left out shows.
-        outputs.append(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device).fill_(3))
+        outputs.append(torch.empty_strided(planned.shape, planned.stride(), dtype=dtype, device=tensor.device).fill_(3))
     launch(*(inputs[index] for index in job.inputs), *outputs)
     for ours, theirs, exact in zip(outputs, original, truth, strict=True):
         error, own = error_of(ours.to(theirs.dtype), exact), error_of(theirs, exact)

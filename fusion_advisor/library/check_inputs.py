@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,32 +55,52 @@ def _plant(values: torch.Tensor) -> None:
 
 
 def eager(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a traced reference."""
-    with torch.no_grad():
-        return _listed(graph(*inputs))
+    """Run a traced reference where its inputs are."""
+    return _run(graph, inputs, is_wide=False)
+
+
+def in_float64(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a traced reference in fp64 where its inputs are: casts between floating types inside it do nothing."""
+    return _run(graph, [t.to(torch.float64) if t.is_floating_point() else t for t in inputs], is_wide=True)
 
 
 def oracle(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a traced reference in fp64: casts between floating types inside it do nothing.
+    """Run a traced reference in fp64 on the CPU, whatever the inputs' device.
 
-    On the CPU, whatever the inputs' device: CUDA's own rms_norm turns a whole row into NaN where one element is infinite, and an
-    oracle must not share a kernel's habits.
+    CUDA's own rms_norm turns a whole row into NaN where one element is infinite, and an oracle must not share a kernel's habits.
     """
-    wide = [tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu() for tensor in inputs]
+    return [result.to(inputs[0].device) for result in in_float64(graph, [tensor.cpu() for tensor in inputs])]
+
+
+def planned_layouts(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Meta tensors laid out as a traced reference lays out its results.
+
+    A kernel is planned from these. Torch's index of a table by transposed numbers, for one, returns another layout when it runs.
+    """
+    returned = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes
+    planned = [node.meta["val"] for node in returned]
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in planned]
+
+
+def _run(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], *, is_wide: bool) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [result.to(inputs[0].device) for result in _listed(_InFloat64(graph).run(*wide))]
+        return _listed(_Replay(graph, inputs[0].device, is_wide=is_wide).run(*inputs))
 
 
-class _InFloat64(torch.fx.Interpreter):
+class _Replay(torch.fx.Interpreter):
+    """Runs a graph on another device than it was traced on: masks and positions that it makes are made there."""
+
+    def __init__(self, graph: torch.fx.GraphModule, device: torch.device, *, is_wide: bool) -> None:
+        super().__init__(graph)
+        self._device, self._is_wide = device, is_wide
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(target, _wide(args), _wide(kwargs))
+        return super().call_function(target, map_aggregate(args, self._moved), map_aggregate(kwargs, self._moved))
 
-
-def _wide(arguments: Any) -> Any:
-    def one(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    return map_aggregate(arguments, one)
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return self._device
+        return torch.float64 if self._is_wide and isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 def _listed(answer: Any) -> list[torch.Tensor]:

@@ -27,7 +27,6 @@ from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.timing.clock import Clock, make_clock
 
 BACKENDS = ("cuda", "triton")
-MOST_TRIALS = 6
 Build = Callable[[GemvConfig], Launcher]
 
 
@@ -87,7 +86,8 @@ def choose(
         problem: at its sizes.
         device: where it will run; without CUDA nothing is measured.
         header: as it will be rendered.
-        backends: ours that take part; ``cuda`` only where cuda-core is installed.
+        backends: in order of preference; the first that is here takes part, ``cuda`` only where cuda-core is installed. No Triton
+            kernel won over the CUDA kernel of the same problem on an H200, and compiling both would double the time.
         with_cublas: whether torch's own ops take part. Without them and without a kernel that serves, the choice is still cuBLAS.
         store: the user's file by default.
         clock: of the device by default.
@@ -95,7 +95,7 @@ def choose(
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
-    backends = tuple(name for name in backends if name != "cuda" or _has_cuda_core())
+    backends = tuple(name for name in backends if name != "cuda" or _has_cuda_core())[:1]
     ours = candidates(problem, backends)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
     if device.type != "cuda" or not ours or problem.m > MOST_ROWS:
@@ -105,10 +105,7 @@ def choose(
     stored = store.get_as(GemvConfig, key)
     if stored is not None and (stored in ours or (with_cublas and stored == CUBLAS)):
         return GemvChoice(config=stored, source="stored")
-    # The first ones of each form before the second ones: a little of everything.
-    forms = [config.form for config in ours]
-    order = sorted(range(len(ours)), key=lambda n: (forms[:n].count(forms[n]), n))
-    tried = [*([CUBLAS] if with_cublas else []), *(ours[n] for n in order)][:MOST_TRIALS]
+    tried = [*([CUBLAS] if with_cublas else []), *ours]
     with tempfile.TemporaryDirectory() as folder:
         make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder)))
         built: list[tuple[GemvConfig, str, Launcher]] = []

@@ -41,7 +41,7 @@ class GemvCuda:
         kind = {"float16": "half", "bfloat16": "bfloat16"}.get(problem.dtype, "")
         type_name = _TYPES[problem.dtype]
         helpers = [kind, "narrow", f"narrow_{kind}"] if kind else []
-        helpers += ["pack", "load_pack", "stream_policy", "stream_pack", "wait_for_kernel_before", "let_kernel_after_start"]
+        helpers += ["pack", "load_pack", "stream_policy", "stream_pack"]
         helpers += ["lanes_sum", *(["sigmoid"] if problem.is_gated else [])]
         if is_mma:
             helpers += [f"mma_{kind}", *(["narrow_pair"] if problem.has_norm else [])]
@@ -55,15 +55,8 @@ class GemvCuda:
             ("warps of a block: they share the columns", "WARPS", config.warps),
             ("loads of a thread from each row that are under way together", "UNROLL", config.unroll),
             ("columns of one load", "VEC", pack_width(problem)),
-            ("1: the weight's first loads do not wait for the kernel before", "OVERLAP", config.overlap),
         ]
-        names = [name for name, _ in problem.operands]
-        # An activation that the kernel before still writes must not be read through the path for constants, which restrict opens.
-        written = {"x", "residual"} if config.overlap else set()
-        signature = [
-            f"{'' if name == 'out' else 'const '}{type_name}* {'' if name in written else '__restrict__ '}{name}"
-            for name in names
-        ]
+        signature = [f"{'' if name == 'out' else 'const '}{type_name}* __restrict__ {name}" for name, _ in problem.operands]
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
             signature=signature, bounds="WARPS * 32", problem=problem, type=type_name,
@@ -111,9 +104,7 @@ class GemvCudaKernel:
         grid = -(-problem.n // config.rows)
         first = CudaLaunch(
             kernel=self._kernel,
-            config=LaunchConfig(
-                grid=grid, block=32 * config.warps, **({"programmatic_stream_serialization": True} if config.overlap else {})
-            ),
+            config=LaunchConfig(grid=grid, block=32 * config.warps),
             scalars=[],
             text=config.text,
         )

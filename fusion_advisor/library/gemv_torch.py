@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def torch_launcher(problem: GemvProblem) -> Launcher:
-    """Return a launcher of torch's ops, with as much of the epilogue in the GEMM as ``addmm`` takes."""
+    """Return a launcher of torch's ops, with as much of the epilogue in the GEMM as ``addmm`` takes.
+
+    It takes what a kernel takes: contiguous tensors of the problem's sizes, whatever their shapes.
+    """
     import torch
     from torch.nn import functional
 
@@ -25,11 +28,13 @@ def torch_launcher(problem: GemvProblem) -> Launcher:
 
     def launch(*tensors: torch.Tensor) -> None:
         given = dict(zip(names, tensors, strict=True))
-        x, weight, out = given["x"], given["weight"].view(problem.weight_rows, problem.k).t(), given["out"]
+        x, out = given["x"].view(problem.m, problem.k), given["out"].view(problem.m, problem.n)
+        weight = given["weight"].view(problem.weight_rows, problem.k).t()
         if problem.has_norm:
             x = normed(x, given["norm_weight"])
         bias, residual = given.get("bias"), given.get("residual")
         bias = None if bias is None else bias.view(problem.weight_rows)
+        residual = None if residual is None else residual.view(problem.m, problem.n)
         if problem.is_gated:
             both = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
             torch.mul(functional.silu(both[:, : problem.n]), both[:, problem.n :], out=out)

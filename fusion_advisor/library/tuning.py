@@ -187,7 +187,9 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
         taller = [
             Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)) if r <= 1024
         ]
-        return shape_of, [*taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)]
+        # The best tile of rope on an H200: 8 rows of 64 took 34.5 and 10.14 µs on two shapes, the own choice 34.8 and 10.45 µs.
+        small = Tuning(block_rows=max(1, 512 // (cols * (2 if plan.has_pairs else 1))), num_warps=4)
+        return shape_of, [small, *taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)]
     around = [Tuning(num_warps=w) for w in (warps * 2, warps // 2, warps * 4) if 1 <= w <= 32]
     narrow = [Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 4, warps * 2)) if cols * r <= 8192]
     return shape_of, [*narrow[:1], *around, *narrow[1:]]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report, Timing
+from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.report import view
 from fusion_advisor.report.text import visible
 
@@ -25,6 +25,9 @@ COLOURS = {
     "other": "#7d8590",
 }
 """At least 3:1 on the light and on the dark page, and apart from each other for the three kinds of colour blindness."""
+
+IDLE = "url(#idle)"
+"""Hatched, for it is no kernel's colour; the pattern is defined once in the page."""
 
 WIDTH = 960
 _LEFT = 96
@@ -74,27 +77,35 @@ class BarChart:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A point with its interval."""
+class Stage:
+    """One row of the waterfall: a whole bar from zero, or the piece that a rewrite took off."""
 
     y: float
     name: str
-    low: float
-    mid: float
-    high: float
-    figure: str
+    x: float
+    width: float
     colour: str
+    figure: str
+    figure_x: float
+    low: float
+    high: float
+    """Ends of the interval's whisker; equal where there is none."""
+    joint: float
+    """Where the line to the next row hangs."""
+    note: str
+    """Why a removed rewrite took nothing; empty for the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class IntervalChart:
-    """Points with intervals round a zero line."""
+class Waterfall:
+    """From the step without any rewrite to the step with all kept ones, closing exactly."""
 
     height: int
     left: int
-    zero: float
-    rows: tuple[Interval, ...]
+    rows: tuple[Stage, ...]
     ticks: tuple[Tick, ...]
+    table: tuple[tuple[str, str, str, str], ...]
+    """(row, change, interval, step afterwards)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +132,40 @@ class StripChart:
 
 
 def where_time_went(report: Report) -> BarChart | None:
-    """Kernel time by category for each profiled step; None where no step has any."""
+    """Kernel time by category for each profiled step, and what of its wall time no kernel filled; None where there is none."""
     steps = [step for step in view.steps(report) if step.categories]
-    longest = max((sum(ns for _, _, ns in step.categories) for step in steps), default=0)
+    longest = max((step.device_ns + idle_ns(step) for step in steps), default=0)
     if not longest:
         return None
-    scale = (WIDTH - _LEFT - _RIGHT) / longest
+    scale = (WIDTH - _LEFT - 170) / longest
     bars, used = [], []
     for at, step in enumerate(steps):
         x, segments = float(_LEFT), []
         for name, count, ns in step.categories:
             width = ns * scale
-            label = _colour_name(name) if width > 60 else ""
+            label = colour_name(name) if width > 60 else ""
             title = f"{visible(name, 40)}: {units.duration(ns)} in {count:,} kernels"
             segments.append(Segment(round(x, 2), round(width, 2), _colour(name), title, label))
-            used.append(_colour_name(name))
+            used.append(colour_name(name))
             x += width
-        total = sum(ns for _, _, ns in step.categories)
-        bars.append(Bar(26 + at * 52, step.label, units.duration(total), round(x + 8, 2), tuple(segments)))
+        idle = idle_ns(step)
+        if idle:
+            width = idle * scale
+            title = f"idle: {units.duration(idle)} of wall time that no kernel filled"
+            segments.append(Segment(round(x, 2), round(width, 2), IDLE, title, "idle" if width > 60 else ""))
+            x += width
+        busy = units.duration(step.device_ns)
+        figure = f"{busy} of {units.duration(step.wall.median_ns)}" if step.wall else busy
+        bars.append(Bar(26 + at * 52, step.label, figure, round(x + 8, 2), tuple(segments)))
     legend = tuple((name, colour) for name, colour in COLOURS.items() if name in used)
+    if any(idle_ns(step) for step in steps):
+        legend += (("idle (wall time less kernel time)", IDLE),)
     return BarChart(26 + len(bars) * 52 + 24, _LEFT, tuple(bars), _ticks(longest, scale), legend)
+
+
+def idle_ns(step: StepProfile) -> int:
+    """Wall time of the un-profiled step less its kernel time; 0 where kernels overlap or the profiler drew them out."""
+    return max(0, step.wall.median_ns - step.device_ns) if step.wall else 0
 
 
 def chain_floors(report: Report, limit: int = 12) -> BarChart | None:
@@ -176,34 +201,65 @@ def chain_floors(report: Report, limit: int = 12) -> BarChart | None:
     return BarChart(8 + len(bars) * 24 + 26, left, tuple(bars), _ticks(longest, scale, left), legend)
 
 
-def step_gains(report: Report) -> IntervalChart | None:
-    """What each timed rewrite did to the step, with its interval; None where nothing was timed."""
+def waterfall(report: Report) -> Waterfall | None:
+    """Stack the measured changes between the captured step without and with the kept rewrites.
+
+    Each change was measured on top of those before it, so they may be added; what the confirmation found beyond their sum is the
+    last row. None where the two ends were not timed.
+    """
+    before, after = report.step_before, report.step_after
     tried: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
     timed = [row for row in tried if row.step_delta_ns is not None]
-    if not timed:
+    if before is None or after is None or not timed:
         return None
-    ends = [0]
+    left = 290
+    level, lowest, highest = before.median_ns, 0, max(before.median_ns, after.median_ns)
     for row in timed:
-        ends += [row.step_delta_ns or 0, *(row.step_delta_ci_ns or ())]
-    low, high = min(ends), max(ends)
-    left = 210
-    span = max(high - low, 1)
-    scale = (WIDTH - left - 150) / span
+        if row.status is Status.KEPT:
+            level += row.step_delta_ns or 0
+            highest, lowest = max(highest, level), min(lowest, level)
+    level = before.median_ns
+    scale = (WIDTH - left - 215) / max(highest - lowest, 1)
 
-    def at(ns: int) -> float:
-        return round(left + (ns - low) * scale, 2)
+    def at(ns: float) -> float:
+        return round(left + (ns - lowest) * scale, 2)
 
-    rows = []
-    for index, row in enumerate(timed):
-        mid = row.step_delta_ns or 0
-        ci = row.step_delta_ci_ns or (mid, mid)
-        name = row.kernel if isinstance(row, Fusion) else row.name
-        colour = COLOURS["fused"] if row.status.value == "kept" else COLOURS["other"]
-        rows.append(
-            Interval(18 + index * 26, f"{row.id} {visible(name, 22)}", at(ci[0]), at(mid), at(ci[1]), units.delta(mid), colour)
-        )
-    ticks = tuple(Tick(at(ns), units.delta(ns) if ns else "0") for ns in _round_values(low, high))
-    return IntervalChart(18 + len(rows) * 26 + 22, left, at(0), tuple(rows), ticks)
+    rows: list[Stage] = []
+    table: list[tuple[str, str, str, str]] = []
+
+    def whole(name: str, timing: Timing) -> None:
+        end = at(timing.median_ns)
+        ends = at(timing.ci_low_ns), at(timing.ci_high_ns)
+        words = units.duration(timing.median_ns)
+        rows.append(Stage(_row_y(rows), name, at(0), round(end - at(0), 2), COLOURS["gemm"], words, end + 8, *ends, end, ""))
+        table.append((name, "", units.duration_interval(timing.ci_low_ns, timing.ci_high_ns), words))
+
+    def change(name: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str) -> None:
+        nonlocal level
+        start = level
+        if not note:
+            level += delta_ns
+        x, width = min(at(start), at(level)), abs(at(start) - at(level))
+        low, high = (at(level - delta_ns + end) for end in ci) if ci and not note else (at(level), at(level))
+        figure = units.delta(delta_ns)
+        right = max(at(start), at(level), high) + 8
+        rows.append(Stage(_row_y(rows), name, x, round(width, 2), colour, figure, right, low, high, at(level), note))
+        table.append((name, figure, units.delta_interval(*ci) if ci else "", note or units.duration(level)))
+
+    whole("without rewrites", before)
+    for row in timed:
+        name = f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 36)}"
+        note = "" if row.status is Status.KEPT else view.VERDICTS[row.status].words
+        colour = COLOURS["other"] if note else COLOURS["fused"] if (row.step_delta_ns or 0) <= 0 else COLOURS["pointwise"]
+        change(name, row.step_delta_ns or 0, row.step_delta_ci_ns, colour, note)
+    change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"], "")
+    whole("with all kept", after)
+    ticks = tuple(Tick(at(ns), units.duration(ns) if ns else "0") for ns in round_values(min(lowest, 0), highest))
+    return Waterfall(14 + len(rows) * 26 + 26, left, tuple(rows), ticks, tuple(table))
+
+
+def _row_y(rows: list[Stage]) -> float:
+    return 14 + len(rows) * 26
 
 
 def timing_strips(before: Timing | None, after: Timing | None) -> StripChart | None:
@@ -228,19 +284,20 @@ def _save_title(chain: Chain) -> str:
     return f"{chain.id} saving: at most {units.duration(max(chain.saving_bound_ns, 0))}"
 
 
-def _colour_name(category: str) -> str:
+def colour_name(category: str) -> str:
+    """Return the category whose colour is used: itself, or ``other``."""
     return category if category in COLOURS else "other"
 
 
 def _colour(category: str) -> str:
-    return COLOURS[_colour_name(category)]
+    return COLOURS[colour_name(category)]
 
 
 def _ticks(longest: int, scale: float, left: int = _LEFT) -> tuple[Tick, ...]:
-    return tuple(Tick(round(left + ns * scale, 2), units.duration(ns) if ns else "0") for ns in _round_values(0, longest))
+    return tuple(Tick(round(left + ns * scale, 2), units.duration(ns) if ns else "0") for ns in round_values(0, longest))
 
 
-def _round_values(low: int, high: int) -> tuple[int, ...]:
+def round_values(low: int, high: int) -> tuple[int, ...]:
     """Round numbers between two ends, about five of them, zero among them where it lies between."""
     span = max(high - low, 1)
     raw = span / 5

@@ -10,29 +10,59 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
+from dataclasses import replace
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
-from fusion_advisor.records import Fusion, Report
-from fusion_advisor.report import charts, view
+from fusion_advisor.records import Fusion, Report, StepProfile
+from fusion_advisor.report import charts, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
+from fusion_advisor.report.roofline import roofline
 from fusion_advisor.report.text import plural, visible
 from fusion_advisor.serialize import dump_report
 
-MAX_KERNELS = 200
+MAX_KERNELS = 500
 MAX_SITES = 100
-MAX_EMBEDDED_BYTES = 8_000_000
+MAX_EMBEDDED_BYTES = 4_000_000
+MAX_EMBEDDED_LAUNCHES = 20_000
+"""A longer timeline is only drawn: its lists as JSON would be larger than the rest of the page."""
+
+SECTIONS = (
+    ("quality", "Data quality"),
+    ("time", "Where the time went"),
+    ("savings", "What each rewrite bought"),
+    ("fusions", "Fusions"),
+    ("chains", "Chains"),
+    ("rewrites", "Without a kernel"),
+    ("timeline", "Timeline"),
+    ("gaps", "Launch gaps"),
+    ("roofline", "Roofline"),
+    ("baselines", "Baselines"),
+    ("numerics", "Numerics"),
+    ("kernels", "Kernels"),
+    ("method", "Method"),
+    ("environment", "Environment"),
+    ("glossary", "Glossary"),
+)
+"""The page's parts in order: (anchor, name)."""
 
 
 def render_html(report: Report) -> str:
     """Return the whole page."""
     source = content_dir("reports") / "html"
+    drawn = strip.strips(report)
     css = (source / "report.css").read_text(encoding="utf-8") + stylesheet()
-    scripts = [(source / name).read_text(encoding="utf-8") for name in ("theme.js", "report.js")]
-    data = embedded_json(report)
+    scripts = [
+        (source / name).read_text(encoding="utf-8") for name in ("theme.js", "report.js", *(("strip.js",) if drawn else ()))
+    ]
+    shown = _without_long_timelines(report)
+    data = embedded_json(shown)
+    gaps = gap_rows(report)
     rows, kernels_left, kernels_left_ns = view.kernel_rows(report, MAX_KERNELS)
     page = environment().get_template("report.html.jinja")
     html = page.render(
@@ -46,11 +76,29 @@ def render_html(report: Report) -> str:
         findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),
+        baselines=view.baseline_rows(report),
+        run_lines=[line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line],
+        predicted=view.predicted,
         steps=view.steps(report),
         categories=view.category_rows(report),
         time_chart=charts.where_time_went(report),
         floor_chart=charts.chain_floors(report),
-        gain_chart=charts.step_gains(report),
+        fall=charts.waterfall(report),
+        tiles=view.tiles(report),
+        groups=view.fusion_groups(report),
+        unmatched=view.unmatched(report),
+        traffic={fusion.id: view.traffic(report, fusion) for fusion in report.fusions},
+        reproduce={fusion.id: view.reproduce_one(report, fusion) for fusion in report.fusions},
+        strips=drawn,
+        strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
+        strip_size=(strip.COLUMNS, strip.HEIGHT),
+        gaps=gaps,
+        gap_chart=histogram(gaps),
+        gap_bins=bin_names(),
+        roof=roofline(report),
+        glossary=view.GLOSSARY,
+        sections=SECTIONS,
+        is_timeline_left_out=shown is not report,
         fusions_by_chain=view.fusion_by_chain(report),
         chains_by_id={chain.id: chain for chain in report.chains},
         kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
@@ -71,6 +119,14 @@ def render_html(report: Report) -> str:
     return html.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def render_still(template: str, **values: object) -> str:
+    """Return a page of another template with the report's style sheet; it loads nothing and runs nothing."""
+    css = (content_dir("reports") / "html" / "report.css").read_text(encoding="utf-8")
+    page = environment().get_template(template)
+    html = page.render(**values, css=Markup(css), policy=content_security_policy(css, []))
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def environment() -> Environment:
     """Return the jinja environment of the HTML templates."""
     made = Environment(
@@ -82,13 +138,13 @@ def environment() -> Environment:
         finalize=_finalize,
     )
     made.globals.update(u=units, plural=plural, chart_width=charts.WIDTH)
-    made.filters["short"] = visible
+    made.filters.update(short=visible, path=_path)
     return made
 
 
 def content_security_policy(css: str, scripts: list[str]) -> str:
     """Return the page's policy: nothing is fetched, and only the inline code that we wrote may run."""
-    allowed = " ".join(_source_hash(script) for script in scripts)
+    allowed = " ".join(_source_hash(script) for script in scripts) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_source_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
@@ -97,8 +153,31 @@ def content_security_policy(css: str, scripts: list[str]) -> str:
 
 def embedded_json(report: Report) -> str:
     """Return report.json as text that cannot end the script element that holds it."""
-    compact = json.dumps(json.loads(dump_report(report)), separators=(",", ":"), ensure_ascii=True)
+    return _script_json(json.loads(dump_report(report)))
+
+
+def _script_json(data: object) -> str:
+    compact = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     return compact.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("'", "\\u0027")
+
+
+def _strip_data(drawn: strip.Strips) -> dict[str, object]:
+    return {"span_ns": drawn.span_ns, "colours": charts.COLOURS, "sides": [side.data for side in drawn.sides]}
+
+
+def _without_long_timelines(report: Report) -> Report:
+    def shorter(step: StepProfile | None) -> StepProfile | None:
+        is_long = step is not None and step.timeline is not None and len(step.timeline.kernel) > MAX_EMBEDDED_LAUNCHES
+        return replace(step, timeline=None) if step is not None and is_long else step
+
+    short = replace(
+        report,
+        before=shorter(report.before) or report.before,
+        captured=shorter(report.captured),
+        after=shorter(report.after),
+        baselines=tuple(replace(row, step=shorter(row.step)) for row in report.baselines),
+    )
+    return report if short == report else short
 
 
 def _panels(fusion: Fusion) -> tuple[CodePanel | None, tuple[CodePanel, ...]]:
@@ -106,6 +185,13 @@ def _panels(fusion: Fusion) -> tuple[CodePanel | None, tuple[CodePanel, ...]]:
     text = "\n".join(visible(line) for _, line in fusion.original_source)
     original = panel(text, "python", numbers) if numbers else None
     return original, tuple(panel(kernel.source, kernel.backend) for kernel in fusion.rendered)
+
+
+def _path(drawn: str) -> Markup:
+    """Let an SVG path pass uncut: it may be long, and holds nothing but commands and numbers."""
+    if not re.fullmatch(r"[MHVhvz0-9 .-]*", drawn):
+        raise ValueError("this is no path of ours")
+    return Markup(drawn)
 
 
 def _source_hash(text: str) -> str:

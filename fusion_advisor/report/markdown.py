@@ -36,9 +36,21 @@ def render_markdown(report: Report, limit: int = LIMIT) -> str:
         text = _render(report, frozenset(_CUTS[given_up:]), is_cut=given_up > 0)
         if len(text) <= limit:
             return text
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    """Return the first whole lines of a text that is too long, and a last line that says so."""
     tail = "\n\n_cut; the full report is in `report.html`_\n"
     head = text[: max(0, limit - len(tail))]
     return head[: head.rfind("\n")] + tail if "\n" in head else head[:limit]
+
+
+def sticky_key(report: Report) -> str:
+    """Name what was run where, without when: the next run of the same finds its own comment by it and writes over it."""
+    work = report.workload
+    parts = (work.model_id, work.dtype, f"{work.batch}x{work.seq_len}", work.phase, report.environment.device_name)
+    return _key("-".join(part for part in parts if part)).lower()
 
 
 def escape(text: str, limit: int = 200) -> str:
@@ -77,7 +89,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     without = [(chain, view.kernel_cell(report, chain)[1]) for chain in report.chains if not view.kernel_cell(report, chain)[0]]
     removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
     text = (
-        _environment()
+        environment()
         .get_template("report.md.jinja")
         .render(
             report=report,
@@ -90,6 +102,12 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
+            sticky_key=sticky_key(report),
+            baselines=view.baseline_rows(report),
+            run_lines=[
+                line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line
+            ],
+            predicted=view.predicted,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
@@ -108,7 +126,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip().replace(_BLANK, "") + "\n"
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the jinja environment of the markdown templates."""
     # markdown is not HTML: escaping is by its own rules, through the filters below
     made = Environment(
         loader=FileSystemLoader(content_dir("reports") / "markdown"),
@@ -124,4 +143,4 @@ def _environment() -> Environment:
 
 def _key(text: str) -> str:
     """Return what may stand in an HTML comment: a bot finds its own comment by it."""
-    return re.sub(r"[^A-Za-z0-9._/-]+", "-", text)[:80].replace("--", "-")
+    return re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9._/-]+", "-", text))[:120].strip("-")

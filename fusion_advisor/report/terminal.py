@@ -14,13 +14,18 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, GraphRewrite, Match, Report
+from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site
+from fusion_advisor.report import compare as comparing
+from fusion_advisor.report import gate as gates
 from fusion_advisor.report import view
-from fusion_advisor.report.text import plural, visible
+from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
 _MOST_WARNINGS = 5
+_MOST_CHANGES = 12
+_MOST_SITES = 8
+_MOST_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,11 @@ class Column:
 def profile_table(report: Report, console: Console) -> RenderableType:
     """Return the chains of a profile, the sum below them, and what limits the figures."""
     lines = [*_caveats(report, console)]
+    table = _table(_chain_columns(report), console) if report.chains else Text("")
     if report.chains:
-        lines.append(_table(_chain_columns(report), console))
+        lines.append(table)
     lines.append(_line(view.headline(report).text, console))
-    if report.chains:
+    if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
     return Group(*lines, *_launches(report, console), *_findings(report, console))
 
@@ -70,7 +76,8 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
-    return Group(*lines)
+    lines += [_line(text, console) for text in (view.prediction_line(report), view.warm_up_line(report)) if text]
+    return Group(*lines, *_baselines(report, console), *gate_lines(report.gates, console))
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
@@ -81,6 +88,111 @@ def result_table(report: Report, console: Console) -> RenderableType:
 def is_ascii(console: Console) -> bool:
     """Whether the stream behind a console can show only ASCII."""
     return not (console.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def details(report: Report, console: Console, *, with_source: bool = False) -> RenderableType:
+    """Return what ``-v`` adds: each decision with its sites and errors, each reason for no kernel, and if asked the sources."""
+    lines: list[RenderableType] = []
+    replies = view.answers(report)
+    for chain in report.chains:
+        lines += [Text(""), _line(f"{chain.id}  {' → '.join(chain.ops)}", console, "bold")]
+        lines += [_line(f"  {site.module_path or 'top level'}  {_place(site)}", console) for site in chain.sites[:_MOST_SITES]]
+        left = len(chain.sites) - _MOST_SITES
+        if left > 0:
+            lines.append(_line(f"  and {plural(left, 'more site')}", console, "dim"))
+        answer = replies.get(chain.id)
+        if answer is None or not isinstance(answer, Match):
+            lines.append(_line(f"  no kernel: {view.kernel_cell(report, chain)[1]}", console))
+    rows: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+    for row in rows:
+        name = row.kernel if isinstance(row, Fusion) else row.name
+        lines += [Text(""), _line(f"{row.id}  {name}: {view.VERDICTS[row.status].words}", console, "bold")]
+        lines.append(_line(f"  {row.reason}", console))
+        if isinstance(row, Fusion):
+            lines += [_line(f"  {text}", console) for text in _evidence(row)]
+            lines += [_source(kernel.source, console) for kernel in row.rendered if with_source]
+    return Group(*lines)
+
+
+def _place(site: Site) -> str:
+    return f"{site.source_file}:{site.source_line}" if site.source_file else "no source line"
+
+
+def _evidence(fusion: Fusion) -> list[str]:
+    """Sites that were left alone, errors, and where the rendered kernels lie."""
+    lines = list(fusion.receipt.refusals)
+    checked = fusion.numerics
+    if checked is not None:
+        lines.append(
+            f"max abs error {units.error(checked.fused_max_abs)}, eager's own {units.error(checked.eager_max_abs)}; relative L2 "
+            f"{units.error(checked.fused_rel_l2)}, eager's own {units.error(checked.eager_rel_l2)} against {checked.oracle} over "
+            f"{plural(checked.elements, 'element')}"
+        )
+        lines += [f"tried on: {checked.inputs}", f"limit: {checked.limit}"]
+    return lines + [f"{kernel.backend}, {kernel.origin}: {kernel.path}" for kernel in fusion.rendered]
+
+
+def _source(text: str, console: Console) -> Text:
+    shown, left = visible_lines(text, _MOST_LINES, max(20, console.width - 4))
+    more = [f"    {plural(left, 'more line')}"] if left else []
+    return Text(
+        "\n".join(units.ascii_only(line) if is_ascii(console) else line for line in (*(f"    {one}" for one in shown), *more))
+    )
+
+
+def compare_table(shown: comparing.Comparison, console: Console, *, is_whole: bool = False) -> RenderableType:
+    """Return two runs side by side; what did not change is one line, unless ``is_whole``."""
+    head = comparing.headline(shown)
+    lines: list[RenderableType] = [
+        _line(comparing.side_line("A", shown.a), console),
+        _line(comparing.side_line("B", shown.b), console),
+        *(_line(f"! {caveat}", console, "yellow") for caveat in shown.caveats),
+        Text(""),
+        _table(_compare_columns(comparing.step_table(shown).rows, "Step"), console),
+    ]
+    for table in comparing.change_tables(shown):
+        rows = (*table.rows, *table.unchanged) if is_whole else table.rows[:_MOST_CHANGES]
+        lines.append(Text(""))
+        if rows:
+            lines.append(_table(_compare_columns(rows, table.title), console))
+        else:
+            lines.append(_line(f"{table.title}: nothing changed.", console, "bold"))
+        folded = [] if is_whole else [(len(table.rows) - len(rows), "smaller change"), (len(table.unchanged), "unchanged row")]
+        words = ", ".join(plural(count, word) for count, word in folded if count)
+        if words:
+            lines.append(_line(f"{words} not shown (-v shows all)", console, "dim"))
+    lines += [Text(""), _line(head.text, console, f"bold {TONES[head.tone]}".strip())]
+    lines += [_line(f"{point[0].upper()}{point[1:]}.", console) for point in head.points]
+    lines.append(_line(comparing.method_line(shown), console, "dim"))
+    return Group(*lines, *gate_lines(shown.gates, console))
+
+
+def gate_lines(judged: Sequence[Gate], console: Console) -> list[RenderableType]:
+    """Return one line for each gate: sign, rule, figures."""
+    styles = {"passed": "green", "failed": "red"}
+    lines: list[RenderableType] = []
+    for one in judged:
+        line = _line(f"{gates.mark(one)} gate {one.rule}: {one.reason}", console)
+        line.stylize(styles.get(one.state, "yellow"), 0, 1)
+        lines.append(line)
+    return lines
+
+
+def _compare_columns(rows: Sequence[comparing.Row], title: str) -> list[Column]:
+    columns = [
+        Column(title, tuple(row.name for row in rows), flex_min=20),
+        Column("A", tuple(row.a for row in rows), is_right=True),
+        Column("B", tuple(row.b for row in rows), is_right=True),
+        Column("Change", tuple(row.change for row in rows), is_right=True, drop=1),
+        Column("Range", tuple(row.spread for row in rows), drop=2),
+        Column("Launches", tuple(row.launches for row in rows), is_right=True, drop=3),
+        Column(
+            "Verdict",
+            tuple(f"{row.verdict.mark} {row.verdict.words}".strip() for row in rows),
+            cell_styles=tuple(TONES[row.verdict.tone] for row in rows),
+        ),
+    ]
+    return [column for column in columns if not column.drop or any(column.cells)]
 
 
 def plain(text: str, console: Console) -> str:
@@ -112,6 +224,29 @@ def _findings(report: Report, console: Console) -> list[RenderableType]:
 def _launches(report: Report, console: Console) -> list[RenderableType]:
     text = view.launch_line(report)
     return [_line(text, console)] if text else []
+
+
+def _baselines(report: Report, console: Console) -> list[RenderableType]:
+    rows = view.baseline_rows(report)
+    if not rows:
+        return []
+    columns = [
+        Column("Run as", tuple(row.name.replace("torch.compile", "compile") for row in rows), flex_min=23),
+        Column("Wall", tuple(row.wall for row in rows), is_right=True),
+        Column("95% CI", tuple(row.spread for row in rows), drop=2),
+        Column("Against ours", tuple(row.against for row in rows), is_right=True, drop=1),
+        Column(f"{view.device_word(report)} time", tuple(row.device for row in rows), is_right=True, drop=4),
+        Column("First call", tuple(row.first_call for row in rows), is_right=True, drop=3),
+        Column("Peak memory", tuple(row.memory for row in rows), is_right=True, drop=5),
+    ]
+    reasons = [f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
+    cost = view.cost_line(report)
+    return [
+        Text(""),
+        _table(columns, console),
+        *(_line(reason, console, "dim") for reason in reasons),
+        *([_line(cost, console)] if cost else []),
+    ]
 
 
 def _line(text: str, console: Console, style: str = "") -> Text:
@@ -187,6 +322,7 @@ def _fusion_columns(report: Report) -> list[Column]:
         Column("Sites", tuple(sites(at) for at in span), is_right=True, drop=3),
         Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
         Column("Step", tuple(gain(at) for at in span), is_right=True),
+        Column("Predicted", tuple(view.predicted(row) for row in rows), is_right=True, drop=5),
         Column("95% CI", tuple(spread(at) for at in span), drop=1),
         Column("Rel err", tuple(error(at) for at in span), is_right=True, drop=2),
         Column(

@@ -5,10 +5,28 @@ Nothing is measured or judged here: ratios of two figures of the report, sums th
 
 from __future__ import annotations
 
+import shlex
+import statistics
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Chain, Finding, Fusion, Match, NoMatch, Report, Status, StepProfile, Timing
+from fusion_advisor.records import (
+    COMPILED,
+    EAGER,
+    OURS,
+    OURS_COMPILED,
+    Baseline,
+    Chain,
+    Finding,
+    Fusion,
+    GraphRewrite,
+    Match,
+    NoMatch,
+    Report,
+    Status,
+    StepProfile,
+    Timing,
+)
 from fusion_advisor.report.text import plural, visible
 
 
@@ -34,6 +52,7 @@ VERDICTS = {
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
     Status.NOT_MATCHED: Verdict("–", "not matched", "plain"),
     Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
+    Status.ABSORBED: Verdict("→", "part of a larger kernel", "plain"),
 }
 
 
@@ -205,13 +224,11 @@ def headline(report: Report) -> Headline:
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not is_unchanged(report):
         points.append("whole-model numerics were not checked")
-    if report.torch_compile is not None and report.torch_compile.wall and report.before.wall:
-        compiled, _, _ = speedup_bounds(report.before.wall, report.torch_compile.wall)
-        points.append(f"torch.compile: {units.duration(report.torch_compile.wall.median_ns)}, {units.speedup(compiled)} vs eager")
-    elif report.after is not None and not is_unchanged(report):
-        points.append("torch.compile was not measured")
+    points += _against_others(report)
     if report.noise_share is not None:
         points.append(f"A/A noise {units.share(report.noise_share)}")
+    if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
+        return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
     if report.model_check is not None and not report.model_check.is_passed:
         return Headline("loss", f"The numbers changed. {text}", tuple(points))
     if report.status == "failed":
@@ -221,7 +238,174 @@ def headline(report: Report) -> Headline:
     return Headline(tone, text, tuple(points))
 
 
+def _compiled(report: Report) -> list[tuple[str, Timing]]:
+    """The modes of torch.compile that were measured, with their wall times."""
+    return [
+        (row.name.removeprefix(COMPILED), row.step.wall)
+        for row in report.baselines
+        if row.name.startswith(COMPILED) and row.step is not None and row.step.wall is not None
+    ]
+
+
+def _own_wall(report: Report) -> Timing | None:
+    """Wall time of what stays in the model: eager's where nothing did."""
+    return None if report.after is None else report.after.wall
+
+
+def faster_compile(report: Report) -> tuple[str, Timing] | None:
+    """The fastest mode of torch.compile, if it is faster than what stays in the model, intervals and all."""
+    own = _own_wall(report)
+    best = min(_compiled(report), key=lambda row: row[1].median_ns, default=None)
+    return best if best is not None and own is not None and best[1].ci_high_ns < own.ci_low_ns else None
+
+
+def best_peer(report: Report) -> tuple[str, Timing] | None:
+    """The fastest other way to run the step, eager among them; None where nothing else was measured."""
+    others = [
+        (row.name, row.step.wall)
+        for row in report.baselines
+        if row.name not in (OURS, OURS_COMPILED) and row.step is not None and row.step.wall is not None
+    ]
+    return min(others, key=lambda row: row[1].median_ns) if len(others) > 1 else None
+
+
+def _against_others(report: Report) -> list[str]:
+    own, peer = _own_wall(report), best_peer(report)
+    points = []
+    if own is not None and peer is not None and not is_unchanged(report):
+        ratio = own.median_ns / max(peer[1].median_ns, 1)
+        points.append(f"{ratio:.2f} of the time of the best other way ({peer[0]}, {units.duration(peer[1].median_ns)})")
+    if report.after is not None and not _compiled(report):
+        points.append("torch.compile was not measured")
+    return points
+
+
+def cost_line(report: Report) -> str:
+    """What ours loses against the best other way where that is faster: the kind of kernel, and the dearest kernel of it."""
+    own, peer = _own_wall(report), best_peer(report)
+    if own is None or peer is None or report.after is None or is_unchanged(report) or peer[1].median_ns >= own.median_ns:
+        return ""
+    theirs = next(row.step for row in report.baselines if row.name == peer[0])
+    assert theirs is not None
+    lost = {
+        kind: _by_kind(report.after).get(kind, 0) - _by_kind(theirs).get(kind, 0)
+        for kind in (*_by_kind(report.after), *_by_kind(theirs))
+    }
+    kind, ns = max(lost.items(), key=lambda row: row[1], default=("", 0))
+    begin = f"{peer[0]} is faster by {units.duration(own.median_ns - peer[1].median_ns)}"
+    if ns <= 0:
+        return f"{begin} although its kernels take no less: the difference is the host's."
+    dearest = max((row for row in report.after.kernels if _kind(row[1]) == kind), key=lambda row: row[3], default=None)
+    name = f", most of all in {visible(dearest[0], 80)} ({units.duration(dearest[3])})" if dearest else ""
+    return f"{begin}: ours spends {units.duration(ns)} more in {kind} kernels{name}."
+
+
+def _kind(category: str) -> str:
+    return category if category in ("gemm", "attention", "convolution") else "pointwise and reduction"
+
+
+def _by_kind(step: StepProfile) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for category, _, ns in step.categories:
+        found[_kind(category)] = found.get(_kind(category), 0) + ns
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineRow:
+    """One line of the baselines table, formatted."""
+
+    name: str
+    wall: str
+    spread: str
+    against: str
+    """Its wall time over what stays in the model."""
+    device: str
+    launches: str
+    first_call: str
+    memory: str
+    note: str
+
+
+def baseline_rows(report: Report) -> tuple[BaselineRow, ...]:
+    """Every way to run the step that was tried, in the order of the run; empty where ours was compared with eager alone."""
+    if not any(row.name not in (EAGER, OURS) for row in report.baselines):
+        return ()
+    return tuple(_baseline_row(row, _own_wall(report)) for row in report.baselines)
+
+
+def _baseline_row(row: Baseline, own: Timing | None) -> BaselineRow:
+    step = row.step
+    if step is None or step.wall is None:
+        return BaselineRow(row.name, "–", "", "–", "–", "–", "–", "–", row.note)
+    return BaselineRow(
+        name=row.name,
+        wall=units.duration(step.wall.median_ns),
+        spread=units.duration_interval(step.wall.ci_low_ns, step.wall.ci_high_ns),
+        against="–" if own is None else units.speedup(step.wall.median_ns / max(own.median_ns, 1)),
+        device=units.duration(step.device_ns) if step.device_ns else "–",
+        launches=units.number(step.launches) if step.launches else "–",
+        first_call="–" if row.first_call_s is None else units.seconds(row.first_call_s),
+        memory=units.size(step.peak_memory_bytes) if step.peak_memory_bytes else "–",
+        note=row.note,
+    )
+
+
+def warm_up_line(report: Report) -> str:
+    """How long a saved plan takes to the first fused step; empty where nothing was kept."""
+    warm = report.warm_up
+    if warm is None:
+        return ""
+    phases = ", ".join(f"{name} {units.seconds(taken)}" for name, taken in warm.phases_s)
+    compiled = next((row for row in report.baselines if row.name == f"{COMPILED}default" and row.first_call_s is not None), None)
+    beside = "" if compiled is None else f" torch.compile's first call took {units.seconds(compiled.first_call_s or 0.0)}."
+    return (
+        f"Warm-up: {units.seconds(warm.seconds)} from the saved plan to the first fused step ({phases}); building its kernels "
+        f"took {units.seconds(warm.build_s)}, once.{beside}"
+    )
+
+
+def prediction_error(report: Report) -> tuple[float, int] | None:
+    """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are."""
+    errors = []
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    for row in rows:
+        if row.status is Status.KEPT and row.step_delta_ns and row.predicted_saving_ns:
+            errors.append(abs(row.predicted_saving_ns + row.step_delta_ns) / abs(row.step_delta_ns))
+    return (statistics.median(errors), len(errors)) if errors else None
+
+
+def prediction_line(report: Report) -> str:
+    """How far predictions and measurements lie apart; empty where no kept rewrite has both."""
+    found = prediction_error(report)
+    if found is None:
+        return ""
+    error, count = found
+    cost = report.launch_cost_ns
+    launch = f"; a launch costs this step {units.duration(cost)} beside its kernel" if cost else ""
+    return (
+        f"Prediction: the savings expected of {plural(count, 'kept rewrite')} are off the measured ones by {units.share(error)} "
+        f"in the median{launch}."
+    )
+
+
+def predicted(row: Fusion | GraphRewrite) -> str:
+    """What a rewrite was expected to change, signed as what was measured; a dash where no figure says."""
+    has_any = row.predicted_saving_ns if isinstance(row, GraphRewrite) else row.chain_after
+    return units.delta(-(row.predicted_saving_ns or 0)) if has_any is not None else "–"
+
+
 def _result(report: Report) -> tuple[str, str]:
+    better = faster_compile(report)
+    if better is not None:
+        mode, wall = better
+        own, (_, text) = _own_wall(report), _against_eager(report)
+        ours = "" if own is None or is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
+        return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
+    return _against_eager(report)
+
+
+def _against_eager(report: Report) -> tuple[str, str]:
     pair = step_pair(report)
     if pair is None:
         with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
@@ -310,6 +494,88 @@ def _counted(name: str, before: int, after: int, show: object) -> Comparison | N
     return Comparison(name, text(before), "", text(after), "", units.relative_change(before, after), "")
 
 
+def tiles(report: Report) -> tuple[tuple[str, str, str], ...]:
+    """The band's figures: (name, before → after, change), the first of them the headline's own."""
+    pair = step_pair(report)
+    if pair is None or is_unchanged(report):
+        wall = report.before.wall
+        rows = [("Eager step", units.duration(wall.median_ns), "wall time")] if wall else []
+        if report.before.launches:
+            rows.append(("Kernel time", units.duration(report.before.device_ns), "one traced step"))
+            rows.append(("Launches", units.number(report.before.launches), ""))
+        return tuple(rows)
+    names = {"Step, wall clock": "Step", "Kernel launches": "Launches", "Peak memory": "Peak memory"}
+    return tuple((names[row.name], f"{row.before} → {row.after}", row.change) for row in comparisons(report) if row.name in names)
+
+
+def fusion_groups(report: Report) -> tuple[tuple[str, str, tuple[Fusion, ...]], ...]:
+    """Fusions by what became of them: (heading, anchor, fusions), empty groups left out."""
+    groups = (
+        ("Kept", "kept", (Status.KEPT,)),
+        ("Removed", "removed", (Status.WITHIN_NOISE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED)),
+        ("Could not build", "not-built", (Status.BUILD_FAILED,)),
+        ("Planned", "planned", (Status.PLANNED, Status.NOT_MATCHED)),
+    )
+    rows = ((name, anchor, tuple(f for f in report.fusions if f.status in statuses)) for name, anchor, statuses in groups)
+    return tuple(row for row in rows if row[2])
+
+
+def unmatched(report: Report) -> tuple[tuple[Chain, str], ...]:
+    """Chains without a kernel, and why."""
+    cells = ((chain, *kernel_cell(report, chain)) for chain in report.chains)
+    return tuple((chain, why) for chain, kernel, why in cells if not kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one site moves, before and after, and how fast."""
+
+    bytes_before: str
+    bytes_after: str
+    speed_after: str
+    share_of_copy: str
+
+
+def traffic(report: Report, fusion: Fusion) -> Traffic | None:
+    """Bytes of one site; None where the chain is unknown. The ops' own traffic before, each outside value once after."""
+    chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
+    if chain is None:
+        return None
+    moved, floor = chain.moved_bytes / len(chain.sites), chain.floor_bytes / len(chain.sites)
+    if fusion.chain_after is None:
+        return Traffic(units.size(moved), units.size(floor), "not timed", "")
+    speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
+    of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
+    return Traffic(units.size(moved), units.size(floor), units.bandwidth(speed), of_copy)
+
+
+def reproduce_one(report: Report, fusion: Fusion) -> str:
+    """The run's command for one fusion alone; empty where the run was started from Python."""
+    return f"{report.command} --only {shlex.quote(visible(fusion.kernel, 80))}" if report.command else ""
+
+
+GLOSSARY = (
+    ("op", "One ATen operation of the captured graph, for example mul or mean."),
+    ("kernel", "One function that runs on the device. An eager op launches one or more."),
+    ("launch", "One start of a kernel from the host, which costs a few microseconds of the host's time."),
+    ("chain", "Neighbouring pointwise and reduction ops that pass values on and could be one kernel."),
+    ("site", "One place in the model where a chain occurs. Equal chains of different layers are sites of one row."),
+    ("fusion", "A chain's sites replaced by one kernel."),
+    ("floor", "Time that no kernel can go below: outside values read once and results written once, at the copy's speed."),
+    ("share", "Part of the captured step's kernel time."),
+    ("speedup", "Time before divided by time after: above 1 is faster."),
+    ("95% interval", "Where the median lies with 95% certainty, from the order of the measured times."),
+    ("A/A noise", "How much a step differs from itself when it is measured twice. Smaller gains are not counted."),
+    ("oracle", "The same computation in higher precision, against which both the fused and the original error are taken."),
+    ("relative L2", "Length of the error over length of the oracle's result."),
+    ("pointwise", "An op whose every output element depends on the input elements at the same place."),
+    ("reduction", "An op that sums or compares along a dimension: mean, softmax, layer norm."),
+    ("launch-bound", "The device waits for the host: fewer launches help, faster kernels do not."),
+    ("roofline", "Speed against operations per byte, under what the device's memory and arithmetic allow."),
+)
+"""Terms of the report: (term, meaning)."""
+
+
 def quality(report: Report) -> tuple[str, tuple[str, ...]]:
     """Whether the trace can be trusted: a tone and the sentences that say why."""
     rows = _quality_rows(report)
@@ -361,8 +627,10 @@ def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
 
 def steps(report: Report) -> tuple[StepProfile, ...]:
     """The profiles that exist, in the order in which they were taken."""
-    rows = (report.before, report.captured, report.after, report.torch_compile)
-    return tuple(step for step in rows if step is not None)
+    compiled = min(_compiled(report), key=lambda row: row[1].median_ns, default=None)
+    name = "" if compiled is None else f"{COMPILED}{compiled[0]}"
+    peer = next((row.step for row in report.baselines if row.name == name), None)
+    return tuple(step for step in (report.before, report.captured, report.after, peer) if step is not None)
 
 
 def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | None, ...]], ...]:
@@ -374,13 +642,13 @@ def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | No
 
 
 def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int, int]:
-    """Kernels by name on both sides, largest first; how many are left out and their time."""
-    rows: dict[str, KernelRow] = {}
+    """Kernels by name and category on both sides, largest first; how many are left out and their time."""
+    rows: dict[tuple[str, str], KernelRow] = {}
     for name, category, count, ns in report.before.kernels:
-        rows[name] = KernelRow(name, category, count, ns, 0, 0)
+        rows[name, category] = KernelRow(name, category, count, ns, 0, 0)
     for name, category, count, ns in report.after.kernels if report.after else ():
-        old = rows.get(name, KernelRow(name, category, 0, 0, 0, 0))
-        rows[name] = KernelRow(name, old.category, old.before_count, old.before_ns, count, ns)
+        old = rows.get((name, category), KernelRow(name, category, 0, 0, 0, 0))
+        rows[name, category] = KernelRow(name, category, old.before_count, old.before_ns, count, ns)
     ranked = sorted(rows.values(), key=lambda row: (-max(row.before_ns, row.after_ns), row.name))
     rest = ranked[limit:]
     return tuple(ranked[:limit]), len(rest), sum(max(row.before_ns, row.after_ns) for row in rest)
@@ -388,11 +656,17 @@ def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int,
 
 def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
     """Environment and workload as (name, value), empty values left out."""
-    env, work = report.environment, report.workload
+    env, work, band = report.environment, report.workload, report.bandwidth
     rows = (
         ("Device", env.device_name + (f" (compute capability {env.capability})" if env.capability else "")),
         ("Device memory", units.size(env.device_memory_bytes) if env.device_memory_bytes else ""),
         ("Measured copy bandwidth", units.bandwidth(report.bandwidth.copy_bytes_per_s)),
+        (
+            "Measured read, write, triad",
+            ", ".join(units.bandwidth(speed) for speed in (band.read_bytes_per_s, band.write_bytes_per_s, band.triad_bytes_per_s))
+            if band.read_bytes_per_s
+            else "",
+        ),
         ("Smallest kernel", units.duration(report.bandwidth.launch_ns)),
         ("fusion-advisor", env.tool),
         ("torch", env.torch),

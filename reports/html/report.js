@@ -57,19 +57,54 @@
     });
   });
 
-  // filter of the kernel table
+  // filter of the kernel table: words, and categories of which any may fit
   var filter = document.getElementById("filter");
-  if (filter) filter.addEventListener("input", function () {
-    var wanted = filter.value.trim().toLowerCase();
-    var rows = document.getElementById("kernel-table").tBodies[0].rows;
-    var shown = 0;
-    Array.prototype.forEach.call(rows, function (row) {
-      var matches = row.textContent.toLowerCase().indexOf(wanted) !== -1;
-      row.hidden = !matches;
-      if (matches) shown += 1;
+  if (filter) {
+    var chips = Array.prototype.slice.call(document.querySelectorAll(".chip"));
+    var count = document.getElementById("filter-count"), whole = count.textContent;
+    var sieve = function () {
+      var wanted = filter.value.trim().toLowerCase();
+      var pressed = chips.filter(function (chip) { return chip.getAttribute("aria-pressed") === "true"; })
+        .map(function (chip) { return chip.getAttribute("data-category"); });
+      var rows = document.getElementById("kernel-table").tBodies[0].rows;
+      var shown = 0;
+      Array.prototype.forEach.call(rows, function (row) {
+        var fits = row.textContent.toLowerCase().indexOf(wanted) !== -1 &&
+          (!pressed.length || pressed.indexOf(row.getAttribute("data-category")) !== -1);
+        row.hidden = !fits;
+        if (fits) shown += 1;
+      });
+      count.textContent = wanted || pressed.length ? shown + " of " + rows.length + " kernel names." : whole;
+    };
+    filter.addEventListener("input", sieve);
+    chips.forEach(function (chip) {
+      chip.addEventListener("click", function () {
+        chip.setAttribute("aria-pressed", String(chip.getAttribute("aria-pressed") !== "true"));
+        sieve();
+      });
     });
-    document.getElementById("filter-count").textContent = wanted ? shown + " of " + rows.length + " kernels" : "";
-  });
+  }
+
+  // a link into a folded card opens it
+  function unfold() {
+    var target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    var card = target && target.closest("details");
+    if (card && !card.open) { card.open = true; target.scrollIntoView(); }
+  }
+  addEventListener("hashchange", unfold);
+  unfold();
+
+  // where in the page the reader is
+  var links = new Map();
+  document.querySelectorAll("nav a").forEach(function (link) { links.set(link.getAttribute("href").slice(1), link); });
+  var watcher = new IntersectionObserver(function (entries) {
+    entries.forEach(function (entry) {
+      if (!entry.isIntersecting) return;
+      links.forEach(function (link) { link.removeAttribute("aria-current"); });
+      links.get(entry.target.id).setAttribute("aria-current", "true");
+    });
+  }, { rootMargin: "0px 0px -75% 0px" });
+  document.querySelectorAll("main > section").forEach(function (part) { if (links.has(part.id)) watcher.observe(part); });
 
   // a printed page cannot unfold anything
   addEventListener("beforeprint", function () {

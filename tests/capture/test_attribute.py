@@ -55,6 +55,13 @@ def test_a_kernel_belongs_to_the_op_whose_range_holds_its_launch():
     assert all(launch.stream == 7 for launch in step.launches)
 
 
+def test_the_launching_call_is_kept_on_the_kernels_clock():
+    step = median_step(read_events(cuda_step(0, 0.0, KERNELS)), on_cuda=True)
+    # the first kernel starts at 500 µs, its call at 3 µs and the next op's call two ranges later
+    assert [launch.call_start_ns for launch in step.launches[:2]] == [-497_000, -477_000]
+    assert all(launch.call_ns == 1_000 for launch in step.launches)
+
+
 def test_annotations_mirrored_on_the_device_are_not_counted():
     step = median_step(read_events(cuda_step(0, 0.0, KERNELS)), on_cuda=True)
     assert step.device_ns == sum(round(kernel[1] * 1000) for kernel in KERNELS if kernel)

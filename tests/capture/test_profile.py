@@ -8,9 +8,11 @@ import json
 import pytest
 import torch
 
+from fusion_advisor.capture import profile
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.capture.profile import _quality, profile_model, profile_regions, reconcile
+from fusion_advisor.errors import MissingKernels
 from fusion_advisor.records import Launch
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH, ENVIRONMENT, profiled, toy
@@ -34,6 +36,11 @@ def test_every_op_of_the_records_is_where_its_index_says():
     assert [op.index for op in capture.ops] == list(range(len(capture.ops)))
 
 
+def called(model):
+    """Paths of the submodules that are called; a list of modules is not."""
+    return [path for path, module in model.named_modules() if path and not isinstance(module, torch.nn.ModuleList)]
+
+
 def test_the_model_runs_as_before(tmp_path):
     model, args = toy()
     expected = model(*args)
@@ -47,8 +54,48 @@ def test_the_model_runs_as_before(tmp_path):
     assert torch.equal(live.output, expected)
     assert 5 <= len(capture.eager_step.times_ns) <= 6
     assert capture.eager_step.method == "wall"
-    assert json.loads(gzip.decompress((tmp_path / "trace.before.json.gz").read_bytes()))["traceEvents"]
+    trace = json.loads(gzip.decompress((tmp_path / "trace.before.json.gz").read_bytes()))
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {f"fa:module:{path}" for path in called(model)} | {"fa:step:0", "fa:step:2"} <= names
     assert len(notes) == 3
+
+
+def test_nvtx_names_phases_steps_and_modules(monkeypatch):
+    seen, opened = [], []
+
+    class Range:
+        def __init__(self, name, domain=None, payload=None):
+            self.name = name if payload is None else f"{name}={payload}"
+            assert domain == "fusion_advisor"
+
+        def __enter__(self):
+            opened.append(self.name)
+            seen.append("/".join(opened))
+
+        def __exit__(self, *_):
+            assert opened.pop() == self.name
+
+    monkeypatch.setattr(profile.nvtx, "annotate", Range)
+    model, args = toy()
+    profile_model(
+        model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
+        runs=6, budget_s=0.01, with_nvtx=True,
+    )  # fmt: skip
+    assert seen[0] == "fa:warmup"
+    assert "fa:trace" in seen and "fa:baseline/fa:step=3" in seen
+    assert f"fa:baseline/fa:step=3/fa:module:{called(model)[0]}" in seen
+    assert opened == []
+
+
+def test_launches_without_any_kernel_are_an_error(monkeypatch):
+    """As under nsys, which holds the device's counters."""
+    model, args = toy()
+    monkeypatch.setattr(profile, "median_step", lambda trace, on_cuda: Step(launches=(), calls=12))
+    with pytest.raises(MissingKernels, match="0 of 12"):
+        profile_model(
+            model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
+            runs=5, budget_s=0.01,
+        )  # fmt: skip
 
 
 def step(*launches, calls=None):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 
+import pytest
 import torch
 
-from fusion_advisor.capture.timeline import read_events, record
+from fusion_advisor.capture.timeline import module_ranges, plain_name, read_events, record
 
 
 def event(cat, name, ts, dur, *, tid=1, ph="X", **args):
@@ -79,3 +80,67 @@ def test_recording_keeps_every_step_and_the_raw_trace(tmp_path):
     assert trace.kernels == ()
     raw = json.loads(gzip.decompress(saved.read_bytes()))
     assert any(found.get("name") == "aten::tanh" for found in raw["traceEvents"])
+
+
+def named_ranges(found):
+    return [span.name for span in found.ranges if "module" in span.name]
+
+
+def test_a_saved_trace_is_strict_ascii_with_the_modules_in_it_and_no_host(tmp_path):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module('naïve "\\\n', torch.nn.Linear(4, 4))
+            self.act = torch.nn.Tanh()
+
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x
+
+    model = torch.nn.Sequential(Layer(), Layer())
+    saved = tmp_path / "trace.json.gz"
+    with module_ranges(model, torch.profiler.record_function):
+        trace = record(lambda: model(torch.ones(2, 4)), steps=1, on_cuda=False, save_to=saved)
+    own = ["", ".na?ve ???", ".act"]
+    assert named_ranges(trace) == [f"fa:module:{layer}{name}" for layer in "01" for name in own]
+    text = gzip.decompress(saved.read_bytes())
+    document = json.loads(text)  # strict: a control character would be refused
+    assert text.isascii() and "host_name" not in document
+    ranges = {event["name"]: event for event in document["traceEvents"] if event.get("cat") == "user_annotation"}
+    outer, inner = ranges["fa:module:0"], ranges["fa:module:0.act"]
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_ranges_are_closed_and_hooks_gone_when_a_module_raises():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(3, 3))
+    opened = []
+
+    class Range:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            opened.append(self.name)
+
+        def __exit__(self, *_):
+            opened.remove(self.name)
+
+    with pytest.raises(RuntimeError), module_ranges(model, Range):
+        model(torch.ones(2, 4))
+    assert opened == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_runs_otherwise_with_hooks_gets_no_ranges():
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)).eval()
+    with torch.no_grad(), module_ranges(model, torch.profiler.record_function):
+        trace = record(lambda: model(torch.ones(1, 3, 8)), steps=1, on_cuda=False)
+    assert named_ranges(trace) == []
+    assert any("_transformer_encoder_layer_fwd" in op.name for op in trace.cpu_ops)
+
+
+def test_plain_names():
+    assert plain_name("model.layers.3.mlp") == "model.layers.3.mlp"
+    assert plain_name('a"b\\c\n\u202e') == "a?b?c??"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 
 import pytest
 import torch
@@ -38,6 +39,22 @@ def test_copy_all_writes_into_the_tensors_that_are_there():
     torch_internals.copy_all(into, [torch.ones(3), torch.tensor(7), torch.arange(4.0).view(2, 2)])
     assert [tensor.data_ptr() for tensor in into] == places
     assert into[0].sum() == 3 and into[1] == 7 and into[2].tolist() == [[0, 1], [2, 3]]
+
+
+def test_lists_are_added_at_once():
+    lists = [torch.tensor([1]), torch.tensor([2])], [torch.tensor([10]), torch.tensor([20])]
+    assert [int(value) for value in torch_internals.ADD_MANY(*lists)] == [11, 22]
+    torch_internals.ADD_MANY_IN_PLACE(lists[0], 5)
+    assert [int(value) for value in lists[0]] == [6, 7]
+
+
+def test_the_mask_that_attention_makes_is_read_off():
+    q, mask = torch.randn(1, 2, 3, 8), torch.tensor([[True, False, True]])
+    made = torch_internals.mask_in_attention(q, q, q, mask.expand(1, 1, 3, 3), scale=0.5)
+    assert made.dtype == q.dtype and made.shape == (1, 1, 3, 3)
+    assert torch.equal(made == 0, mask.expand(1, 1, 3, 3)) and float(made.min()) < -60000
+    # A mask that is additive already is not converted.
+    assert torch_internals.mask_in_attention(q, q, q, made) is None
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -197,3 +214,27 @@ def test_hook_tables_hold_every_forward_hook() -> None:
     assert any(tables)
     handle.remove()
     assert not any(tables)
+
+
+def test_compilers_begin_with_empty_caches_and_get_theirs_back(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before too")
+    with torch_internals.empty_compile_caches():
+        inside = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
+    assert "before" not in inside[0] and "before" not in inside[1]
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == ("before", "before too")
+
+
+def test_inductor_compiles_a_traced_graph():
+    # A matrix product alone needs no code of Inductor's own, which a C++ compiler would take seconds for.
+    a, b = torch.randn(4, 8), torch.randn(8, 2)
+    module = torch_internals.retrace_to_aten(lambda x, y: (torch.mm(x, y),), torch_internals.fake_tensors([a, b]))
+    (result,) = torch_internals.inductor(module, [a, b])(a, b)
+    torch.testing.assert_close(result, a @ b)
+
+
+def test_a_mode_of_torch_compile_reaches_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda call, **options: seen.update(options) or call)
+    torch_internals.compiled_call(torch.nn.Linear(2, 2), "inductor", mode="reduce-overhead")
+    assert (seen["backend"], seen["mode"], seen["dynamic"]) == ("inductor", "reduce-overhead", False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from fusion_advisor.cli import core
 from fusion_advisor.cli.app import main
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
+from fusion_advisor.serialize import load_record
 from tests.report.fixtures import applied, profiled, timing
 
 CLEARED = (
@@ -54,6 +56,9 @@ class Core:
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in CLEARED.split():
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("FUSION_ADVISOR_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -108,7 +113,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
 
     monkeypatch.setattr(core, "make_request", FakeRequest)
     monkeypatch.setattr(
-        core, "load_request", lambda text, name: core.load_record(FakeRequest, text, schema=core.REQUEST_SCHEMA, name=name)
+        core, "load_request", lambda text, name: load_record(FakeRequest, text, schema=core.REQUEST_SCHEMA, name=name)
     )
     monkeypatch.setattr(core, "load_workload", load_workload)
     monkeypatch.setattr(core, "profile_workload", profile_workload)

@@ -182,7 +182,8 @@ def test_codes_are_unique() -> None:
     def below(cls: type[AdvisorError]) -> list[type[AdvisorError]]:
         return [cls, *(found for child in cls.__subclasses__() for found in below(child))]
 
-    codes = [cls.code for cls in below(AdvisorError)]
+    # A trace that cannot be read has the code of a report that cannot: a kind of the same mistake declares none of its own.
+    codes = [cls.code for cls in below(AdvisorError) if "code" in vars(cls)]
     assert len(codes) == len(set(codes))
 
 

@@ -158,7 +158,9 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     # Interrupted inside an exec() of torch's, Python ends itself with SIGINT after our exit code; a shell shows 130 for both.
     assert done.returncode in (130, -signal.SIGINT), err
     assert out == ""
-    assert err.rstrip().endswith("interrupted; what there is lies in run")
+    assert "stopping after this step; Ctrl-C again stops at once" in err
+    assert err.endswith("interrupted; what there is lies in run\n  next: fusion-advisor report run\n")
+    assert (tmp_path / "run" / "report.html").is_file()
     assert "Traceback" not in err
     assert '"status": "interrupted"' in report.read_text()
     shown = cli(tmp_path, "report", "run")

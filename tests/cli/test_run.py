@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import webbrowser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fusion_advisor.cli import core
+from fusion_advisor.cli import console, core
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import Status
 from fusion_advisor.serialize import load_report, read_capture, read_report
@@ -59,6 +61,14 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
         ["✓", "report"],
     ]
     assert "\x1b" not in ran.err + ran.out
+
+
+def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:
+    lines = [line for line in run("profile", "org/m", "--nvtx", "-v").err.splitlines() if "nsys" in line]
+    assert len(lines) == 1 and lines[0].startswith("nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi ")
+    assert " fusion-advisor profile org/m " in lines[0] and lines[0].endswith(" --nvtx")
+    assert "nsys" not in run("profile", "org/m", "--nvtx", "-o", "a").err + run("profile", "org/m", "-v", "-o", "b").err
+    assert fake.options[0].nvtx and not fake.options[-1].nvtx
 
 
 def test_json_is_one_document(run: Run, fake: Core) -> None:
@@ -213,3 +223,86 @@ def test_request_is_readable_json(run: Run, fake: Core) -> None:
     data = json.loads((only_run() / "request.json").read_text())
     assert data["schema"] == core.REQUEST_SCHEMA
     assert data["model_id"] == "org/m"
+
+
+def test_the_first_ctrl_c_waits_for_the_step_and_leaves_a_report(run: Run, fake: Core) -> None:
+    steps: list[int] = []
+
+    def interrupted(progress: core.Progress) -> None:
+        for step in range(1, 9):
+            progress.step(step, 8, "a step that must come to its end")
+            if step == 2:
+                signal.raise_signal(signal.SIGINT)
+            steps.append(step)
+
+    fake.on_work = interrupted
+    before = signal.getsignal(signal.SIGINT)
+    ran = run("apply", "org/m")
+    assert ran.code == 130
+    assert steps == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is before
+    directory = only_run()
+    assert ran.err.endswith(f"interrupted; what there is lies in {directory}\n  next: fusion-advisor report {directory}\n")
+    assert "The run was interrupted." in (directory / "report.md").read_text()
+    assert (directory / "report.html").is_file()
+    assert ran.out == ""
+
+
+def test_the_second_ctrl_c_stops_at_once(run: Run, fake: Core) -> None:
+    steps: list[int] = []
+
+    def interrupted(progress: core.Progress) -> None:
+        for step in range(1, 9):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            steps.append(step)
+
+    fake.on_work = interrupted
+    ran = run("profile", "org/m")
+    assert ran.code == 130
+    assert steps == []
+    assert f"interrupted before anything was measured; the log is {only_run()}/log.txt" in ran.err
+
+
+def test_progress_modes(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.on_work = lambda progress: progress.warn("clocks moved")
+    assert run("profile", "org/m", "--progress", "none", "-o", "a").err.splitlines() == [
+        "a library that prints",
+        "! clocks moved",
+    ]
+    assert "✓ trace" in run("profile", "org/m", "--progress", "plain", "-o", "b").err
+    assert "\x1b[?25l" in run("profile", "org/m", "--progress", "bar", "-o", "c").err
+    monkeypatch.setenv("NO_COLOR", "1")
+    colourless = run("profile", "org/m", "--progress", "bar", "-o", "d").err  # a bar needs the cursor, not colours
+    assert "\x1b[?25l" in colourless
+    assert not re.search(r"\x1b\[[\d;]*m", colourless)
+
+
+def test_verbose_says_why(run: Run, fake: Core) -> None:
+    fake.report = applied()
+    plain, more, most = (run("apply", "org/m", *flags, "-o", str(len(flags))).out for flags in ((), ("-v",), ("-v", "-v")))
+    refusal = "model.layers.23.mlp.act: its input is written in place between the ops."
+    assert refusal not in plain and refusal in more
+    assert "no kernel: cat joins two tensors" in more
+    assert "tl.store(" not in more and "tl.store(" in most
+    assert plain.splitlines()[:5] == more.splitlines()[:5]
+
+
+def test_open_says_where_it_cannot(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def browser(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", browser)
+    assert (
+        "! --open: there is no terminal with a display here; it lies in a/report.html"
+        in run("apply", "org/m", "--open", "-o", "a").err
+    )
+    assert "add html to --format" in run("apply", "org/m", "--open", "-o", "b", "--format", "md").err
+    monkeypatch.setattr(console, "is_tty", lambda stream: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("BROWSER", "true")
+    assert "--open" not in run("apply", "org/m", "--open", "-o", "c").err
+    assert opened == [(Path("c") / "report.html").absolute().as_uri()]

@@ -179,7 +179,7 @@ class Fused:
 
 # ---------------------------------------------------------------------- presets
 
-LLAMA = {"add_rmsnorm": 4, "embedding_rmsnorm": 1, "rope": 4, "swiglu": 2}
+LLAMA = {"add_rmsnorm": 4, "embedding_rmsnorm": 1, "rope_qk": 2, "swiglu": 2}
 PRESETS = {
     "openai-community/gpt2": {"gelu_tanh": 2, "add_layernorm": 4},
     "Qwen/Qwen2.5-0.5B": LLAMA,
@@ -191,7 +191,7 @@ PRESETS = {
     "microsoft/Phi-3-mini-4k-instruct": {"add_rmsnorm": 4, "embedding_rmsnorm": 1, "swiglu_packed": 2, "rope": 4},
     # Norm, residual and next norm in one; scores capped, masked and normalised in one; logits capped.
     "google/gemma-2-2b": {
-        "pow_mean_add_rsqrt_mul_add_*": 4, "mul_div_tanh_mul_add_softmax_*": 2, "rope": 4, "geglu_tanh": 2, "softcap": 1,
+        "pow_mean_add_rsqrt_mul_add_*": 4, "mul_div_tanh_mul_add_softmax_*": 2, "rope_qk": 2, "geglu_tanh": 2, "softcap": 1,
     },
     "EleutherAI/pythia-160m": {"mul_neg_cat_mul_add_cat_*": 4, "add_add_layer_norm_layer_norm_*": 1},
     "facebook/opt-125m": {"add_layernorm": 4, "embedding_embedding_add_layer_norm_*": 1},

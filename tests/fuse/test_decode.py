@@ -232,7 +232,7 @@ def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_
     with torch.no_grad():
         expected = model(**decode_step(model)).logits
     later, latest = decode_step(model), decode_step(model)
-    fused = fusion_advisor.apply(model, kwargs, run_dir=tmp_path, runs=3, warmup=1, min_share=0.0)
+    fused = fusion_advisor.apply(model, kwargs, run_dir=tmp_path, runs=3, warmup=1, min_share=0.0, compile=False)
     assert fused.is_applied
     assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
     assert fused.report.model_check.is_passed and "written values" in fused.report.model_check.outputs
@@ -258,7 +258,7 @@ def test_decode_on_a_gpu_keeps_logits_and_cache(name):
     before = contents(kwargs["past_key_values"])
     with torch.no_grad():
         expected = model(**later).logits
-    options = {"runs": 5, "warmup": 2, "min_share": 0.0, "min_gain": 0.0, "confidence": 0.5}
+    options = {"runs": 5, "warmup": 2, "min_share": 0.0, "min_gain": 0.0, "confidence": 0.5, "compile": False}
     fused = fusion_advisor.apply(model, kwargs, **options)
     assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
     assert fused.report.model_check is None or fused.report.model_check.is_passed

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.fuse.passes.decode_gemv import MOST_ROWS, find_gemv_sites, replace_gemvs
+from fusion_advisor.capture.graph import describe
+from fusion_advisor.fuse.passes.decode_gemv import MOST_ROWS, find_gemv_sites
 from fusion_advisor.fuse.passes.merge import merge_linears
+from fusion_advisor.fuse.rewrite import SiteRewrite, rewrite_region
 from fusion_advisor.workload.adjacent import lay_out_siblings
 from tests.tiny import profile_live, qwen2, region_of
 
@@ -44,9 +46,31 @@ def reference(site):
     return call
 
 
+def rewritten(region):
+    """The region with every site computed by one call, and the calls."""
+    _, index_of = describe(region)
+    sites = [
+        SiteRewrite(
+            fusion_id="G1",
+            members=tuple(index_of[node] for node in site.members),
+            inputs=tuple(index_of[node] for node in site.operands),
+            outputs=(index_of[site.result],),
+            call=reference(site),
+        )
+        for site in find_gemv_sites(region.graph.graph)
+    ]
+    module, _ = rewrite_region(region, index_of, sites, ())
+    return module, [node for node in module.graph.nodes if node.name.startswith("reference")]
+
+
 def gated(x, w):
     out = F.linear(x, w)
     return F.silu(torch.ops.aten.slice(out, -1, 0, 12)) * torch.ops.aten.slice(out, -1, 12, 24)
+
+
+def gated_pieces(x, w, count):
+    gate, up, *_ = F.linear(x, w).chunk(count, -1)
+    return up * F.silu(gate)
 
 
 CASES = {
@@ -56,6 +80,16 @@ CASES = {
     "torch's norm": (lambda x, n, w: F.linear(F.rms_norm(x, (16,), n, 1e-6), w), (X, NORM, W), (True, False, False)),
     "residual": (lambda x, w, r: r + F.linear(x, w), (X, W, R), (False, False, True)),
     "gate": (gated, (X, W), (False, True, False)),
+    "gate of a chunk": (lambda x, w: gated_pieces(x, w, 2), (X, W), (False, True, False)),
+    "three pieces": (lambda x, w: gated_pieces(x, w, 3), (X, W), (False, False, False)),
+    "residual after a dropout": (lambda x, w, r: r + F.dropout(F.linear(x, w), 0.5, False), (X, W, R), (False, False, True)),
+    "residual after a live dropout": (lambda x, w, r: r + F.dropout(F.linear(x, w), 0.0, True), (X, W, R), (False, False, False)),
+    "a norm whose rows are all kept": (lambda x, n, w: F.linear(rmsnorm(x, n)[:, 0:], w), (X, NORM, W), (True, False, False)),
+    "a norm of more rows": (
+        lambda x, n, w: F.linear(rmsnorm(x, n)[:, -4:], w),
+        (torch.randn(1, 6, 16), NORM, W),
+        (False, False, False),
+    ),
     "all": (
         lambda x, n, w, b, r: F.linear(rmsnorm(x, n), w, b) + r,
         (X, NORM, W, BIAS, R),
@@ -79,14 +113,19 @@ def test_a_site_takes_in_what_one_kernel_can(name):
     region, (site,) = sites_of(function, *inputs)
     assert (site.norm is not None, site.is_gated, site.residual is not None) == expected
     assert (site.rows, site.inner, site.columns) == (4, 16, 12 if site.is_gated else 24)
-    graph = region.graph.graph
-    before = region.graph(*inputs)
-    assert replace_gemvs(graph, reference) == 1
-    graph.eliminate_dead_code()
-    graph.lint()
-    region.graph.recompile()
-    torch.testing.assert_close(region.graph(*inputs), before)
-    assert not any(node.target is torch.ops.aten.linear.default for node in graph.nodes)
+    module, calls = rewritten(region)
+    module.graph.lint()
+    torch.testing.assert_close(module(*inputs), region.graph(*inputs))
+    assert len(calls) == 1
+    assert not any(node.target is torch.ops.aten.linear.default for node in module.graph.nodes)
+
+
+def test_the_sum_of_two_linears_is_computed_by_one():
+    region, sites = sites_of(lambda x, w, v: F.linear(x, w) + F.linear(x, v), X, W, W.flip(0).contiguous())
+    assert [site.residual is not None for site in sites] == [True, False]
+    module, calls = rewritten(region)
+    assert len(calls) == 2
+    torch.testing.assert_close(module(*region.example_args), region.graph(*region.example_args))
 
 
 def test_many_rows_are_left_to_cublas():
@@ -114,11 +153,21 @@ def test_a_norm_whose_input_is_written_to_stays_outside():
     assert site.norm is None
 
 
-def test_a_site_without_a_kernel_is_left_alone():
-    region, _ = sites_of(F.linear, X, W)
-    code = region.graph.graph.python_code("self").src
-    assert replace_gemvs(region.graph.graph, lambda _: None) == 0
-    assert region.graph.graph.python_code("self").src == code
+def test_what_is_written_before_the_result_is_read_keeps_the_linear():
+    """The call would stand where its result is first read, and read what the linear did not."""
+
+    def function(x, w):
+        y = F.linear(x, w)
+        x.mul_(2)
+        return y + 1
+
+    def other(x, w, r):
+        y = F.linear(x, w)
+        r.mul_(2)
+        return y + 1
+
+    assert sites_of(function, X.clone(), W)[1] == []
+    assert len(sites_of(other, X, W, R.clone())[1]) == 1
 
 
 def test_a_merged_decoder_is_gemvs_with_norms_gates_and_residuals():
@@ -131,9 +180,9 @@ def test_a_merged_decoder_is_gemvs_with_norms_gates_and_residuals():
     # per layer: qkv (norm), o (residual), gate and up (norm, gate), down (residual); then the head
     kinds = [(site.norm is not None, site.is_gated, site.residual is not None) for site in sites]
     layer = [(True, False, False), (False, False, True), (True, True, False), (False, False, True)]
-    assert kinds[:8] == layer * 2
-    expected = merged.region.graph(*merged.region.example_args)
-    assert replace_gemvs(merged.region.graph.graph, reference) == len(sites) == 9
-    merged.region.graph.graph.eliminate_dead_code()
-    merged.region.graph.recompile()
-    torch.testing.assert_close(merged.region.graph(*merged.region.example_args), expected)
+    assert kinds == [*layer * 2, (True, False, False)]
+    module, calls = rewritten(merged.region)
+    assert len(calls) == 9
+    torch.testing.assert_close(module(*merged.region.example_args), merged.region.graph(*merged.region.example_args))
+    left = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
+    assert not left & {"aten.linear.default", "aten.rsqrt.default", "aten.silu.default"}

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import generate
+from fusion_advisor.fuse.bench import PASSES, Bench
+from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
+from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Status
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload, describe_live
+from tests.fuse.fake_graph import FakeRecorder
+from tests.fuse.test_graphed import graphed_model
 from tests.tiny import fuse, gpt2, llama, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
@@ -94,6 +102,82 @@ def test_transformers_own_compile_still_runs_the_fused_graphs():
         )
     assert torch.equal(found, spoiled) and fused.fallbacks == {}
     assert not torch.equal(found, call().sequences)
+
+
+def replayed(call, decode, monkeypatch):
+    """A model that replays its decode step on a fake device, the recorder, and the caches that were passed."""
+    seen = []
+
+    class Recorder(FakeRecorder):
+        def record(self, call):
+            self.protected = tensors_of(seen[-1])
+            return super().record(call)
+
+    recorder = Recorder()
+    fused = graphed_model(call.model, (), decode, recorder)
+    fused.revert()
+    dispatch = fused.dispatch
+
+    def watched(**kwargs):
+        seen.append(kwargs["past_key_values"])
+        return dispatch(**kwargs)
+
+    monkeypatch.setattr(fused, "dispatch", watched)
+    return fused, recorder, seen
+
+
+def tensors_of(cache):
+    held = [(layer.keys, layer.values, layer.cumulative_length) for layer in cache.layers]
+    return tuple(tensor for tensors in held for tensor in tensors if tensor is not None)
+
+
+def test_a_decode_step_is_recorded_once_and_replayed_for_every_token(monkeypatch):
+    call = call_of("qwen2")
+    expected = call().sequences
+    _, decode = call.steps()
+    fused, recorder, seen = replayed(call, decode, monkeypatch)
+    with fused, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the prefill is not verified here
+        assert torch.equal(call().sequences, expected)
+        # The first decode step runs launch by launch, the second is recorded; the prefill made the first token.
+        assert (recorder.recorded, recorder.replayed) == (1, NEW - 2)
+        (recording,) = fused.graphs.recordings
+        held = {id(tensor) for tensor in (*recording.held, *recording.own)}
+        assert not held & {id(tensor) for tensor in tensors_of(seen[-1])}  # a finished call's cache is freed
+        # Another call brings another cache: recorded once more, at its first step, and dynamo traces nothing anew.
+        chosen = fused._chosen
+        assert torch.equal(call().sequences, expected)
+        assert (recorder.recorded, recorder.replayed, fused._chosen) == (2, 2 * NEW - 3, chosen)
+        assert len(fused.graphs.recordings) == 1 and fused.graphs.refusals == {}
+
+
+def test_calls_that_pass_one_cache_replay_one_recording(monkeypatch):
+    """Where the addresses are the same, nothing is recorded again, whatever the position."""
+    call = call_of("qwen2")
+    _, decode = call.steps()
+    fused, recorder, _ = replayed(call, decode, monkeypatch)
+    given = {name: value for name, value in decode.items() if name != "input_ids"}
+    cache = given["past_key_values"]
+    filled = [tensor.clone() for tensor in tensors_of(cache)]
+
+    def tokens(step):
+        for tensor, value in zip(tensors_of(cache), filled, strict=True):
+            tensor.copy_(value)
+        given["position_ids"].fill_(16)
+        found = []
+        token = decode["input_ids"]
+        for _ in range(4):
+            token = step(input_ids=token, **given).logits[:, -1:].argmax(-1)
+            given["position_ids"] += 1
+            found.append(token)
+        return torch.cat(found, 1)
+
+    with torch.no_grad():
+        expected = tokens(call.model)
+        with fused:
+            for _ in range(3):
+                assert torch.equal(tokens(fused), expected)
+    assert (recorder.recorded, recorder.replayed) == (1, 11)
 
 
 def logits_of(*rows):
@@ -182,8 +266,35 @@ def test_generate_on_a_gpu_in_fp32_gives_eagers_tokens(name):
     expected = call().sequences
     described = describe_live(call.model, (), {"input_ids": call.input_ids})
     loaded = replace(described, record=replace(described.record, phase="generate", new_tokens=NEW), generation=call)
-    run = generate.apply_generate(loaded, ApplyOptions(runs=5, warmup=2, min_share=0.0, min_gain=0.0, confidence=0.5))
+    run = generate.apply_generate(
+        loaded, ApplyOptions(runs=5, warmup=2, min_share=0.0, min_gain=0.0, confidence=0.5, compile=False)
+    )
     try:
         assert run.report.generation.is_same and torch.equal(call().sequences, expected)
     finally:
         run.revert()
+
+
+@pytest.mark.gpu
+def test_the_cache_of_a_finished_call_is_freed_on_a_gpu():
+    """And where the allocator then gives the next call the same addresses, nothing is recorded again."""
+    model, inputs = qwen2()
+    call = Generation(model=model.cuda(), input_ids=inputs["input_ids"].cuda(), new_tokens=NEW)
+    expected = call().sequences
+    _, decode = call.steps()
+    live = capture_regions(call.model, (), decode)
+    graphs = Graphs(CudaRecorder())
+    variant = Bench(live, on_cuda=True).build((), tuple(PASSES))
+    live.written.restore()
+    with FusedModel(call.model, live.regions, variant.modules, (), decode, graphs=graphs), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            result = call()
+            assert torch.equal(result.sequences, expected)
+            keys = weakref.ref(result.past_key_values.layers[0].keys)
+            (recording,) = graphs.recordings
+            assert recording.replays >= NEW - 2
+            del result
+            gc.collect()
+            assert keys() is None
+    assert graphs.refusals == {}

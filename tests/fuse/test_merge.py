@@ -263,7 +263,7 @@ def test_kept_chains_are_bound_to_the_slices():
 
     assert sites(step.built) == sites(built)
     new = {item.planned.match.kernel for item in built if item.planned.id in step.kernels}
-    assert {"rope", "swiglu"} <= new
+    assert {"rope_qk", "swiglu"} <= new
     assert "rmsnorm" not in new
     for passes in ((), tuple(PASSES)):
         variant = step.bench.build(step.built, passes)

@@ -51,7 +51,7 @@ def planted(monkeypatch):
 
     def plant(status):
         made = Verdict(id="R4", status=status, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-        monkeypatch.setattr(stage, "verdict_of", lambda *_, **__: made)
+        monkeypatch.setattr(stage, "on_top", lambda *_, **__: made)
 
     return plant
 
@@ -163,9 +163,9 @@ def test_a_merged_step_on_a_gpu_gives_the_models_numbers(tmp_path, monkeypatch):
     model = torch.nn.Sequential(*(Gated() for _ in range(4))).eval().to("cuda", torch.bfloat16)
     assert lay_out_siblings(model) == 4
     made = Verdict(id="R4", status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-    monkeypatch.setattr(stage, "verdict_of", lambda *_, **__: made)
+    monkeypatch.setattr(stage, "on_top", lambda *_, **__: made)
     loaded = describe_live(model, (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16),))
-    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path))
+    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, compile=False))
     assert (row_of(run).sites, row_of(run).held_bytes) == (4, 0)
     assert run.report.model_check.is_passed
     assert run.report.step_after.method == "cuda_graph"

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_advisor.fuse.passes import fold
-from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads
+from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.fold import fold_constants, held_bytes
 from fusion_advisor.fuse.rewrite import rewrite_region
 from tests.tiny import profiled, region_of
@@ -134,6 +134,63 @@ def test_the_masks_of_a_real_model_are_found():
 
 def _indices(region):
     return {node: number for number, node in enumerate(region.graph.graph.nodes)}
+
+
+# ---------------------------------------------------------------------- masks that several calls read
+
+KEEP = torch.arange(6) < 4
+
+
+def layers(count, dtypes=(torch.float32,)):
+    def function(q, keep):
+        mask = keep.expand(1, 1, 6, 6)
+        return sum(sdpa(q.to(dtype), q.to(dtype), q.to(dtype), attn_mask=mask, scale=0.3).float() for dtype in dtypes * count)
+
+    return function
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)])
+def test_a_boolean_mask_is_converted_once(dtypes):
+    module, (changed,) = rewritten(layers(3, dtypes), (Q, KEEP), share_masks)
+    assert changed == 3 * len(dtypes)
+    assert targets(module).count("aten.where.self") == len(dtypes)
+    masks = {node.args[3].target for node in module.graph.nodes if "scaled_dot" in str(node.target)}
+    assert masks == {torch.ops.aten.where.self}
+
+
+def test_the_shared_mask_gives_the_very_numbers():
+    region, _, index_of = region_of(layers(2), Q, KEEP)
+    module, _ = rewrite_region(region, index_of, [], (share_masks,))
+    for keep in (KEEP, torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)):
+        assert torch.equal(module(Q, keep), layers(2)(Q, keep))
+
+
+def written(q, keep):
+    mask = keep.clone().expand(6, 6)
+    first = sdpa(q, q, q, attn_mask=mask)
+    mask[0].logical_not_()
+    return first + sdpa(q, q, q, attn_mask=mask)
+
+
+def additive(q, keep):
+    mask = torch.where(keep, 0.0, -1.0).expand(6, 6)
+    return sdpa(q, q, q, attn_mask=mask) + sdpa(q, q, q, attn_mask=mask)
+
+
+def one_key(q, keep):
+    k, mask = q[..., :1, :], keep[:1].expand(6, 1)
+    return sdpa(q, k, k, attn_mask=mask) + sdpa(q, k, k, attn_mask=mask)
+
+
+def other_masks(q, keep):
+    return sdpa(q, q, q, attn_mask=keep.expand(6, 6)) + sdpa(q, q, q, attn_mask=keep.flip(0).expand(6, 6))
+
+
+@pytest.mark.parametrize("function", [layers(1), written, additive, one_key, other_masks])
+def test_masks_that_stay_boolean(function):
+    region, _, index_of = region_of(function, Q, KEEP)
+    _, (changed,) = rewrite_region(region, index_of, [], (share_masks,))
+    assert changed == 0
 
 
 # ---------------------------------------------------------------------- shared KV heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from fusion_advisor.fuse.decide import Decision, Verdict
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.trace_profile import profile_trace
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import Match, Status, Timing
 from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
@@ -91,7 +94,7 @@ def verdicts(monkeypatch, status_of):
         return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
 
     monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, TIMING))
+    monkeypatch.setattr(install.steps, "walls", lambda calls, **_: [TIMING] * len(calls))
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
@@ -139,6 +142,19 @@ def test_profiling_changes_nothing_and_its_report_reads_back(loaded, quick):
     assert report.captured.device_ns == capture.quality.captured_device_ns
 
 
+def assert_traces(run_dir, report):
+    """Both open in Perfetto (strict ASCII JSON), name steps and modules, and read back as the report has them."""
+    for side, told in (("before", report.before), ("after", report.after)):
+        path = run_dir / f"trace.{side}.json.gz"
+        text = gzip.decompress(path.read_bytes())
+        assert text.isascii()
+        names = {event["name"] for event in json.loads(text)["traceEvents"]}
+        assert "fa:step:0" in names and any(name.startswith("fa:module:") for name in names)
+        trace = profile_trace(path, min_share=0.0, top=1000)
+        counts = {(row.name, row.category): row.count for row in trace.ranked}
+        assert counts == {(name, category): trace.steps * count for name, category, count, _ in told.kernels}
+
+
 def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     expected = loaded.model(*loaded.args)
@@ -161,7 +177,7 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, mo
     assert "_compiled_call_impl" not in loaded.model.__dict__
     for fusion in report.fusions:
         assert (quick.run_dir / fusion.rendered[0].path).read_text() == fusion.rendered[0].source
-    assert (quick.run_dir / "trace.before.json.gz").exists() and (quick.run_dir / "trace.after.json.gz").exists()
+    assert_traces(quick.run_dir, report)
 
 
 def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatch):
@@ -233,7 +249,7 @@ def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monke
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(install.steps, "wall_pair", lambda *_, **__: (TIMING, slower))
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
     report = apply_workload(loaded, quick).report
     assert loaded.model.__dict__ == before

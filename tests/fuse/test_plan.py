@@ -34,14 +34,15 @@ def test_gpt2_gets_the_librarys_kernels():
 def test_qwen2_gets_the_librarys_kernels_with_its_own_eps():
     plan = planned("qwen2")
     found = kernels(plan)
-    assert {"add_rmsnorm", "embedding_rmsnorm", "swiglu", "rope"} <= set(found)
+    assert {"add_rmsnorm", "embedding_rmsnorm", "swiglu", "rope_qk"} <= set(found)
     assert sites(plan, "swiglu") == 2
-    assert sites(plan, "rope") == 4  # q and k of each layer
+    assert sites(plan, "rope_qk") == 2  # q and k of a layer in one launch
+    assert "rope" not in found
     assert sites(plan, "add_rmsnorm") == 2 * 2
     assert sites(plan, "embedding_rmsnorm") == 1
     for name in ("add_rmsnorm", "embedding_rmsnorm"):
         assert dict(found[name].constants) == {"eps": 3e-6}
-    rope = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope"]
+    rope = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope_qk"]
     assert {site.module_path for fusion in rope for site in fusion.chain.sites} == {
         "model.layers.0.self_attn", "model.layers.1.self_attn",
     }  # fmt: skip
@@ -135,6 +136,36 @@ def test_the_judges_key_is_equal_for_equal_layouts_alone():
     assert one.is_fusible and one.floor_bytes == 2 * 64 * 4
     assert one.key != two_.key
     assert one.key == judge_with(ops, (tanh[0], tanh[0] + 1), (tanh[0] + 1,)).key
+
+
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def rotations(batch=2, heads=4, key_heads=2, seq=3, dim=8):
+    """Queries, keys, and two pairs of tables."""
+    made = [torch.randn(batch, seq, count, dim).transpose(1, 2) for count in (heads, key_heads)]
+    return *made, *(torch.randn(batch, 1, seq, dim) for _ in range(4))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"key_heads": 4}, {"key_heads": 1}, {"batch": 1}, {"seq": 1}])
+def test_queries_and_keys_that_turn_by_the_same_tables_share_a_launch(sizes):
+    plan = plan_of(lambda q, k, cos, sin, *_: rotated(q, cos, sin) @ rotated(k, cos, sin).sum(1, True).mT, *rotations(**sizes))
+    assert "rope_qk" in kernels(plan) and "rope" not in kernels(plan)
+    (fusion,) = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope_qk"]
+    assert {operand.name for operand in fusion.program.operands} == {"q", "k", "cos", "sin", "q_out", "k_out"}
+
+
+@pytest.mark.parametrize("tables", [(2, 3), (0, 3), (2, 1)])
+def test_queries_and_keys_that_turn_by_other_tables_do_not(tables):
+    """A cosine or a sine in common is not enough."""
+
+    def scores(q, k, *table):
+        return rotated(q, *table[:2]) @ rotated(k, *(table[number] for number in tables)).mT
+
+    plan = plan_of(scores, *rotations(heads=2))
+    assert "rope_qk" not in kernels(plan) and sites(plan, "rope") == 2
 
 
 def test_gpt2_begins_with_one_kernel():

@@ -140,6 +140,15 @@ def test_a_layout_that_was_not_verified_is_refused(other):
     assert not ran
 
 
+def test_the_stride_of_a_dim_of_one_element_means_nothing():
+    meta = TensorMeta(shape=(3, 1, 4), stride=(4, 4, 1), dtype="float32")
+    call = fused_call("fa_k", lambda x, out: out.copy_(x), [meta], [meta])
+    x = torch.randn(3, 4).as_strided((3, 1, 4), (4, 99, 1))
+    assert torch.equal(call(x), x)
+    with pytest.raises(LayoutChanged):
+        call(torch.randn(4, 3).t().reshape(3, 4).as_strided((3, 1, 4), (1, 4, 3)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 def test_poisoned_outputs_show_what_was_left_out(dtype):
     meta = TensorMeta(shape=(3, 4), stride=(4, 1), dtype=dtype)

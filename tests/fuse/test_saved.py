@@ -21,10 +21,14 @@ from tests.tiny import profiled
 def saved_run(loaded, quick):  # noqa: F811
     run = apply_workload(loaded, quick)
     run.revert()
-    quick.run_dir.mkdir(exist_ok=True)
-    (quick.run_dir / "capture.json.gz").write_bytes(gzip.compress(dump_capture(run.capture).encode()))
-    (quick.run_dir / "report.json").write_text(dump_report(run.report))
+    save(run, quick.run_dir)
     return run
+
+
+def save(run, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "capture.json.gz").write_bytes(gzip.compress(dump_capture(run.capture).encode()))
+    (folder / "report.json").write_text(dump_report(run.report))
 
 
 def another(seed=1, length=48):

@@ -67,7 +67,7 @@ def cases(many_rows=600):
     found["beside_tiles"] = p.flat_beside_tiled()
     found["beside_runs"] = p.beside(p.gelu_tanh((1001,)), p.renamed(p.gelu_tanh((10,)), x="y", out="out2"))
     found["beside_dropout"] = p.dropouts_beside()
-    found["looped_beside"] = p.norms_beside_softmax(16390, "float16", (1, 2, 1))
+    found["looped_beside"] = p.norms_beside_softmax(16390, "float16", (1, 2, 1, 1))
     for dtype in ("float32", "float16", "bfloat16", "float64"):
         found[f"dropout_add-{dtype}"] = p.dropout_add(dtype=dtype)
         found[f"dropout_add_rmsnorm-{dtype}"] = p.dropout_add_rmsnorm(dtype=dtype)

@@ -361,10 +361,12 @@ def pairs_qk(dtype="float32"):
     return beside(query, renamed(rope_pairs(2, 1, 5, 8, dtype, offset=3, row=21), x="k", out="k_out"))
 
 
-def norms_beside_softmax(cols=24, dtype="float32", rows=(5, 3, 7)):
-    """Two nests of one function and one of another, all over rows of one width."""
+def norms_beside_softmax(cols=24, dtype="float32", rows=(5, 3, 7, 2)):
+    """Two nests of one function and two of others, all over rows of one width."""
     keys = renamed(rmsnorm(rows[1], cols, dtype), x="k", out="k_out")
-    return beside(rmsnorm(rows[0], cols, dtype), keys, renamed(softmax(rows[2], cols, dtype), x="scores", out="probabilities"))
+    scores = renamed(softmax(rows[2], cols, dtype), x="scores", out="probabilities")
+    hidden = renamed(add_layernorm(rows[3], cols, dtype), x="hidden", out="normed")
+    return beside(rmsnorm(rows[0], cols, dtype), keys, scores, hidden)
 
 
 def flat_beside_tiled():

@@ -53,7 +53,7 @@ def test_every_case_matches_the_float64_oracle_in_the_interpreter(tmp_path, mode
     "name",
     ["gelu_tanh-bfloat16", "bias_gelu_erf-float32", "swiglu_split-float16", "rmsnorm-bfloat16", "add_layernorm-float64",
      "softmax-float32", "rope-bfloat16", "looped_softmax-1x20000", "five_dims", "batched_softmax", "int_and_bool",
-     "transposed_add"],
+     "transposed_add", "beside_norms-float32"],
 )  # fmt: skip
 def test_compiles_without_a_gpu(name, capability):
     cubin = compile_for(CASES[name], render(CASES[name]), capability)

@@ -11,7 +11,8 @@ import torch
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.discover import BadReference, UnknownKernel, list_kernels, load_kernel, scaffold
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.library.spec import BadManifest
+from fusion_advisor.library.rules import CannotLower
+from fusion_advisor.library.spec import BadManifest, Case
 
 NAMES = [spec.name for spec in list_kernels()]
 
@@ -72,6 +73,15 @@ def elements(spec, case):
     if lengths:
         return math.prod(size for letter, size in case.sizes if letter not in lengths)
     return max(math.prod(spec.shape_of(tensor, case)) for tensor in spec.inputs)
+
+
+@pytest.mark.parametrize("name", ["groupnorm", "groupnorm_silu"])
+def test_a_group_norm_of_pixels_in_another_order_is_left_to_torch(name):
+    kernel = load_kernel(name)
+    sizes = (("B", 2), ("G", 2), ("K", 3), ("H", 4), ("W", 5))
+    case = Case(sizes=sizes, dtypes=("float32",), orders=(("x", ("B", "G", "K", "W", "H")),))
+    with pytest.raises(CannotLower):
+        next(lower_reference(kernel.spec.laid_out(case), kernel.references[0][1], dict(sizes)))
 
 
 def is_one_row(case):

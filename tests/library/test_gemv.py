@@ -6,7 +6,6 @@ CUDA kernels run on the host, all threads of a block (see simt_on_host.py), Trit
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -111,9 +110,8 @@ def test_compiles_without_a_gpu(name, arch):
     if not HAS_NVRTC and find_nvcc() is None:
         pytest.skip("neither cuda-core nor nvcc is here")
     for config in candidates(problem, ("cuda",)):
-        for one in (config, replace(config, overlap=1)):
-            rendered = GemvCuda().render(problem, HEADER, config=one)
-            assert gemv_cuda.compile_for(rendered, arch).startswith(b"\x7fELF")
+        rendered = GemvCuda().render(problem, HEADER, config=config)
+        assert gemv_cuda.compile_for(rendered, arch).startswith(b"\x7fELF")
 
 
 def test_what_a_kernel_does_not_serve_is_refused():
@@ -206,7 +204,7 @@ def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
     fast = candidates(problem, available())[-1]
     choice, fake = measured(problem, lambda config: 500 if config == fast else 1000, store, backends=("triton",))
     assert choice.source == "measured" and choice.config == candidates(problem, ("triton",))[-1]
-    assert fake.built[0] == CUBLAS and len(fake.built) <= gemv_choose.MOST_TRIALS
+    assert fake.built[0] == CUBLAS and len(fake.built) <= 4
     assert choice.text.endswith(f"(measured, best of {len(fake.built)})")
     again, fake = measured(replace(problem, n=50), lambda config: 1, store, backends=("triton",))
     assert (again.config, again.source, fake.built) == (choice.config, "stored", [])
@@ -290,40 +288,13 @@ class TestOnAGpu:
             launcher_for(problem, config, header=HEADER, folder=tmp_path)(*shifted, out)
             assert not complaint(problem, given, out.cpu()), config.text
 
-    def test_overlap_reads_what_the_kernel_before_wrote(self, tmp_path):
-        """A chain of layers, each reading the result of the one before, in a CUDA graph and on a stream."""
-        problem = GemvProblem(m=1, n=2048, k=2048, dtype="bfloat16", has_norm=True)
-        config = replace(candidates(problem, ("cuda",))[0], overlap=1)
-        launch = launcher_for(problem, config, header=HEADER, folder=tmp_path)
-        plain = launcher_for(problem, replace(config, overlap=0), header=HEADER, folder=tmp_path)
-        x, norm, weight = (tensor.cuda() for tensor in tensors(problem))
-        buffers = [x, *(torch.empty_like(x) for _ in range(20))]
-
-        def chain(one):
-            for before, after in itertools.pairwise(buffers):
-                one(before, norm, weight, after)
-
-        chain(plain)
-        want = buffers[-1].clone()
-        chain(launch)
-        torch.cuda.synchronize()
-        assert torch.equal(buffers[-1], want)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain(launch)
-        for buffer in buffers[1:]:
-            buffer.zero_()
-        for _ in range(50):
-            graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(buffers[-1], want)
-
     def test_chooses_by_measurement(self, tmp_path):
         store = TuningStore(tmp_path / "tuning.json")
         for m in (1, 16, 64):
             problem = GemvProblem(m=m, n=3584, k=3584, dtype="bfloat16", has_norm=True)
             choice = choose(problem, "cuda", header=HEADER, store=store)
-            assert choice.source == "measured" and len(choice.tried) > 3
+            assert choice.source == "measured" and len(choice.tried) > 2
+            assert choice.tune_ns < 2e9
             assert choose(problem, "cuda", header=HEADER, store=store).source == "stored"
 
 

@@ -8,6 +8,7 @@ from lowered import check, lower_function, records
 from torch.nn import functional
 
 from fusion_advisor.library.lower import lower
+from fusion_advisor.library.program import nests
 from fusion_advisor.library.rules import CannotLower
 
 
@@ -158,3 +159,22 @@ def test_two_lowerings_of_equal_code_are_equal():
     assert program(lambda x, w: functional.rms_norm(x, (4,), w, 1e-6), *inputs) == program(
         lambda x, w: functional.rms_norm(x, (4,), w, 1e-6), *inputs
     )
+
+
+def test_outputs_of_fewer_heads_get_a_nest_of_their_own_in_the_launch():
+    q, k, table = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 1, 3, 8)
+    found = check(lambda q, k, table: (q * table, k * table + 1), q, k, table)
+    assert [part.program.dims for part in nests(found)] == [(2, 4, 24), (2, 2, 24)]
+    assert [operand.name for operand in found.operands] == ["x", "x2", "x3", "out1", "out2"]
+    assert [part.operands for part in nests(found)] == [(0, 1, 3), (2, 1, 4)]
+    assert found.moved_bytes == 4 * (2 * q.numel() + 2 * k.numel() + table.numel())  # the table once
+
+
+def test_what_two_nests_compute_each_computes_for_itself():
+    found = check(lambda x: ((y := x * 2), y[:, :1] + 1), torch.randn(2, 4, 3, 8))
+    assert [len(part.program.stores) for part in nests(found)] == [1, 1]
+
+
+def test_a_row_s_sum_does_not_share_a_launch_with_what_has_none():
+    with pytest.raises(CannotLower, match="of different kinds"):
+        lower_function(lambda q, k: (q.softmax(-1), k * 2), torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8))

@@ -101,6 +101,19 @@ def test_a_manifest_s_tunables_come_before_derived_ones():
         assert len(candidates(program, "cuda", spec.tunables)) <= MOST_TRIALS
 
 
+@pytest.mark.parametrize(
+    ("program", "block_rows"),
+    [
+        (programs.rope(1, 32, 2048, 64, "bfloat16"), 8),
+        (programs.rope_pairs(1, 32, 2048, 64, "bfloat16"), 4),
+        (programs.rope_qk(32, 8, 1, 2048, 64, "bfloat16"), 8),
+        (programs.bias_gelu_erf(64, 256, "bfloat16"), 2),
+    ],
+)
+def test_tiles_of_512_elements_are_tried_first(program, block_rows):
+    assert candidates(program, "triton")[1][0] == Tuning(block_rows=block_rows, num_warps=4)
+
+
 def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
     program, store = programs.rmsnorm(2048, 4096, "bfloat16"), TuningStore(tmp_path / "tuning.json")
     fast = candidates(program, "triton")[2][0]

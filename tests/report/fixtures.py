@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from fusion_advisor.content import content_dir
 from fusion_advisor.records import (
     Bandwidth,
+    Baseline,
     Chain,
     DataQuality,
     Environment,
@@ -24,9 +26,12 @@ from fusion_advisor.records import (
     Status,
     StepProfile,
     TensorMeta,
+    Timeline,
     Timing,
+    WarmUp,
     Workload,
 )
+from fusion_advisor.serialize import read_report
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>{{7*7}}{% raw %}\u2028<!--\u202egnp.exe\x1b[31mred\x1b[0m`|`@octocat #1 [/] [bold]\x07"
@@ -164,11 +169,29 @@ def _kernels(scale: float) -> tuple[tuple[str, str, int, int], ...]:
     )
 
 
+def timeline(kernels: tuple[tuple[str, str, int, int], ...], wall_ns: int) -> Timeline:
+    """Every launch of these kernels, spread over a step of this length, its call some microseconds ahead."""
+    order = sorted((at / row[2] + k / 100, k, row[3] // row[2]) for k, row in enumerate(kernels) for at in range(row[2]))
+    spare = (wall_ns - sum(row[3] for row in kernels)) // len(order)
+    start, now = [], 0
+    for at, (_, _, ns) in enumerate(order):
+        start.append(now)
+        now += ns + max(0, round(spare * (0.2 + (at * 37 % 101) / 80) * 0.9))
+    return Timeline(
+        kernel=tuple(k for _, k, _ in order),
+        start_ns=tuple(start),
+        duration_ns=tuple(ns for _, _, ns in order),
+        call_start_ns=tuple(begun - 4_000 - (at * 53 % 97) * 80 for at, begun in enumerate(start)),
+        call_ns=tuple(3_000 + (at * 29 % 31) * 100 for at in range(len(start))),
+    )
+
+
 def step(label: str, scale: float, launches: int, wall_ns: int, *, fused_ns: int = 0) -> StepProfile:
     kernels = _kernels(scale)
     if fused_ns:
         kernels = tuple(sorted((*kernels, ("fa_gelu_tanh_1a2b", "fused", 24, fused_ns)), key=lambda row: -row[3]))
     return StepProfile(
+        timeline=timeline(kernels, wall_ns) if label != "captured" else None,
         label=label,
         device_ns=sum(row[3] for row in kernels),
         launches=launches,
@@ -331,6 +354,7 @@ def applied() -> Report:
                 status=Status.KEPT,
                 reason="The rotary table depends on no input.",
                 sites=1,
+                predicted_saving_ns=75_000,
                 step_delta_ns=-60_000,
                 step_delta_ci_ns=(-80_000, -45_000),
             ),
@@ -354,7 +378,30 @@ def applied() -> Report:
         ),
         step_before=timing(18_500_000),
         step_after=timing(15_570_000),
+        baselines=baselines(),
+        warm_up=WarmUp(phases_s=(("read the plan", 0.3), ("capture", 2.6), ("kernels", 0.5), ("first step", 0.4)), build_s=2.4),
+        launch_cost_ns=640,
     )
+
+
+def baselines(compiled_ns: int = 16_900_000) -> tuple[Baseline, ...]:
+    """Every way to run the made-up step, one of which could not be run."""
+
+    def row(name: str, wall_ns: int, first_s: float, **more: float) -> Baseline:
+        return Baseline(name=name, step=replace(step(name, 0.35, 862, wall_ns, **more), timeline=None), first_call_s=first_s)
+
+    return (
+        row("eager", 18_420_000, 0.018),
+        row("torch.compile default", compiled_ns + 700_000, 18.2),
+        row("torch.compile reduce-overhead", compiled_ns, 19.4),
+        Baseline(name="Liger", note="Liger has no kernels for made-up"),
+        row("ours", 15_520_000, 3.8, fused_ns=1_100_000),
+    )
+
+
+def beaten() -> Report:
+    """The same run where torch.compile is faster than what was kept."""
+    return replace(applied(), baselines=baselines(compiled_ns=13_000_000))
 
 
 def on_cpu() -> Report:
@@ -391,7 +438,14 @@ def on_cpu() -> Report:
         before=replace(base.before, device=None),
         captured=None,
         step_after=timing(18_480_000, method="wall"),
+        baselines=(),
+        warm_up=None,
     )
+
+
+def real() -> Report:
+    """A run on an H200, as it was committed: nothing in it is made up."""
+    return read_report(content_dir("reports") / "examples" / "qwen2.5-7b-bf16-1x512-h200" / "report.json")
 
 
 def empty() -> Report:
@@ -451,6 +505,7 @@ def hostile() -> Report:
         ),
         fusions=(base.fusions[0], nasty, *base.fusions[2:]),
         rewrites=(replace(base.rewrites[0], name=HOSTILE, reason=LONG),),
+        baselines=(*base.baselines, Baseline(name=HOSTILE, note=LONG)),
         warnings=(HOSTILE,),
         notes=(HOSTILE, LONG),
     )
@@ -467,6 +522,7 @@ def failed_numbers() -> Report:
 ALL = {
     "profiled": profiled,
     "applied": applied,
+    "beaten": beaten,
     "on_cpu": on_cpu,
     "empty": empty,
     "hostile": hostile,

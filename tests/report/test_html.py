@@ -5,19 +5,23 @@ import hashlib
 import itertools
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
+from fusion_advisor.records import Report, Timeline
 from fusion_advisor.report import view
 from fusion_advisor.report.code import panel
-from fusion_advisor.report.html import render_html
+from fusion_advisor.report.html import MAX_KERNELS, SECTIONS, render_html
+from fusion_advisor.report.text import visible
 from fusion_advisor.serialize import load_report
-from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled
+from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real
 
 VOID = {"meta", "link", "br", "input", "img", "hr"}
 
@@ -30,6 +34,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.seen: list[tuple[str, dict[str, str | None]]] = []
         self.raw: dict[str, list[str]] = {"script": [], "style": []}
+        self.data: dict[str, str] = {}
         self.text: list[str] = []
         self.feed(html)
         self.close()
@@ -47,7 +52,10 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in self.raw:
+        tag, attrs = self.seen[-1] if self.seen else ("", {})
+        if self.open and self.open[-1] == tag == "script" and attrs.get("type") == "application/json":
+            self.data[str(attrs["id"])] = data
+        elif self.open and self.open[-1] in self.raw:
             self.raw[self.open[-1]].append(data)
         else:
             self.text.append(data)
@@ -57,9 +65,9 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-@pytest.fixture(scope="module", params=list(ALL))
+@pytest.fixture(scope="module", params=[*ALL, "real"])
 def page(request: pytest.FixtureRequest) -> Page:
-    return Page(render_html(ALL[request.param]()))
+    return Page(render_html(real() if request.param == "real" else ALL[request.param]()))
 
 
 def test_an_excerpt_that_begins_in_a_docstring_is_code_afterwards() -> None:
@@ -90,8 +98,7 @@ def test_policy_comes_first_and_names_what_is_there(page: Page) -> None:
     assert "unsafe" not in policy
     for kind in ("style", "script"):
         hashes = set(re.findall(r"'sha256-([^']+)'", policy.partition(f"{kind}-src ")[2].partition(";")[0]))
-        inline = [text for text in page.raw[kind] if not text.startswith("{")]
-        assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline} == hashes
+        assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.raw[kind]} == hashes
 
 
 def test_the_page_has_its_landmarks(page: Page) -> None:
@@ -113,7 +120,7 @@ def test_the_page_has_its_landmarks(page: Page) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_embedded_json_is_the_report(name: str) -> None:
     page = Page(render_html(ALL[name]()))
-    (data,) = [text for text in page.raw["script"] if text.startswith("{")]
+    data = page.data["report-json"]
     assert json.dumps(json.loads(data)) == json.dumps(json.loads(load_and_dump(data)))
 
 
@@ -143,8 +150,9 @@ def test_lone_surrogates_do_not_break_writing() -> None:
     assert "\\ud800" in html
 
 
-def test_figures_are_the_reports_own() -> None:
-    report = applied()
+@pytest.mark.parametrize("make", [applied, real])
+def test_figures_are_the_reports_own(make: Callable[[], Report]) -> None:
+    report = make()
     words = Page(render_html(report)).words
     for chain in report.chains:
         assert units.duration(chain.device_ns) in words
@@ -160,7 +168,58 @@ def test_figures_are_the_reports_own() -> None:
     for row in view.comparisons(report):
         assert row.before in words
         assert row.after in words
-    assert "its input is written in place between the ops" in words
+    for name, _, before_count, before_ns, after_count, after_ns in map(astuple, view.kernel_rows(report, MAX_KERNELS)[0]):
+        assert visible(name, 160) in words
+        for count, ns in ((before_count, before_ns), (after_count, after_ns)):
+            assert not count or f"{units.number(count)} {units.duration(ns)}" in words
+    assert report.step_before is not None
+    assert report.step_after is not None
+    fall = words[words.rindex("What each rewrite bought") :]
+    assert units.duration(report.step_before.median_ns) in fall
+    assert units.duration(report.step_after.median_ns) in fall
+    for refusal in (text for fusion in report.fusions for text in fusion.receipt.refusals):
+        assert refusal in words
+
+
+def test_sizes_of_real_and_of_huge_runs() -> None:
+    assert len(render_html(real())) < 2_000_000
+    base = applied()
+    assert base.before.timeline is not None
+    count = 1_000_000
+    rng = np.random.default_rng(0)
+    length = rng.integers(900, 90_000, count)
+    start = np.concatenate(([0], np.cumsum(length + rng.integers(200, 9_000, count))[:-1]))
+    huge = Timeline(
+        kernel=tuple((np.arange(count) % len(base.before.kernels)).tolist()),
+        start_ns=tuple(start.tolist()),
+        duration_ns=tuple(length.tolist()),
+    )
+    html = render_html(replace(base, before=replace(base.before, timeline=huge)))
+    assert len(html) < 8_000_000
+    words = Page(html).words
+    assert "eager: more than 200,000 kernels" in words
+    assert "the copy in this page leaves the longest timelines out" in words
+
+
+def test_a_kernel_of_two_categories_keeps_both_rows() -> None:
+    base = applied()
+    twins = (("elementwise", "pointwise", 3, 5_000), ("elementwise", "memory", 2, 4_000))
+    report = replace(base, before=replace(base.before, kernels=twins))
+    rows, left, _ = view.kernel_rows(report, MAX_KERNELS)
+    assert left == 0
+    assert sum(row.before_ns for row in rows) == 9_000
+
+
+def test_nothing_is_missing_without_a_sentence() -> None:
+    words = Page(render_html(profiled())).words
+    assert "Nothing was applied in this run, so nothing was saved yet." in words
+    assert "No fusion was timed in this run, so there is no point to draw." in words
+    old = Page(render_html(real())).words
+    assert "This run kept no timeline: its report was written before timelines were part of it." in old
+    assert "This run kept no timeline, so gaps cannot be counted." in old
+    assert "On a CPU an op runs inside the call that launches it" in Page(render_html(on_cpu())).words
+    anchors = {str(attrs["id"]) for _, attrs in Page(render_html(empty())).seen if "id" in attrs}
+    assert {anchor for anchor, _ in SECTIONS} <= anchors
 
 
 def test_random_weights_and_cut_layers_are_said() -> None:

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from fusion_advisor import units
+from fusion_advisor.records import Report
 from fusion_advisor.report import view
-from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown
-from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled
+from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
+from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real
 
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
 
@@ -51,7 +53,35 @@ def test_hostile_text_renders_as_text() -> None:
     assert "@octocat" not in re.sub(r"<code[^>]*>.*?</code>", "", html, flags=re.DOTALL)
     assert html.count("<details>") == html.count("</details>")
     for row in re.findall(r"<tr>(.*?)</tr>", html, flags=re.DOTALL):
-        assert len(re.findall(r"<t[dh]", row)) in (2, 3, 4, 6, 7)
+        assert len(re.findall(r"<t[dh]", row)) in (2, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("make", [applied, profiled, hostile, real])
+def test_github_renders_it_with_its_tables_whole(make: Callable[[], Report]) -> None:
+    cmarkgfm = pytest.importorskip("cmarkgfm", reason="GitHub's own renderer is not installed: pip install cmarkgfm")
+    options = cmarkgfm.Options.CMARK_OPT_UNSAFE
+    html = cmarkgfm.github_flavored_markdown_to_html(render_markdown(make()), options)
+    for table in re.findall(r"<table>(.*?)</table>", html, flags=re.DOTALL):
+        widths = {len(re.findall(r"<t[dh][ >]", row)) for row in re.findall(r"<tr>(.*?)</tr>", table, flags=re.DOTALL)}
+        assert len(widths) == 1, table
+    assert html.count("<table>") >= (3 if make is not profiled else 1)
+    outside = re.sub(r"<(code|pre)[^>]*>.*?</\1>", "", html, flags=re.DOTALL)
+    assert outside.count("<details>") == outside.count("</details>") == html.count("<summary>")
+    assert set(re.findall(r"<(/?[a-z]\w*)", html)).isdisjoint({"img", "script", "/script", "a", "style"})
+    assert "@octocat" not in outside
+    assert not re.search(r"(?<![\w&])#\d", outside)
+
+
+def test_the_key_is_of_what_was_run_and_not_of_when() -> None:
+    report = applied()
+    again = replace(report, run_id="20310203-040506-7f3a9c")
+    other = replace(report, environment=replace(report.environment, device_name="Another Accelerator"))
+    key = re.compile(r"<!-- fusion-advisor key=(\S+) ")
+    found = [key.match(render_markdown(one)) for one in (report, again, other)]
+    assert all(found)
+    first, second, third = (match.group(1) for match in found if match)
+    assert first == second != third
+    assert "--" not in sticky_key(hostile())
 
 
 def test_five_thousand_chains_still_fit() -> None:
@@ -76,6 +106,14 @@ def test_parts_are_given_up_in_order() -> None:
     assert "Environment" not in small
     assert is_balanced(small)
     assert len(render_markdown(report, 1_000)) <= 1_000
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1_000, 20_000), st.sampled_from([applied, hostile, real]))
+def test_any_limit_closes_what_it_opened(limit: int, make: Callable[[], Report]) -> None:
+    text = render_markdown(make(), limit)
+    assert len(text) <= limit
+    assert is_balanced(text)
 
 
 @given(st.text(max_size=60))

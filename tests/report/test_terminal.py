@@ -81,7 +81,7 @@ def test_what_limits_the_figures_is_said() -> None:
 def test_an_unchanged_model_has_no_speedup() -> None:
     """Before and after are one measurement then; a ratio of it with itself would look like a result."""
     report = applied()
-    report = replace(report, after=replace(report.before, label=view.UNCHANGED), model_check=None)
+    report = replace(report, after=replace(report.before, label=view.UNCHANGED), model_check=None, baselines=())
     assert view.headline(report).text.startswith("Nothing paid, so the model was left as it was: ")
     assert view.comparisons(report) == ()
     console = Console(file=io.StringIO(), width=100)

@@ -1,21 +1,24 @@
 """Linears on few rows, with the norm before and the gate or residual after them: where one GEMV kernel could stand.
 
 At up to 64 rows a linear's time is that of reading its weight, and every small kernel around it is a launch of its own. This
-pass finds such places in a graph and writes into them the calls it is given; which kernel a call launches, and whether there is
-one for a place, is the caller's business. It runs after GEMMs were merged: a gate and its up projection are one linear then, and
-a norm that fed three linears feeds one.
+finds such places in a graph; which kernel is written into them, and whether one pays, is ``fuse.gemvs``' business. It looks at
+graphs whose GEMMs were merged: a gate and its up projection are one linear then, and a norm that fed three linears feeds one.
+
+A decoder layer is four such places: norm → q/k/v, attention's output → + residual, norm → gate and up → silu · mul, and
+down → + residual. What ends one is what the next begins with, so the residual stream is all that lies between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph import written_storages
+from fusion_advisor.capture.graph import storages, written_storages
 
 MOST_ROWS = 64
 """Above, a GEMM is no longer bound by its weight, and cuBLAS wins (measured on an H200)."""
@@ -57,37 +60,33 @@ class GemvSite:
         found = (*source, *self.linear.args[1:], self.residual)
         return tuple(operand for operand in found if isinstance(operand, Node))
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the linear adds one."""
+        return len(self.linear.args) > 2 and self.linear.args[2] is not None
 
-MakeCall = Callable[[GemvSite], Callable[..., torch.Tensor] | None]
-"""Gives the call for a site, or None where no kernel of ours is faster."""
+    @property
+    def members(self) -> tuple[Node, ...]:
+        """The ops between the operands and the result that nothing else reads, the result last: what a call replaces."""
+        found, outside = {self.result}, set(self.operands)
+        for node in reversed(self.result.graph.nodes):
+            is_inside = node.op == "call_function" and node not in outside
+            if is_inside and node.users and all(user in found for user in node.users):
+                found.add(node)
+        return tuple(node for node in self.result.graph.nodes if node in found)
 
 
 def find_gemv_sites(graph: Graph) -> list[GemvSite]:
     """Return the linears on at most 64 rows, each with as much of its surroundings as one kernel can take in."""
-    return [site for node in graph.nodes if node.target is _LINEAR and (site := _site(node)) is not None]
+    found: dict[Node, GemvSite] = {}
+    for node in graph.nodes:
+        site = _site(node, found) if node.target is _LINEAR else None
+        if site is not None:
+            found[site.result] = site
+    return list(found.values())
 
 
-def replace_gemvs(graph: Graph, make: MakeCall) -> int:
-    """Write calls in place of the sites that ``make`` has one for; returns how many.
-
-    Args:
-        graph: rewritten in place; what nothing reads any more is left for dead code elimination.
-        make: called once per site.
-    """
-    changed = 0
-    for site in find_gemv_sites(graph):
-        call = make(site)
-        if call is None:
-            continue
-        with graph.inserting_before(site.result):
-            node = graph.call_function(call, site.operands)
-        node.meta = dict(site.result.meta)
-        site.result.replace_all_uses_with(node)
-        changed += 1
-    return changed
-
-
-def _site(linear: Node) -> GemvSite | None:
+def _site(linear: Node, taken: Collection[Node]) -> GemvSite | None:
     source, weight, out = linear.args[0], linear.args[1], linear.meta["val"]
     assert isinstance(source, Node) and isinstance(weight, Node)
     inner = weight.meta["val"].shape[1]
@@ -96,14 +95,16 @@ def _site(linear: Node) -> GemvSite | None:
         return None
     columns = out.shape[-1]
     gate = _gate(linear)
-    if gate is not None and _is_written_between(linear, gate):
-        gate = None
     result, residual = gate or linear, None
     found = _residual(result)
-    if found is not None and not _is_written_between(linear, found[0]):
+    # The sum of two linears is computed by one of them.
+    if found is not None and found[0] not in taken and not _is_written(found[1:], linear, _first_reader(found[0])):
         result, residual = found
-    norm = _norm(source) if len(source.users) == 1 else None
-    if norm is not None and _is_written_between(norm.source, result):
+    end = _first_reader(result)
+    if _is_written(linear.all_input_nodes, linear, end):
+        return None
+    norm = _norm(_before_views(source))
+    if norm is not None and _is_written((norm.source, norm.weight), norm.source, end):
         norm = None
     return GemvSite(
         linear=linear,
@@ -117,8 +118,24 @@ def _site(linear: Node) -> GemvSite | None:
     )
 
 
+def _before_views(node: Node) -> Node:
+    """Return what lies before slices of everything (a head's "last positions" where there is one) that nothing else reads.
+
+    Torch 2.13 traces such a slice as an ``alias``.
+    """
+    while node.target in (_ATEN.slice.Tensor, _ATEN.alias.default) and isinstance(source := node.args[0], Node):
+        if len(source.users) != 1:
+            break
+        if source.meta["val"].shape != node.meta["val"].shape or len(node.users) != 1:
+            break
+        node = source
+    return node
+
+
 def _norm(node: Node) -> Norm | None:
     """Read ``weight * (x * rsqrt(mean(x ** 2, -1) + eps))`` backwards, with or without casts, or torch's own op."""
+    if len(node.users) != 1:
+        return None
     if node.target is _ATEN.rms_norm.default and len(node.args) > 2:
         source, _, weight = node.args[:3]
         eps = node.args[3] if len(node.args) > 3 else None
@@ -163,12 +180,7 @@ def _uncast(node: Node) -> Node:
 
 def _gate(linear: Node) -> Node | None:
     """Return ``silu(first half) * second half`` where nothing else reads the halves."""
-    halves = list(linear.users)
-    width = linear.meta["val"].shape[-1]
-    if len(halves) != 2 or width % 2 or any(node.target is not _ATEN.slice.Tensor for node in halves):
-        return None
-    spans = {node.args[1:4]: node for node in halves}
-    first, second = spans.get((-1, 0, width // 2)), spans.get((-1, width // 2, width))
+    first, second = _halves(linear)
     if first is None or second is None or len(first.users) != 1 or len(second.users) != 1:
         return None
     silu, product = next(iter(first.users)), next(iter(second.users))
@@ -176,11 +188,26 @@ def _gate(linear: Node) -> Node | None:
     return product if is_gate and list(silu.users) == [product] else None
 
 
+def _halves(linear: Node) -> tuple[Node | None, Node | None]:
+    """Return the halves that a linear's output is read in: slices, as merging makes them, or a chunk's."""
+    width, readers = linear.meta["val"].shape[-1], list(linear.users)
+    is_chunk = len(readers) == 1 and readers[0].target is _ATEN.chunk.default
+    if is_chunk and readers[0].args[1:] in ((2, -1), (2, linear.meta["val"].dim() - 1)):
+        items = {node.args[1]: node for node in readers[0].users if node.target is operator.getitem}
+        return (items.get(0), items.get(1)) if width % 2 == 0 and len(items) == len(readers[0].users) == 2 else (None, None)
+    if len(readers) != 2 or width % 2 or any(node.target is not _ATEN.slice.Tensor for node in readers):
+        return None, None
+    spans = {node.args[1:4]: node for node in readers}
+    return spans.get((-1, 0, width // 2)), spans.get((-1, width // 2, width))
+
+
 def _residual(node: Node) -> tuple[Node, Node] | None:
-    """Return the sum that alone reads a node, and what is added."""
+    """Return the sum that alone reads a node (through a dropout of inference or not), and what is added."""
     if len(node.users) != 1:
         return None
     total = next(iter(node.users))
+    if total.target is _ATEN.dropout.default and not total.args[2]:
+        return _residual(total)
     if total.target is not _ATEN.add.Tensor or total.kwargs:
         return None
     other = next((source for source in total.args[:2] if source is not node), None)
@@ -191,11 +218,20 @@ def _residual(node: Node) -> tuple[Node, Node] | None:
     return (total, other) if len(shapes) == len(dtypes) == 1 else None
 
 
-def _is_written_between(first: Node, last: Node) -> bool:
-    """Whether anything is written to between two nodes: then what is read at the first might not be the same at the last."""
+def _first_reader(node: Node) -> Node:
+    """Return the first op that reads a node: a call that replaces the node is written before it."""
+    at = node.next
+    while at not in node.users and at.op != "output":
+        at = at.next
+    return at
+
+
+def _is_written(nodes: Iterable[Node], first: Node, last: Node) -> bool:
+    """Whether any of these is written to between two nodes: then what is read at the first might not be the same at the last."""
+    memory = {key for node in nodes for key in storages(node)}
     at = first.next
     while at is not last:
-        if written_storages(at):
+        if memory.intersection(written_storages(at)):
             return True
         at = at.next
     return False

@@ -120,6 +120,7 @@ def _copy_of(region: Region) -> MergedRegion:
         names=region.names,
         roles=region.roles,
         example_args=region.example_args,
+        route=region.route,
     )
     return MergedRegion(region=copy, copies=copies)
 

@@ -2,7 +2,7 @@
 #
 # Reads the weight (3584 x 3584 float32, 51.4 MB) once, for 1 row of x.
 # Sums in float32, rounded once, at the store.
-# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=3
 # Origin: library kernel linear_residual, variant written_out.
 # Source: https://arxiv.org/abs/1706.03762
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_linear_residual_24725d(
+def fa_linear_residual_8e2fd3(
     x, weight, residual, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):

@@ -3,7 +3,7 @@
 # Reads the weight (37888 x 3584 bfloat16, 271.6 MB) once, for 1 row of x.
 # Sums in float32, rounded once, at the store.
 # The norm's factor of a row is one for all its results: the squares are summed up along the way.
-# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=3
 # Origin: library kernel rmsnorm_gate_up, variant llama.
 # Source: https://arxiv.org/abs/2002.05202
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rmsnorm_gate_up_f0bb31(
+def fa_rmsnorm_gate_up_af0ca3(
     x, norm_weight, weight, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):

@@ -3,7 +3,7 @@
 # Reads the weight (37888 x 3584 float32, 543.2 MB) once, for 1 row of x.
 # Sums in float32, rounded once, at the store.
 # The norm's factor of a row is one for all its results: the squares are summed up along the way.
-# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=3
 # Origin: library kernel rmsnorm_gate_up, variant llama.
 # Source: https://arxiv.org/abs/2002.05202
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rmsnorm_gate_up_e9d8d1(
+def fa_rmsnorm_gate_up_8b87f3(
     x, norm_weight, weight, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):

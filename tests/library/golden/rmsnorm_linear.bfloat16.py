@@ -3,7 +3,7 @@
 # Reads the weight (3584 x 3584 bfloat16, 25.7 MB) once, for 1 row of x.
 # Sums in float32, rounded once, at the store.
 # The norm's factor of a row is one for all its results: the squares are summed up along the way.
-# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=3
 # Origin: library kernel rmsnorm_linear, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rmsnorm_linear_cbdd60(
+def fa_rmsnorm_linear_ab7956(
     x, norm_weight, weight, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):

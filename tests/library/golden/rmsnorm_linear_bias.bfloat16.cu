@@ -4,7 +4,7 @@
 // Reads the weight (4608 x 3584 bfloat16, 33.0 MB) once, for 1 row of x.
 // Sums in float32, rounded once, at the store.
 // The norm's factor of a row is one for all its results: the squares are summed up along the way.
-// Launch: cuda_fma rows=2 warps=4 unroll=4
+// Launch: cuda_fma rows=4 warps=4 unroll=1
 // Origin: library kernel rmsnorm_linear_bias, variant llama.
 // Source: https://arxiv.org/abs/1910.07467
 
@@ -18,19 +18,16 @@
 #define K 3584  // columns of x and of the weight
 #endif
 #ifndef ROWS
-#define ROWS 2  // rows of the weight for a block
+#define ROWS 4  // rows of the weight for a block
 #endif
 #ifndef WARPS
 #define WARPS 4  // warps of a block: they share the columns
 #endif
 #ifndef UNROLL
-#define UNROLL 4  // loads of a thread from each row that are under way together
+#define UNROLL 1  // loads of a thread from each row that are under way together
 #endif
 #ifndef VEC
 #define VEC 8  // columns of one load
-#endif
-#ifndef OVERLAP
-#define OVERLAP 0  // 1: the weight's first loads do not wait for the kernel before
 #endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
@@ -102,19 +99,6 @@ __device__ __forceinline__ Pack<T> stream_pack(const T* from, bool is_wanted, un
     }
 }
 
-// What the kernel before wrote may be read from here on; a no-op for a kernel that was not launched to overlap it.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if OVERLAP && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_kernel_after_start() {
-#if OVERLAP && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // Sum over neighbouring lanes of a warp, a power of two of them; always in the same order.
 template <int LANES>
 __device__ __forceinline__ float lanes_sum(float value) {
@@ -124,7 +108,7 @@ __device__ __forceinline__ float lanes_sum(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fa_rmsnorm_linear_bias_1b4b00(
+fa_rmsnorm_linear_bias_7fdd27(
     const bfloat16_bits* __restrict__ x,
     const bfloat16_bits* __restrict__ norm_weight,
     const bfloat16_bits* __restrict__ weight,
@@ -137,7 +121,6 @@ fa_rmsnorm_linear_bias_1b4b00(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = blockIdx.x * ROWS;
     const unsigned long long policy = stream_policy();
-    let_kernel_after_start();
 
     const bfloat16_bits* lines[LINES];
     #pragma unroll
@@ -156,7 +139,6 @@ fa_rmsnorm_linear_bias_1b4b00(
             #pragma unroll
             for (int line = 0; line < LINES; ++line) tiles[step][line] = stream_pack(lines[line] + at, at < K, policy);
         }
-        wait_for_kernel_before();
         #pragma unroll
         for (int step = 0; step < UNROLL; ++step) {
             const int at = start + step * WARPS * 32 * VEC;
@@ -176,7 +158,6 @@ fa_rmsnorm_linear_bias_1b4b00(
             }
         }
     }
-    wait_for_kernel_before();  // threads that have no column
 
     #pragma unroll
     for (int token = 0; token < M; ++token) {

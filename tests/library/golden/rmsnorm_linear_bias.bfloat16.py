@@ -4,7 +4,7 @@
 # Reads the weight (4608 x 3584 bfloat16, 33.0 MB) once, for 1 row of x.
 # Sums in float32, rounded once, at the store.
 # The norm's factor of a row is one for all its results: the squares are summed up along the way.
-# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=2
+# Launch: triton_fma rows=2 warps=4 block_k=1024 stages=3
 # Origin: library kernel rmsnorm_linear_bias, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_rmsnorm_linear_bias_e4a430(
+def fa_rmsnorm_linear_bias_5a9b6d(
     x, norm_weight, weight, bias, out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):

@@ -1,0 +1,382 @@
+"""Linears on few rows as hand-written kernels, tried last: norm, bias, gate and residual go into the linear they stand around.
+
+Every kind of site (one kernel, all its layers) is built, checked on every site's own tensors, timed alone against the ops that it
+replaces, and then in the step on top of all that was kept before it; one that does not pay is out before the next is timed. It
+takes the place of fused chains (the norm of an ``add_rmsnorm``, a ``swiglu``), whose rows say so: the step that it is compared
+with has them, and cuBLAS. Sites with a norm come first, because a residual that is added in its linear leaves behind a norm that
+needs another kernel.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse.chain import OriginalChain, original_chain
+from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
+from fusion_advisor.fuse.merging import Kept
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.trial import source_around
+from fusion_advisor.fuse.verify import SCALES, check_calls, random_like
+from fusion_advisor.library.build import gemv_backend
+from fusion_advisor.library.discover import list_kernels
+from fusion_advisor.library.gemv import CUBLAS, GemvConfig, GemvProblem
+from fusion_advisor.library.gemv_choose import BACKENDS, choose
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
+from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.stopwatch import as_timing
+from fusion_advisor.workload.device import memory_bytes
+
+_DTYPES = ("float16", "bfloat16")
+_FLOAT64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One site by op indices."""
+
+    region: int
+    members: tuple[int, ...]
+    """In order; the last is the result."""
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Sites that one kernel computes."""
+
+    title: str
+    """``rmsnorm_gate_up``: the library's name, or what is in it."""
+    problem: GemvProblem
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A compiled kernel, bound to its problem."""
+
+    kernel: RenderedKernel
+    launch: Launcher
+
+
+Make = Callable[[GemvProblem, Header, str], "Made | str"]
+"""Builds a kernel for a problem, given the name of its file; a sentence where there is none that pays.
+
+Raises KernelBuildFailed."""
+
+
+def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float, make: Make | None) -> Kept:
+    """Put GEMV kernels where they pay on top of what was kept.
+
+    Args:
+        kept: what was decided without them.
+        options: the keep rule's thresholds; ``only`` and ``skip`` name these kernels too.
+        progress: told what is found.
+        budget_s: seconds for the timing of all kinds.
+        make: from :func:`maker`; None where there is no device for them.
+
+    Returns:
+        The same with one more fusion for each kind of site, and those that stay in ``gemvs``.
+    """
+    kinds = [kind for kind in find_kinds(kept.bench) if _is_wanted(kind.title, options)] if make is not None else []
+    if make is None or not kinds:
+        return kept
+    bench, passes = kept.bench, kept_passes(kept.rewrites)
+    observe(bench, kinds)
+    runner = StepRunner(bench)
+    rows: list[Fusion] = []
+    chosen: list[BuiltGemv] = []
+    for number, kind in enumerate(kinds, start=1):
+        progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
+        row, built = _tried(bench, kind, make, name=f"G{number}", seed=number)
+        if built is not None:
+            verdict = on_top(
+                runner,
+                _step(bench, kept.built, passes, chosen),
+                _step(bench, kept.built, passes, [*chosen, built]),
+                name=built.id,
+                min_gain=options.min_gain,
+                confidence=options.confidence,
+                budget_s=budget_s / len(kinds),
+            )
+            row = _judged(row, verdict)
+            chosen += [built] if verdict.status is Status.KEPT else []
+        progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
+        rows.append(row)
+    bench.values.clear()  # activations of every layer
+    if not chosen:
+        return replace(kept, fusions=[*kept.fusions, *rows])
+    decision = confirmed(
+        runner,
+        kept.decision,
+        _step(bench, (), (), ()),
+        _step(bench, kept.built, passes, chosen),
+        budget_s=budget_s / 3,
+    )
+    runner.forget()
+    fusions = [_without(fusion, kept.built, chosen, rows) for fusion in kept.fusions]
+    return replace(kept, decision=decision, fusions=[*fusions, *rows], gemvs=tuple(chosen))
+
+
+def find_kinds(bench: Bench) -> list[Kind]:
+    """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights."""
+    found: dict[tuple[str, GemvProblem], list[Place]] = {}
+    for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
+        for site in find_gemv_sites(region.graph.graph):
+            if not _is_served(site):
+                continue
+            place = Place(
+                region=region.index,
+                members=tuple(index_of[node] for node in site.members),
+                inputs=tuple(index_of[node] for node in site.operands),
+            )
+            found.setdefault((_title(site), _problem(site)), []).append(place)
+    kinds = [Kind(title=title, problem=problem, places=tuple(places)) for (title, problem), places in found.items()]
+    return sorted(kinds, key=lambda kind: (not kind.problem.has_norm, -kind.problem.weight_bytes * len(kind.places)))
+
+
+def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: Callable[[str], None]) -> Make | None:
+    """Return what chooses and builds kernels on a device; None where there are none for it.
+
+    Args:
+        kernel_dir: where sources go.
+        device: where they will run.
+        backend: ``triton`` or ``cuda``; None for the faster one. ``cpp`` has no such kernels.
+        log: told of each choice.
+    """
+    backends = BACKENDS if backend is None else tuple(name for name in BACKENDS if name == backend)
+    if device.type != "cuda" or not backends:
+        return None
+
+    def make(problem: GemvProblem, header: Header, file: str) -> Made | str:
+        choice = choose(problem, device, header=header, backends=backends)
+        log(f"{header.title} {problem.m} x {problem.n} x {problem.k}: {choice.text} in {choice.tune_ns / 1e9:.2f} s")
+        if choice.config == CUBLAS:
+            times = "; ".join(f"{text} {ns / 1e3:.1f} µs" for text, ns in choice.tried)
+            return f"cuBLAS and the ops around it are faster, or no kernel serves ({choice.source}{': ' * bool(times)}{times})"
+        return build(problem, header, choice.config, kernel_dir / file, tuning=choice.text)
+
+    return make
+
+
+def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, *, tuning: str) -> Made:
+    """Render and compile one configuration.
+
+    Args:
+        problem: at its sizes.
+        header: for the head comment.
+        config: one of ours.
+        path: of the source, without its suffix.
+        tuning: the configuration and how it was chosen, for the report.
+
+    Raises:
+        KernelBuildFailed: it does not serve the problem, or does not compile.
+    """
+    backend = config.form.partition("_")[0]
+    rendered = gemv_backend(backend).render(problem, header, config=config)
+    path = path.with_name(path.name + rendered.suffix)
+    built = gemv_backend(backend).build(rendered, path)
+    launch = built.bind(problem, config)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"kernels/{path.name}",
+        source=rendered.source,
+        origin=header.origin,
+        build_ns=built.build_ns,
+        tuning=tuning,
+    )
+    return Made(kernel=kernel, launch=launch)
+
+
+def check(bench: Bench, kind: Kind, made: Made, *, seed: int) -> Numerics:
+    """Compare a kernel with the ops it replaces: on every site's own tensors, and on the first one's weights and random rows."""
+    sites = [original_of(bench, place) for place in kind.places]
+    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
+    result = bench.ops[kind.places[0].members[-1]].outputs[0]
+    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
+    first, roots = sites[0]
+    # Weights at 32 times their size are nobody's; rows are anything.
+    is_rows = [name in ("x", "residual") for name, _ in kind.problem.operands[:-1]]
+    fresh = []
+    for number, scale in enumerate(SCALES):
+        rows = iter(random_like([root for root, is_fresh in zip(roots, is_rows, strict=True) if is_fresh], seed + number, scale))
+        fresh.append([next(rows) if is_fresh else root for root, is_fresh in zip(roots, is_rows, strict=True)])
+    trials = [*((chain, call, own) for chain, own in sites), *((first, call, given) for given in fresh)]
+    text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
+    return check_calls(trials, inputs=f"{text}; the worst is shown")
+
+
+def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltGemv:
+    """Bind a kernel to the sites of its kind."""
+    sites = []
+    for place in kind.places:
+        layouts = [bench.ops[index].outputs[0] for index in place.inputs]
+        call = fused_call(made.kernel.name, made.launch, layouts, [bench.ops[place.members[-1]].outputs[0]])
+        sites.append(
+            SiteRewrite(fusion_id=name, members=place.members, inputs=place.inputs, outputs=place.members[-1:], call=call)
+        )
+    return BuiltGemv(id=name, kernel=made.kernel, sites=tuple(sites))
+
+
+def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.Tensor]]:
+    """Return a site's original ops and its own tensors; the bench has observed them."""
+    chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, place.members[-1:])
+    return chain, [bench.values[index] for index in place.inputs]
+
+
+def header_of(title: str) -> Header:
+    """Return what the head comment says: the library's words where the kernel is in it."""
+    spec = next((spec for spec in list_kernels() if spec.name == title and spec.gemv is not None), None)
+    if spec is None:
+        return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
+    return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
+
+
+def _tried(bench: Bench, kind: Kind, make: Make, *, name: str, seed: int) -> tuple[Fusion, BuiltGemv | None]:
+    row = _row(bench, kind, name)
+    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
+    free_bytes, _ = memory_bytes(bench.values[kind.places[0].inputs[0]].device)
+    oracle_bytes = kind.problem.weight_rows * kind.problem.k * _FLOAT64_BYTES
+    if surprise is not None:
+        return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
+    if free_bytes and oracle_bytes > free_bytes:
+        reason = f"its weight in float64, to check against, takes {oracle_bytes:,} bytes, and {free_bytes:,} are free"
+        return replace(row, status=Status.NOT_REPLACED, reason=reason), None
+    try:
+        made = make(kind.problem, header_of(kind.title), f"{name}_{kind.title}")
+        if isinstance(made, str):
+            return replace(row, status=Status.SLOWER, reason=made), None
+        row = replace(row, rendered=(made.kernel,))
+        row = replace(row, numerics=check(bench, kind, made, seed=seed))
+    except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
+        return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
+    numerics = row.numerics
+    assert numerics is not None
+    if not numerics.is_passed:
+        reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
+        return replace(row, status=Status.WRONG_NUMBERS, reason=reason), None
+    built = install(bench, kind, made, name=name)
+    before, after = _alone(bench, kind, built)
+    row = replace(row, chain_before=before, chain_after=after)
+    if after.ci_low_ns >= before.ci_high_ns:
+        reason = f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
+        return replace(row, status=Status.SLOWER, reason=reason), None
+    return row, built
+
+
+def _alone(bench: Bench, kind: Kind, built: BuiltGemv) -> Any:
+    """Time all sites one after the other, as a step runs them (one site's weight alone would stay in the cache), per site."""
+    sites = [original_of(bench, place) for place in kind.places]
+    calls = [site.call for site in built.sites]
+
+    def original() -> None:
+        for chain, roots in sites:
+            chain.run(roots)
+
+    def fused() -> None:
+        for call, (_, roots) in zip(calls, sites, strict=True):
+            call(*roots)
+
+    both = measure.compare_alone(original, fused, on_cuda=bench.on_cuda)
+    return tuple(as_timing([ns // len(sites) for ns in one.times_ns], one.method) for one in both)
+
+
+def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
+    last = bench.ops[kind.places[0].members[-1]]
+    launches = sum(
+        bench.ops[index].op_class not in (OpClass.VIEW, OpClass.INPUT) for place in kind.places for index in place.members
+    )
+    return Fusion(
+        id=name,
+        chain_id="",
+        kernel=kind.title,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(kind.places),
+            sites_matched=len(kind.places),
+            sites_replaced=0,
+            launches_before=launches,
+            launches_after=0,
+        ),
+        original_source=source_around(last.source_file, last.source_line),
+    )
+
+
+def _judged(row: Fusion, verdict: Verdict) -> Fusion:
+    return replace(
+        row,
+        status=verdict.status,
+        reason=f"{verdict.reason} (timed last, on top of all that was kept)",
+        step_delta_ns=verdict.delta_ns,
+        step_delta_ci_ns=verdict.interval_ns,
+    )
+
+
+def _without(fusion: Fusion, built: Sequence[BuiltFusion], gemvs: Sequence[BuiltGemv], rows: Sequence[Fusion]) -> Fusion:
+    """Say of a kept fusion which of its sites GEMV kernels took in."""
+    sites = [site for item in built if item.planned.id == fusion.id for site in item.sites]
+    taking = {index: gemv.id for gemv in gemvs for site in gemv.sites for index in site.members}
+    by = [{taking[index] for index in site.members if index in taking} for site in sites]
+    if fusion.status is not Status.KEPT or not any(by):
+        return fusion
+    names = {row.id: row.kernel for row in rows}
+    takers = ", ".join(f"{name} {names[name]}" for name in sorted(set().union(*by)))
+    taken = sum(map(bool, by))
+    status = Status.ABSORBED if taken == len(sites) else fusion.status
+    return replace(fusion, status=status, reason=f"{fusion.reason}; then {takers} took in {taken} of its {len(sites)} sites")
+
+
+def _step(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], gemvs: Sequence[BuiltGemv]) -> Callable[[], Any]:
+    variant = bench.build(built, passes, gemvs)
+    return lambda: bench.run(variant)
+
+
+def observe(bench: Bench, kinds: Sequence[Kind]) -> None:
+    """Run the model once and keep what the sites read."""
+    inputs = {index for kind in kinds for place in kind.places for index in place.inputs}
+    bench.observe_values(inputs, inputs)
+
+
+def _is_wanted(title: str, options: ApplyOptions) -> bool:
+    if options.only and not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.only):
+        return False
+    return not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.skip)
+
+
+def _is_served(site: GemvSite) -> bool:
+    """Whether all tensors are contiguous and of one 16-bit dtype: float32 GEMMs are no GEMV's, they run in TF32 or in full."""
+    values = [node.meta["val"] for node in (*site.operands, site.result)]
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
+    return len(dtypes) == 1 and dtypes.pop() in _DTYPES and all(value.is_contiguous() for value in values)
+
+
+def _title(site: GemvSite) -> str:
+    parts = ("rmsnorm" * (site.norm is not None), "gate_up" if site.is_gated else "linear", "bias" * site.has_bias)
+    return "_".join(part for part in (*parts, "residual" * (site.residual is not None)) if part)
+
+
+def _problem(site: GemvSite) -> GemvProblem:
+    return GemvProblem(
+        m=site.rows,
+        n=site.columns,
+        k=site.inner,
+        dtype=str(site.result.meta["val"].dtype).removeprefix("torch."),
+        has_norm=site.norm is not None,
+        eps=site.norm.eps if site.norm is not None else 0.0,
+        has_bias=site.has_bias,
+        is_gated=site.is_gated,
+        has_residual=site.residual is not None,
+    )

@@ -1,0 +1,565 @@
+"""Two runs side by side: what differs, what of it is more than noise, and whether they may be compared at all.
+
+A run enters as one of its states: the eager step, the step with the kept rewrites, or the step under torch.compile. Two times of
+different runs are never said to differ unless both 95 % intervals, read at their worst, lie apart by more than either run's own
+A/A noise: another day or another process moves milliseconds that a single run's interval knows nothing of. Ratios within one run
+do not have that flaw, so the gates judge those by default (:mod:`fusion_advisor.report.gate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fusion_advisor import units
+from fusion_advisor.records import COMPILED, Fusion, Gate, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.report import view
+from fusion_advisor.report.text import plural, visible
+
+COMPARE_SCHEMA = "fusion-advisor-compare/1"
+TRACE_TOLERANCE_SHARE = 0.02
+"""A single traced step has no interval; below this share of the larger side its rows count as unchanged."""
+
+State = Literal["eager", "applied", "compile"]
+Verdict = Literal["faster", "slower", "unchanged", "only in A", "only in B", "not compared"]
+STATES: tuple[State, ...] = ("eager", "applied", "compile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two runs, in the state that is compared."""
+
+    run_id: str
+    model_id: str
+    state: State
+    context: str
+    """Model, device, dtype and shapes in one line."""
+    command: str
+    noise_share: float | None
+    kept: int
+    """Rewrites in place."""
+    numerics: str
+    """Error of the whole model's outputs against the oracle; empty where nothing was applied or checked."""
+    is_checked: bool
+    """Whether the numbers of this state are known: the eager step's are by definition."""
+    wrong: tuple[str, ...]
+    """What failed a check of its numbers, in sentences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One fact about the runs that is not the same."""
+
+    name: str
+    a: str
+    b: str
+    is_obstacle: bool
+    """Whether times must not be compared across it; otherwise it is only worth knowing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeChange:
+    """One time on both sides; None where a side has none."""
+
+    group: str
+    """``step``, ``category``, ``kernel`` or ``chain``."""
+    name: str
+    a_ns: int | None
+    b_ns: int | None
+    delta_ns: int
+    """B minus A, a missing side counted as nothing: negative is a gain."""
+    delta_ci_ns: tuple[int, int] | None = None
+    """Widest range that both 95 % intervals allow; None for a single traced step."""
+    a_ci_ns: tuple[int, int] | None = None
+    b_ci_ns: tuple[int, int] | None = None
+    a_count: int | None = None
+    """Launches in the step (of a chain: of all its sites)."""
+    b_count: int | None = None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountChange:
+    """Launches or bytes on both sides."""
+
+    name: str
+    unit: Literal["launches", "bytes"]
+    a: int
+    b: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """A state's speed over the eager step of its own run; of the eager step itself exactly 1."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteChange:
+    """What became of one rewrite in each run."""
+
+    name: str
+    a_status: Status | None
+    b_status: Status | None
+    a_step_delta_ns: int | None
+    b_step_delta_ns: int | None
+    is_changed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that the views of a comparison show."""
+
+    a: Side
+    b: Side
+    clock: Literal["wall time", "device time", "none"]
+    """What the first step row and both speedups were measured with."""
+    differences: tuple[Difference, ...]
+    steps: tuple[TimeChange, ...]
+    counts: tuple[CountChange, ...]
+    a_speedup: Speedup | None
+    b_speedup: Speedup | None
+    changes: tuple[TimeChange, ...]
+    """Categories, kernels and chains, by how much they changed."""
+    rewrites: tuple[RewriteChange, ...]
+    caveats: tuple[str, ...]
+    gates: tuple[Gate, ...] = ()
+
+    @property
+    def obstacles(self) -> tuple[Difference, ...]:
+        """What forbids comparing the times."""
+        return tuple(row for row in self.differences if row.is_obstacle)
+
+
+def state_step(report: Report, state: State) -> StepProfile | None:
+    """Return a run's step in one of its states, ``compile`` in torch.compile's fastest mode; None where the run has none."""
+    if state != "compile":
+        return report.before if state == "eager" else report.after
+    steps = [row.step for row in report.baselines if row.name.startswith(COMPILED) and row.step is not None]
+    return min((step for step in steps if step.wall), key=lambda step: step.wall.median_ns if step.wall else 0, default=None)
+
+
+def default_state(report: Report) -> State:
+    """The rewritten step where there is one, else the eager one."""
+    return "eager" if report.after is None else "applied"
+
+
+def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
+    """Compare two states; both must exist (:func:`state_step`)."""
+    differences = tuple(_differences(a, b))
+    is_blocked = any(row.is_obstacle for row in differences)
+    a_step, b_step = state_step(a, a_state), state_step(b, b_state)
+    if a_step is None or b_step is None:
+        raise ValueError("a state that is compared must have been measured")
+    noise = max(a.noise_share or 0.0, b.noise_share or 0.0)
+    clock = _clock(a, b, a_step, b_step)
+    steps = _steps(a, b, a_step, b_step, noise=noise, is_blocked=is_blocked)
+    changes = [
+        *_changes("category", _by_category(a_step), _by_category(b_step), noise, is_blocked=is_blocked),
+        *_changes("kernel", _by_kernel(a_step), _by_kernel(b_step), noise, is_blocked=is_blocked),
+    ]
+    if a_state == b_state == "eager":
+        changes += _changes("chain", _by_chain(a), _by_chain(b), noise, is_blocked=is_blocked)
+    changes.sort(key=lambda row: (-abs(row.delta_ns), row.group, row.name))
+    return Comparison(
+        a=_side(a, a_state),
+        b=_side(b, b_state),
+        clock=clock,
+        differences=differences,
+        steps=tuple(steps),
+        counts=tuple(_counts(a_step, b_step)),
+        a_speedup=speedup(a, a_state, clock),
+        b_speedup=speedup(b, b_state, clock),
+        changes=tuple(changes),
+        rewrites=tuple(_rewrites(a if a_state == "applied" else None, b if b_state == "applied" else None)),
+        caveats=tuple(dict.fromkeys((*view.caveats(a), *view.caveats(b), *_drift(a, b, noise, differences)))),
+    )
+
+
+def speedup(report: Report, state: State, clock: str) -> Speedup | None:
+    """Return a state's speed over its own run's eager step; None where either was not measured with that clock."""
+    step = state_step(report, state)
+    if step is None:
+        return None
+    if state == "eager" or (state == "applied" and view.is_unchanged(report)):
+        return Speedup(ratio=1.0, low=1.0, high=1.0)
+    before, after = _timing(report.before, clock), _timing(step, clock)
+    if before is None or after is None:
+        return None
+    ratio, low, high = view.speedup_bounds(before, after)
+    return Speedup(ratio=ratio, low=low, high=high)
+
+
+def regression(a: Speedup, b: Speedup) -> tuple[float, float, float]:
+    """Return by which share B's step takes longer than A's, each measured in its own eager step; with the widest range."""
+    return a.ratio / b.ratio - 1, a.low / b.high - 1, a.high / b.low - 1
+
+
+def headline(shown: Comparison) -> view.Headline:
+    """The comparison in one sentence, and what must be said beside it."""
+    failed = [gate.rule for gate in shown.gates if gate.state == "failed"]
+    tone, text = _result(shown)
+    points = [f"differs: {row.name} {_pair(row)}" for row in shown.differences if not row.is_obstacle]
+    for label, side, ratio in (("A", shown.a, shown.a_speedup), ("B", shown.b, shown.b_speedup)):
+        if ratio is not None and side.state != "eager":
+            kept = f", {plural(side.kept, 'rewrite')} kept" if side.state == "applied" else ""
+            points.append(f"{label} runs at {_speed(ratio)} the speed of its own eager step{kept}")
+        if side.numerics:
+            points.append(f"{label} numerics {side.numerics}")
+    if failed:
+        return view.Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
+    return view.Headline(tone, text, tuple(points))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table, formatted alike for every view."""
+
+    name: str
+    a: str
+    b: str
+    change: str
+    verdict: view.Verdict
+    spread: str = ""
+    """Widest range of the change; empty where nothing gives one."""
+    launches: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows that changed, largest first, and how many are folded away."""
+
+    title: str
+    rows: tuple[Row, ...]
+    unchanged: tuple[Row, ...]
+    is_named: bool = False
+    """Whether names come from the model, rather than from us."""
+
+
+_VERDICTS: dict[Verdict, view.Verdict] = {
+    "faster": view.Verdict("✓", "faster", "gain"),
+    "slower": view.Verdict("✗", "slower", "loss"),
+    "unchanged": view.Verdict("~", "no change", "plain"),
+    "only in A": view.Verdict("–", "only in A", "plain"),
+    "only in B": view.Verdict("+", "only in B", "plain"),
+    "not compared": view.Verdict("–", "not compared", "plain"),
+}
+_NO_VERDICT = view.Verdict("", "", "plain")
+_STATE_WORDS: dict[State, str] = {
+    "eager": "the eager step",
+    "applied": "with its kept rewrites",
+    "compile": "under torch.compile",
+}
+
+
+def side_line(label: str, side: Side) -> str:
+    """What stands for A or B: the run, its state, and what was run."""
+    return f"{label}  {side.run_id}, {_STATE_WORDS[side.state]}: {side.context}"
+
+
+def step_table(shown: Comparison) -> Table:
+    """The step's times, launches, memory and speedups: always shown whole, in this order."""
+    rows = [_time_row(row) for row in shown.steps]
+    for row in shown.counts:
+        text = units.number if row.unit == "launches" else units.size
+        rows.append(Row(row.name, text(row.a), text(row.b), units.relative_change(row.a, row.b), _NO_VERDICT))
+    a, b = shown.a_speedup, shown.b_speedup
+    if a is not None and b is not None and (shown.a.state, shown.b.state) != ("eager", "eager"):
+        rows.append(Row("Speed over its own eager", units.speedup(a.ratio), units.speedup(b.ratio), "", _NO_VERDICT))
+    return Table("Step", tuple(rows), ())
+
+
+def change_tables(shown: Comparison) -> tuple[Table, ...]:
+    """What changed, by rewrite, category, kernel and chain; each with what did not change apart."""
+    tables = []
+    if shown.rewrites:
+        rows = [(row.is_changed, _rewrite_row(row)) for row in shown.rewrites]
+        tables.append(_folded("Rewrite, change of the step", rows, is_named=True))
+    for group, title in (("category", "Category"), ("kernel", "Kernel"), ("chain", "Chain")):
+        timed = [(row.verdict != "unchanged", _time_row(row)) for row in shown.changes if row.group == group]
+        if timed:
+            tables.append(_folded(f"{title}, one traced step", timed, is_named=group != "category"))
+    return tuple(tables)
+
+
+def method_line(shown: Comparison) -> str:
+    """How the verdicts were reached, in one sentence."""
+    noise = max(shown.a.noise_share or 0.0, shown.b.noise_share or 0.0)
+    return (
+        "Ranges are the widest that both 95% intervals allow; a step counts as changed when the whole range is past the larger "
+        f"A/A noise ({units.share(noise)}). Rows of a single traced step have no interval: below "
+        f"{units.share(max(noise, TRACE_TOLERANCE_SHARE))} they count as unchanged."
+    )
+
+
+def reproduce_lines(shown: Comparison) -> tuple[str, ...]:
+    """The commands that measured both sides."""
+    commands = ((label, side.command) for label, side in (("A", shown.a), ("B", shown.b)) if side.command)
+    return tuple(f"{label}: {command}" for label, command in commands)
+
+
+def _folded(title: str, rows: list[tuple[bool, Row]], *, is_named: bool) -> Table:
+    changed = tuple(row for is_changed, row in rows if is_changed)
+    return Table(title, changed, tuple(row for is_changed, row in rows if not is_changed), is_named)
+
+
+def _time_row(row: TimeChange) -> Row:
+    a, b = ("–" if ns is None else units.duration(ns) for ns in (row.a_ns, row.b_ns))
+    change = units.delta(row.delta_ns)
+    if row.a_ns and row.b_ns:
+        change += f" ({units.relative_change(row.a_ns, row.b_ns)})"
+    spread = "" if row.delta_ci_ns is None else units.delta_interval(*row.delta_ci_ns)
+    counts = (row.a_count, row.b_count)
+    launches = "" if not any(counts) else f"{row.a_count or 0:,} → {row.b_count or 0:,}"
+    return Row(row.name, a, b, change, _VERDICTS[row.verdict], spread, launches)
+
+
+def _rewrite_row(row: RewriteChange) -> Row:
+    a, b = ("–" if ns is None else units.delta(ns) for ns in (row.a_step_delta_ns, row.b_step_delta_ns))
+    is_timed = row.a_step_delta_ns is not None or row.b_step_delta_ns is not None
+    change = units.delta((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)) if row.is_changed and is_timed else ""
+    return Row(row.name, a, b, change, _rewrite_verdict(row))
+
+
+def _rewrite_verdict(row: RewriteChange) -> view.Verdict:
+    if row.a_status is row.b_status:
+        return view.Verdict("!", "other gain", "warn") if row.is_changed else view.Verdict("~", "no change", "plain")
+    if row.a_status is Status.KEPT:
+        return view.Verdict("✗", "not kept in B", "loss")
+    if row.b_status is Status.KEPT:
+        return view.Verdict("✓", "kept in B", "gain")
+    told = row.b_status or row.a_status
+    words = "" if told is None else f"{view.VERDICTS[told].words.partition(',')[0]} in {'B' if row.b_status else 'A'}"
+    return view.Verdict("!", words, "warn")
+
+
+def _result(shown: Comparison) -> tuple[str, str]:
+    if shown.obstacles:
+        words = "; ".join(f"{row.name} {_pair(row)}" for row in shown.obstacles)
+        return "warn", f"Not comparable: {words}. Times are shown side by side, without a verdict."
+    timed = [row for row in shown.steps if row.delta_ci_ns is not None]
+    if not timed:
+        return "plain", "Neither wall nor device time of the step was measured on both sides."
+    first = timed[0]
+    assert first.a_ns is not None and first.b_ns is not None
+    times = f"{units.duration(first.a_ns)} → {units.duration(first.b_ns)} per step ({shown.clock})"
+    ratio = units.speedup(first.a_ns / max(first.b_ns, 1))
+    if first.verdict == "faster":
+        return "gain", f"B is faster, {ratio} A's speed: {times}."
+    if first.verdict == "slower":
+        return "loss", f"B is slower, {ratio} A's speed: {times}."
+    return "plain", f"No change beyond the noise: {times}."
+
+
+def _pair(row: Difference) -> str:
+    return f"{visible(row.a, 80) or 'none'} vs {visible(row.b, 80) or 'none'}"
+
+
+def _speed(found: Speedup) -> str:
+    return f"{units.speedup(found.ratio)} {units.speedup_interval(found.low, found.high)}"
+
+
+def _side(report: Report, state: State) -> Side:
+    check = report.model_check
+    numerics = ""
+    if state == "applied" and check is not None:
+        sign = "✓" if check.is_passed else "✗"
+        numerics = f"{sign} relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
+    wrong = [f"{row.id} {row.kernel}: {row.reason}" for row in report.fusions if row.status is Status.WRONG_NUMBERS]
+    if check is not None and not check.is_passed:
+        wrong.append(f"the whole model's outputs are outside the limit: {check.limit}")
+    return Side(
+        run_id=report.run_id,
+        model_id=report.workload.model_id,
+        state=state,
+        context=view.context_line(report),
+        command=report.command,
+        noise_share=report.noise_share,
+        kept=view.kept_count(report) if state == "applied" else 0,
+        numerics=numerics,
+        is_checked=state == "eager" or (state == "applied" and (check is not None or view.is_unchanged(report))),
+        wrong=tuple(wrong) if state == "applied" else (),
+    )
+
+
+def _differences(a: Report, b: Report) -> Iterable[Difference]:
+    x, y = a.workload, b.workload
+    e, f = a.environment, b.environment
+    facts = (
+        ("device", e.device_name, f.device_name, True),
+        ("model", x.model_id, y.model_id, True),
+        ("dtype", x.dtype, y.dtype, True),
+        ("phase", x.phase, y.phase, True),
+        ("batch", x.batch, y.batch, True),
+        ("sequence length", x.seq_len, y.seq_len, True),
+        ("cached tokens", x.context, y.context, True),
+        ("new tokens", x.new_tokens, y.new_tokens, True),
+        ("layers", x.layers or "all", y.layers or "all", True),
+        ("revision", x.revision[:12], y.revision[:12], False),
+        ("torch", e.torch, f.torch, False),
+        ("triton", e.triton, f.triton, False),
+        ("transformers", e.transformers, f.transformers, False),
+        ("CUDA", e.cuda, f.cuda, False),
+        ("driver", e.driver, f.driver, False),
+        ("compiler", e.compiler, f.compiler, False),
+        ("fusion-advisor", e.tool, f.tool, False),
+    )
+    for name, left, right, is_obstacle in facts:
+        if left != right:
+            yield Difference(name=name, a=str(left), b=str(right), is_obstacle=is_obstacle)
+
+
+def _timing(step: StepProfile, clock: str) -> Timing | None:
+    return step.wall if clock == "wall time" else step.device if clock == "device time" else None
+
+
+def _clock(a: Report, b: Report, a_step: StepProfile, b_step: StepProfile) -> Literal["wall time", "device time", "none"]:
+    measured = (a.before, b.before, a_step, b_step)
+    if all(step.wall is not None for step in measured):
+        return "wall time"
+    return "device time" if all(step.device is not None for step in measured) else "none"
+
+
+def _steps(
+    a: Report, b: Report, a_step: StepProfile, b_step: StepProfile, *, noise: float, is_blocked: bool
+) -> Iterable[TimeChange]:
+    pairs = [("Step, wall clock", a_step.wall, b_step.wall), ("Step, device only", a_step.device, b_step.device)]
+    if a.run_id != b.run_id and (a_step is not a.before or b_step is not b.before):
+        pairs += [("Eager step, wall clock", a.before.wall, b.before.wall)]
+    for name, left, right in pairs:
+        if left is None or right is None:
+            continue
+        low, high = right.ci_low_ns - left.ci_high_ns, right.ci_high_ns - left.ci_low_ns
+        threshold = noise * left.median_ns
+        verdict: Verdict = "faster" if high < -threshold else "slower" if low > threshold else "unchanged"
+        yield TimeChange(
+            group="step",
+            name=name,
+            a_ns=left.median_ns,
+            b_ns=right.median_ns,
+            delta_ns=right.median_ns - left.median_ns,
+            delta_ci_ns=(low, high),
+            a_ci_ns=(left.ci_low_ns, left.ci_high_ns),
+            b_ci_ns=(right.ci_low_ns, right.ci_high_ns),
+            verdict="not compared" if is_blocked else verdict,
+        )
+    if a_step.device_ns or b_step.device_ns:
+        row = _change("step", "Kernel time, one traced step", (0, a_step.device_ns), (0, b_step.device_ns), noise)
+        yield _blocked(row) if is_blocked else row
+
+
+def _counts(a: StepProfile, b: StepProfile) -> Iterable[CountChange]:
+    if a.launches or b.launches:
+        yield CountChange(name="Kernel launches", unit="launches", a=a.launches, b=b.launches)
+    if a.peak_memory_bytes and b.peak_memory_bytes:
+        yield CountChange(name="Peak memory", unit="bytes", a=a.peak_memory_bytes, b=b.peak_memory_bytes)
+
+
+def _by_category(step: StepProfile) -> dict[str, tuple[int, int]]:
+    return {name: (count, ns) for name, count, ns in step.categories}
+
+
+def _by_kernel(step: StepProfile) -> dict[str, tuple[int, int]]:
+    return {name: (count, ns) for name, _, count, ns in step.kernels}
+
+
+def _by_chain(report: Report) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for chain in report.chains:
+        name = " → ".join(chain.ops)
+        count, ns = found.get(name, (0, 0))
+        found[name] = (count + chain.launches, ns + chain.device_ns)
+    return found
+
+
+def _changes(
+    group: str, a: dict[str, tuple[int, int]], b: dict[str, tuple[int, int]], noise: float, *, is_blocked: bool
+) -> Iterable[TimeChange]:
+    for name in dict.fromkeys((*a, *b)):
+        row = _change(group, name, a.get(name), b.get(name), noise)
+        yield _blocked(row) if is_blocked and row.verdict != "unchanged" else row
+
+
+def _change(group: str, name: str, a: tuple[int, int] | None, b: tuple[int, int] | None, noise: float) -> TimeChange:
+    (a_count, a_ns), (b_count, b_ns) = a or (None, None), b or (None, None)
+    delta_ns = (b_ns or 0) - (a_ns or 0)
+    tolerance_ns = max(TRACE_TOLERANCE_SHARE, noise) * max(a_ns or 0, b_ns or 0)
+    verdict: Verdict
+    if a is None:
+        verdict = "only in B"
+    elif b is None:
+        verdict = "only in A"
+    elif abs(delta_ns) <= tolerance_ns:
+        verdict = "unchanged"
+    else:
+        verdict = "faster" if delta_ns < 0 else "slower"
+    return TimeChange(
+        group=group, name=name, a_ns=a_ns, b_ns=b_ns, delta_ns=delta_ns, a_count=a_count, b_count=b_count, verdict=verdict
+    )
+
+
+def _blocked(row: TimeChange) -> TimeChange:
+    return TimeChange(
+        group=row.group,
+        name=row.name,
+        a_ns=row.a_ns,
+        b_ns=row.b_ns,
+        delta_ns=row.delta_ns,
+        a_count=row.a_count,
+        b_count=row.b_count,
+        verdict="not compared",
+    )
+
+
+def _rewrites(a: Report | None, b: Report | None) -> Iterable[RewriteChange]:
+    left, right = _named_rewrites(a), _named_rewrites(b)
+    rows = []
+    for name in dict.fromkeys((*left, *right)):
+        one, other = left.get(name), right.get(name)
+        rows.append(
+            RewriteChange(
+                name=name,
+                a_status=one.status if one else None,
+                b_status=other.status if other else None,
+                a_step_delta_ns=one.step_delta_ns if one else None,
+                b_step_delta_ns=other.step_delta_ns if other else None,
+                is_changed=one is None or other is None or one.status is not other.status or _apart(one, other),
+            )
+        )
+    return sorted(rows, key=lambda row: -abs((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)))
+
+
+def _named_rewrites(report: Report | None) -> dict[str, Fusion | GraphRewrite]:
+    """Rewrites by name; where a kernel fuses several chains, the later ones are numbered."""
+    found: dict[str, Fusion | GraphRewrite] = {}
+    rows: tuple[Fusion | GraphRewrite, ...] = () if report is None else (*report.rewrites, *report.fusions)
+    for row in rows:
+        name = base = row.kernel if isinstance(row, Fusion) else row.name
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{base} ({number})"
+        found[name] = row
+    return found
+
+
+def _apart(a: Fusion | GraphRewrite, b: Fusion | GraphRewrite) -> bool:
+    x, y = a.step_delta_ci_ns, b.step_delta_ci_ns
+    return x is not None and y is not None and (x[1] < y[0] or y[1] < x[0])
+
+
+def _drift(a: Report, b: Report, noise: float, differences: tuple[Difference, ...]) -> Iterable[str]:
+    """The control: the same eager step, measured in both runs, should take the same time."""
+    if any(row.is_obstacle for row in differences) or a.before.wall is None or b.before.wall is None or a.run_id == b.run_id:
+        return
+    left, right = a.before.wall, b.before.wall
+    threshold = max(noise, TRACE_TOLERANCE_SHARE) * left.median_ns
+    if right.ci_low_ns - left.ci_high_ns > threshold or right.ci_high_ns - left.ci_low_ns < -threshold:
+        yield (
+            f"The eager step itself changed by {units.relative_change(left.median_ns, right.median_ns)} between the runs: "
+            "compare the speedups over each run's own eager step rather than the times."
+        )

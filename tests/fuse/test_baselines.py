@@ -1,0 +1,207 @@
+"""Contenders on a CPU: one that fails has a sentence, all others are timed in turn; ours with a compiler for the rest."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.fuse import baselines, install
+from fusion_advisor.fuse.baselines import Contender, measure_all, named, ours_compiled, peers
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.compiled import compile_rest
+from fusion_advisor.fuse.liger import NotAvailable
+from fusion_advisor.fuse.memory import needed_bytes
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan import make_plan
+from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, StepProfile
+from fusion_advisor.timing.stopwatch import nothing
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
+from tests.tiny import bench_of, patterns, profile_live
+
+STEP = StepProfile(label="known", device_ns=7, launches=1, categories=(), kernels=())
+
+
+def measured(*contenders, **more):
+    return measure_all(contenders, needed_bytes=10, on_cuda=False, runs=8, budget_s=0.01, **more)
+
+
+def test_contenders_take_turns_and_a_failing_one_has_a_sentence():
+    ran = []
+
+    def broken():
+        raise RuntimeError("the compiler fell over\nin many lines")
+
+    def absent():
+        raise NotAvailable("there is none here")
+
+    rows = measured(
+        Contender(name="a", make=lambda: lambda: ran.append("a"), step=STEP),
+        Contender(name="b", make=broken, step=STEP),
+        Contender(name="c", make=absent, step=STEP),
+        Contender(name="d", make=lambda: lambda: ran.append("d"), step=STEP, first_call_s=3.5, note="its note"),
+        rewind=lambda: ran.append("-"),
+    )
+    assert [row.name for row in rows] == ["a", "b", "c", "d"]
+    assert rows[1].step is None and rows[1].note == "RuntimeError: the compiler fell over"
+    assert rows[2].note == "there is none here"
+    assert len(rows[0].step.wall.times_ns) == len(rows[3].step.wall.times_ns) == 8
+    assert rows[0].first_call_s is not None and (rows[3].first_call_s, rows[3].note) == (3.5, "its note")
+    assert all(before == "-" for before, call in itertools.pairwise(ran) if call != "-")
+    assert ran[-1] != ran[-3]  # in turn
+
+
+def test_the_run_ends_where_a_required_one_fails():
+    def broken():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        measured(Contender(name=OURS, make=broken, is_required=True))
+
+
+def test_what_a_cpu_has_none_of_is_told():
+    load = describe_live(torch.nn.Linear(4, 4).eval(), (torch.randn(2, 4),))
+    found = peers(load, lambda: None, on_cuda=False, max_autotune=True, rewind=nothing)
+    assert [one.name for one in found] == [
+        "eager + CUDA graph",
+        f"{COMPILED}default",
+        f"{COMPILED}reduce-overhead",
+        f"{COMPILED}max-autotune",
+        "Liger",
+    ]
+    assert len(peers(load, lambda: None, on_cuda=False, max_autotune=False, rewind=nothing)) == 4
+    for name, words in (("eager + CUDA graph", "no CUDA graphs"), (f"{COMPILED}reduce-overhead", "none"), ("Liger", "CUDA only")):
+        with pytest.raises(NotAvailable, match=words):
+            next(one for one in found if one.name == name).make()
+
+
+def test_weights_that_share_storage_are_needed_once():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.randn(2, 8)
+    assert needed_bytes(model, (x,), {"again": x[:1]}) == 8 * 8 * 4 + 2 * 8 * 4
+
+
+def fused_bench():
+    torch.manual_seed(0)
+    model = Model().eval()
+    x = torch.randn(2, 48, 64)
+    capture, live = profile_live(model, (x,))
+    plan = make_plan(capture, patterns(), min_share=0.0)
+    bench, built = bench_of(live, plan)
+    return model, x, bench, bench.build(built, ["drop_masks", "fold_constants"])
+
+
+def traced_on_fake_tensors(graph_module, inputs):
+    """Inductor's own tracing without its code generation, which takes half a minute on a CPU."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    with torch.no_grad():
+        return aot_eager(graph_module, inputs)
+
+
+def test_ours_with_a_compiler_for_the_rest_computes_the_same():
+    model, x, bench, variant = fused_bench()
+    expected = model(x)
+    load = describe_live(model, (x,))
+    contender = ours_compiled(load, bench, variant, is_graphed=False, compiler=traced_on_fake_tensors)
+    assert contender.name == OURS_COMPILED
+    with torch.no_grad():
+        call = contender.make()
+        torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-5)
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_kernels_stay_calls_of_their_own_in_what_is_compiled():
+    _, _, bench, variant = fused_bench()
+    seen = []
+
+    def compiler(graph_module, inputs):
+        seen.append([str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"])
+        return graph_module.forward
+
+    compile_rest(bench.live.regions, variant.modules, compiler)
+    calls = sum("fusion_id" in node.meta for module in variant.modules for node in module.graph.nodes)
+    assert sum(name.startswith("fusion_advisor_rest") for names in seen for name in names) == calls >= 2
+    assert all("fusion_id" not in name for names in seen for name in names)
+
+
+def test_what_is_folded_becomes_a_constant_and_what_depends_on_the_step_is_refused():
+    class Positions(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.arange(8.0))
+
+        def forward(self, x):
+            return x * torch.cos(self.steps * 0.5)
+
+    model, x = Positions(), torch.randn(3, 8)
+    _, live = profile_live(model, (x,))
+    bench = Bench(live, on_cuda=False)
+    variant = bench.build((), ["fold_constants"])
+    assert variant.changed["fold_constants"]
+    (module,) = compile_rest(live.regions, variant.modules, traced_on_fake_tensors)
+    result = module.forward(*live.regions[0].example_args)
+    torch.testing.assert_close(result[0] if isinstance(result, tuple | list) else result, model(x))
+
+
+@pytest.mark.parametrize("status", [keep_all, keep_none])
+def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, status):  # noqa: F811
+    verdicts(monkeypatch, status)
+    monkeypatch.setattr(baselines.torch_internals, "empty_compile_caches", torch_internals.contextlib.nullcontext)
+    monkeypatch.setattr(
+        baselines, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
+    )
+    monkeypatch.setattr(install, "ours_compiled", baselines.ours_compiled)
+    compiled = torch_internals.compiled_call
+    monkeypatch.setattr(
+        baselines.torch_internals,
+        "compiled_call",
+        lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
+    )
+    report = apply_workload(loaded, replace(quick, compile=True)).report
+    names = [row.name for row in report.baselines]
+    ours = [OURS, OURS_COMPILED] if status is keep_all else []
+    assert names == [EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead", "Liger", *ours]
+    for row in report.baselines:
+        assert (row.step is None) == (row.name in ("eager + CUDA graph", f"{COMPILED}reduce-overhead", "Liger"))
+        assert row.note if row.step is None else row.step.wall is not None and row.first_call_s is not None
+    assert report.before.wall == named(report.baselines, EAGER).step.wall
+    if status is keep_all:
+        assert report.after.wall == named(report.baselines, OURS).step.wall
+        assert [name for name, _ in report.warm_up.phases_s] == ["read the plan", "capture", "kernels", "install", "first step"]
+        assert named(report.baselines, OURS).first_call_s == pytest.approx(report.warm_up.seconds, abs=1e-3)
+    else:
+        assert report.warm_up is None and report.after.label == "unchanged"
+
+
+def test_without_being_asked_a_cpu_compares_with_eager_alone(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_all)
+    report = apply_workload(loaded, quick).report
+    assert [row.name for row in report.baselines] == [EAGER, OURS]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_way_runs():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    load = describe_live(model, (), {"input_ids": torch.randint(512, (1, 64), device="cuda"), "use_cache": False})
+    from fusion_advisor.fuse.options import ApplyOptions
+
+    run = apply_workload(load, ApplyOptions(runs=20, min_share=0.0, compile=True))
+    run.revert()
+    for row in run.report.baselines:
+        assert row.note or row.step is not None, row.name
+        if row.step is not None:
+            assert row.step.device_ns > 0 and row.step.peak_memory_bytes > 0 and row.step.wall.median_ns > 0, row.name
+    ran = {row.name for row in run.report.baselines if row.step is not None}
+    assert {EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead"} <= ran

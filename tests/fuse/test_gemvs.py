@@ -1,0 +1,390 @@
+"""GEMV kernels in a decode step, on a CPU: torch's own ops stand in for the kernels, everything else is real."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusion_advisor.fuse.gemvs as stage
+import fusion_advisor.fuse.merging as merging
+import fusion_advisor.fuse.pipeline as pipeline
+import fusion_advisor.fuse.saved as saved
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.decide import Decision, Verdict
+from fusion_advisor.fuse.gemvs import Made, find_kinds, header_of, maker, place_gemvs
+from fusion_advisor.fuse.merging import Kept, merge_all
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.relocate import merged_bench
+from fusion_advisor.fuse.saved import apply_plan, load_plan
+from fusion_advisor.library.gemv import GemvConfig, candidates, entry_of
+from fusion_advisor.library.gemv_torch import torch_launcher
+from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.records import RenderedKernel, Status
+from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.timing.stopwatch import as_timing
+from fusion_advisor.workload.adjacent import lay_out_siblings
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from tests.fuse.test_saved import save
+from tests.tiny import LAYERS, decode_step, gpt2, llama, qwen2
+
+QWEN2 = ["rmsnorm_gate_up", "rmsnorm_linear_bias", "rmsnorm_linear", "linear_residual", "linear_residual"]
+
+
+def phi3():
+    """Fused q/k/v and gate/up weights, read as chunks."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Phi3Config(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval(), {}
+
+
+def phi():
+    """LayerNorm, one for attention and MLP, biases everywhere."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    torch.manual_seed(0)
+    config = PhiConfig(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=200,
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return PhiForCausalLM(config).eval(), {}
+
+
+def decoder(make=qwen2, *, dtype=torch.bfloat16, batch=1, is_laid_out=True):
+    model = make()[0].to(dtype)
+    if is_laid_out:
+        lay_out_siblings(model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:  # weights of one would hide a norm left out
+                value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(dtype) / 4)
+    return describe_live(model, (), decode_step(model, batch=batch))
+
+
+@functools.cache
+def qwen2_bench():
+    return bench_of(decoder())
+
+
+def bench_of(loaded):
+    bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
+    return merged_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+
+
+def kinds_of(loaded):
+    return find_kinds(bench_of(loaded))
+
+
+def torch_kernel(problem, header, config, *, spoil=0.0):
+    compute = torch_launcher(problem)
+
+    def launch(*tensors):
+        compute(*tensors)
+        tensors[-1].add_(spoil)
+
+    name = entry_of(problem, header, config)
+    kernel = RenderedKernel(
+        name=name, backend="cuda", path=f"kernels/{name}.cu", source="// the source", origin=header.origin, tuning=config.text
+    )
+    return Made(kernel=kernel, launch=launch)
+
+
+def on_top(status_of):
+    """The keep rule's answer, planted."""
+
+    def verdict(_runner, before, after, *, name, **_):
+        before(), after()
+        return Verdict(id=name, status=status_of(name), reason="planted", delta_ns=-5, interval_ns=(-6, -4))
+
+    return verdict
+
+
+def made_of_torch(problem, header, _file):
+    return torch_kernel(problem, header, candidates(problem, ("cuda",))[0])
+
+
+TIMES = as_timing([100] * 6, "wall"), as_timing([50] * 6, "wall")
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Return a function that places kernels of torch's ops in a decode step whose other rewrites were left out."""
+    monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
+    decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
+
+    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, **options):
+        monkeypatch.setattr(stage, "on_top", on_top(status_of))
+        kept = Kept(bench=qwen2_bench(), decision=decision, rewrites=(), fusions=[], built=[])
+        return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, make=make)
+
+    return placed
+
+
+def test_kinds_of_a_decoder():
+    kinds = find_kinds(qwen2_bench())
+    assert [kind.title for kind in kinds] == QWEN2
+    assert [len(kind.places) for kind in kinds] == [LAYERS, LAYERS, 1, LAYERS, LAYERS]
+    gate_up, qkv, head, down, out = (kind.problem for kind in kinds)
+    assert (gate_up.n, gate_up.k, gate_up.is_gated, gate_up.eps) == (128, 64, True, pytest.approx(3e-6))
+    assert (qkv.n, qkv.has_bias) == (64 + 2 * 32, True)
+    assert (head.n, down.k, out.k) == (200, 128, 64)
+    assert all(kind.problem.m == 1 for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("make", "titles"),
+    [
+        (llama, ["rmsnorm_gate_up", "rmsnorm_linear", "rmsnorm_linear", "linear_residual", "linear_residual"]),
+        (phi3, ["rmsnorm_gate_up", "rmsnorm_linear", "rmsnorm_linear", "linear_residual", "linear_residual"]),
+        (phi, ["linear_bias", "linear_bias_residual", "linear_bias", "linear_bias", "linear_bias"]),
+    ],
+)
+def test_kinds_of_other_models(make, titles):
+    assert sorted(kind.title for kind in kinds_of(decoder(make))) == sorted(titles)
+
+
+def test_weights_that_lie_transposed_are_cublas_s():
+    """GPT-2 keeps (in, out): only its head is a linear."""
+    kinds = kinds_of(decoder(gpt2))
+    assert [(kind.title, kind.problem.n) for kind in kinds] == [("linear", 200)]
+
+
+def test_float32_and_many_rows_are_cublas_s():
+    assert kinds_of(decoder(dtype=torch.float32)) == []
+    model = decoder().model
+    loaded = describe_live(model, (), {"input_ids": torch.randint(1, 200, (5, 16)), "use_cache": False})
+    assert kinds_of(loaded) == []
+
+
+def test_without_merging_a_norm_that_three_linears_read_stays():
+    kinds = kinds_of(decoder(is_laid_out=False))
+    norms = {kind.title: len(kind.places) for kind in kinds if kind.problem.has_norm}
+    assert norms == {"rmsnorm_linear": 1}
+
+
+def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
+    kept = place(lambda name: Status.SLOWER if name == "G3" else Status.KEPT)
+    assert [(row.id, row.kernel) for row in kept.fusions] == [
+        (f"G{number}", title) for number, title in enumerate(QWEN2, start=1)
+    ]
+    assert [row.status for row in kept.fusions] == [Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT, Status.KEPT]
+    assert [gemv.id for gemv in kept.gemvs] == ["G1", "G2", "G4", "G5"]
+    for row in kept.fusions:
+        assert row.numerics.is_passed and row.numerics.elements > 0
+        assert row.chain_before.median_ns == 100 // row.receipt.sites_found and row.original_source
+        assert row.receipt.launches_before > row.receipt.sites_found
+        assert "on top of all that was kept" in row.reason
+    assert kept.decision.method == "wall" and kept.decision.after != kept.decision.before
+
+
+def test_nothing_changes_where_nothing_pays(place):
+    kept = place(lambda _: Status.WITHIN_NOISE)
+    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.gemvs == ()
+    assert place(make=None).fusions == []
+
+
+def test_wrong_numbers_failed_builds_and_cublas_are_rows(place):
+    def make(problem, header, _file):
+        if problem.is_gated:
+            return torch_kernel(problem, header, candidates(problem, ("cuda",))[0], spoil=0.05)
+        if problem.has_norm:
+            raise KernelBuildFailed(kernel=header.title, target="cuda", cause="no compiler")
+        return "cuBLAS is faster"
+
+    kept = place(make=make)
+    found = {row.kernel: row for row in kept.fusions}
+    assert found["rmsnorm_gate_up"].status is Status.WRONG_NUMBERS
+    assert "against float64" in found["rmsnorm_gate_up"].reason
+    assert found["rmsnorm_linear_bias"].status is Status.BUILD_FAILED
+    assert (found["linear_residual"].status, found["linear_residual"].reason) == (Status.SLOWER, "cuBLAS is faster")
+    assert kept.gemvs == ()
+
+
+def test_one_wrong_layer_among_right_ones_is_found(place):
+    """Every site is checked on its own tensors, not only the first one."""
+
+    def make(problem, header, _file):
+        made = made_of_torch(problem, header, _file)
+        calls = []
+
+        def launch(*tensors):
+            made.launch(*tensors)
+            calls.append(tensors)
+            if len(calls) == 2:
+                tensors[-1].mul_(1.1)
+
+        return replace(made, launch=launch)
+
+    assert {row.status for row in place(make=make).fusions} == {Status.WRONG_NUMBERS}
+
+
+def test_only_and_skip_name_these_kernels_too(place):
+    assert [row.kernel for row in place(skip=("linear_residual", "rmsnorm_linear*")).fusions] == ["rmsnorm_gate_up"]
+    assert [row.kernel for row in place(only=("rmsnorm_gate*",)).fusions] == ["rmsnorm_gate_up"]
+
+
+def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
+    """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(merging, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
+    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    loaded = decoder()
+    state = {name: (value.data_ptr(), value.clone()) for name, value in loaded.model.state_dict().items()}
+    twin = copy.deepcopy(loaded.model)
+    only = ("swiglu", "add_rmsnorm", "rmsnorm_*", "linear_residual")  # each chain more is a C++ kernel more to build
+    run = apply_workload(loaded, replace(quick, only=only))
+    rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert [row.status for row in rows] == [Status.KEPT, Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT]
+    for row in rows:
+        placed = row.receipt.sites_found if row.status is Status.KEPT else 0
+        assert row.receipt.sites_replaced == row.receipt.launches_after == placed, row.receipt.refusals
+    assert run.report.model_check.is_passed
+    found = {fusion.kernel: fusion for fusion in run.report.fusions if fusion.chain_id}
+    swiglu, norm = found["swiglu"], found["add_rmsnorm"]
+    assert (swiglu.status, swiglu.receipt.sites_replaced) == (Status.ABSORBED, 0)
+    assert f"G1 rmsnorm_gate_up took in {LAYERS} of its {LAYERS} sites" in swiglu.reason
+    assert norm.status is Status.ABSORBED and "took in" in norm.reason
+    assert load_report(dump_report(run.report)) == run.report
+
+    # Eager, fused and a float64 copy: logits and cache, with weights written to after the kernels were made.
+    with torch.no_grad():
+        for model in (loaded.model, twin):
+            model.model.layers[0].mlp.gate_proj.weight.mul_(1.5)
+            model.model.norm.weight.fill_(2)
+        mine, other = (decode_step(twin, batch=1) for _ in range(2))
+        eager, fused = twin(**other).logits, run.fused(**mine).logits
+        truth = copy.deepcopy(twin).double()
+        exact = truth(**decode_step(truth, batch=1)).logits
+    ours, theirs = ((value.double() - exact).norm() / exact.norm() for value in (fused, eager))
+    assert 0 < ours <= 1.5 * theirs
+    for layer, expected in zip(mine["past_key_values"].layers, other["past_key_values"].layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, rtol=0.05, atol=0.05)
+    assert run.fused.fallbacks == {}
+    # Kernels for one row serve no other batch.
+    more, same = (decode_step(twin, batch=2) for _ in range(2))
+    with torch.no_grad(), pytest.warns(UserWarning, match="not verified"):
+        torch.testing.assert_close(run.fused(**more).logits, twin(**same).logits)
+    run.revert()
+    with torch.no_grad():
+        for name, value in loaded.model.state_dict().items():
+            assert value.data_ptr() == state[name][0]
+            value.copy_(state[name][1])
+
+    save(run, quick.run_dir)
+    plan = load_plan(quick.run_dir)
+    assert [row.id for row in plan.gemvs] == ["G1", "G2", "G3", "G5"]
+    built = []
+
+    def build(problem, header, config, _path, *, tuning):
+        built.append((entry_of(problem, header, config), tuning))
+        return torch_kernel(problem, header, config)
+
+    monkeypatch.setattr(saved, "build", build)
+    expected = loaded.model(**decode_step(loaded.model, batch=1)).logits
+    again = decode_step(loaded.model, batch=1)
+    with torch.no_grad(), apply_plan(loaded, plan) as model:
+        torch.testing.assert_close(loaded.model(**again).logits, expected, rtol=0.05, atol=0.05)
+        assert model.fallbacks == {}
+    assert sorted(built) == sorted((row.rendered[0].name, row.rendered[0].tuning) for row in rows if row.status is Status.KEPT)
+
+
+def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):
+    kept = place(lambda name: Status.KEPT if name == "G1" else Status.SLOWER)
+    row = kept.fusions[0]
+    plan = saved.SavedPlan(run_dir=tmp_path, capture=None, report=None, fusions=(), passes=(), gemvs=(row,))
+    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
+    (again,) = saved._gemvs(kept.bench, plan, tmp_path)
+    assert (again.id, again.kernel.name, len(again.sites)) == ("G1", row.rendered[0].name, LAYERS)
+
+    def spoiled(problem, header, config, _path, *, tuning):
+        return torch_kernel(problem, header, config, spoil=1.0)
+
+    monkeypatch.setattr(saved, "build", spoiled)
+    with pytest.raises(PlanMismatch, match="no longer pass"):
+        saved._gemvs(kept.bench, plan, tmp_path)
+    other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
+    with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
+        saved._gemvs(kept.bench, replace(plan, gemvs=(other,)), tmp_path)
+
+
+def test_no_kernels_without_a_gpu(tmp_path):
+    assert maker(tmp_path, torch.device("cpu"), backend=None, log=print) is None
+    assert maker(tmp_path, torch.device("cuda"), backend="cpp", log=print) is None
+    assert maker(tmp_path, torch.device("cuda"), backend="triton", log=print) is not None
+
+
+def test_headers_are_the_library_s_where_it_has_the_kernel():
+    assert header_of("rmsnorm_gate_up").origin == "library kernel rmsnorm_gate_up"
+    assert "from the graph" in header_of("linear_bias_residual").origin
+
+
+def test_configurations_are_read_back():
+    for config in (GemvConfig(form="cuda_mma", rows=16, warps=8, unroll=2), GemvConfig(form="triton_fma", rows=2, block_k=64)):
+        assert GemvConfig.read(f"{config.text} (measured, best of 4)") == config
+    with pytest.raises(ValueError, match="no form"):
+        GemvConfig.read("BLOCK=4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    def wide():
+        config = Qwen2Config(
+            num_hidden_layers=2, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
+            vocab_size=512, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval(), {}
+
+    monkeypatch.setattr(merging, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "choose", chosen_ours)
+    model = wide()[0].to("cuda", torch.bfloat16)
+    lay_out_siblings(model)
+    kwargs = decode_step_on(model, batch)
+    loaded = describe_live(model, (), kwargs)
+    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, backend=backend))
+    rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert [row.kernel for row in rows] == QWEN2
+    for row in rows:
+        if row.status is Status.KEPT:
+            assert row.receipt.launches_after == row.receipt.sites_found
+            assert (tmp_path / row.rendered[0].path).is_file()
+        else:
+            assert row.status is Status.SLOWER, row.reason
+    assert any(row.status is Status.KEPT for row in rows)
+    assert run.report.model_check.is_passed
+    assert run.report.step_after.method == "cuda_graph"
+
+
+def chosen_ours(problem, device, *, header, backends, **_):
+    from fusion_advisor.library.gemv_choose import choose
+    from fusion_advisor.library.tuning_store import TuningStore
+
+    return choose(problem, device, header=header, backends=backends, with_cublas=False, store=TuningStore(None))
+
+
+def decode_step_on(model, batch):
+    from fusion_advisor.workload.cache import filled_cache
+
+    ids = torch.randint(1, 200, (batch, 17), generator=torch.Generator().manual_seed(0)).to("cuda")
+    cache, _ = filled_cache(model, ids[:, :-1], maximum=64, phase="decode", model_id="tiny")
+    return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}

@@ -1,0 +1,93 @@
+"""The baselines table, the words "just use torch.compile", warm-up and predictions, in every view."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fusion_advisor.records import Status
+from fusion_advisor.report import view
+from fusion_advisor.report.html import render_html
+from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.report.terminal import result_table
+from tests.report.fixtures import applied, baselines, beaten, timing
+
+
+def every_view(report):
+    stream = io.StringIO()
+    Console(file=stream, width=200, color_system=None, highlight=False, markup=False).print(
+        result_table(report, Console(width=200))
+    )
+    views = (stream.getvalue(), render_markdown(report), render_html(report))
+    return [" ".join(text.replace("\\_", "_").replace("&#39;", "'").split()) for text in views]
+
+
+@pytest.mark.parametrize("text", every_view(applied()), ids=("terminal", "markdown", "html"))
+def test_every_view_shows_every_way_with_first_call_and_reason(text):
+    for words in ("torch.compile default", "torch.compile reduce-overhead", "16.90 ms", "18.42 ms", "19.4 s"):
+        assert words in text
+    assert "Liger has no kernels for made-up" in text
+    assert "0.92 of the time of the best other way (torch.compile reduce-overhead, 16.90 ms)" in text
+    assert "3.8 s from the saved plan to the first fused step" in text
+    assert "torch.compile's first call took 18.2 s" in text
+    assert "Just use" not in text
+
+
+@pytest.mark.parametrize("text", every_view(beaten()), ids=("terminal", "markdown", "html"))
+def test_the_headline_says_when_torch_compile_is_the_better_choice(text):
+    assert "Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time), ours takes 15.52 ms." in text
+
+
+def test_a_mode_within_the_noise_of_ours_is_not_recommended():
+    report = applied()
+    near = replace(report, baselines=baselines(compiled_ns=15_510_000))
+    assert view.faster_compile(near) is None
+    assert "Just use" not in view.headline(near).text
+
+
+def test_torch_compile_is_recommended_too_where_nothing_of_ours_paid():
+    report = applied()
+    unchanged = replace(report, after=replace(report.before, label=view.UNCHANGED), baselines=baselines(13_000_000)[:4])
+    head = view.headline(unchanged)
+    assert head.text.startswith("Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time). Nothing paid, ")
+    assert head.tone == "warn"
+
+
+def test_what_costs_it_is_named():
+    assert view.cost_line(applied()) == ""
+    line = view.cost_line(beaten())
+    assert line.startswith(
+        "torch.compile reduce-overhead is faster by 2.52 ms: ours spends 1.10 ms more in pointwise and reduction"
+    )
+    host = replace(beaten(), after=replace(beaten().after, categories=()))
+    assert "the difference is the host's" in view.cost_line(host)
+
+
+def test_the_prediction_error_is_the_median_over_kept_rewrites():
+    report = applied()
+    errors = sorted((abs(1560 - 1480) / 1480, abs(1420 - 1390) / 1390, abs(75 - 60) / 60))
+    assert view.prediction_error(report) == (pytest.approx(errors[1]), 3)
+    assert "5.4% in the median" in view.prediction_line(report)
+    none = replace(
+        report, rewrites=(), fusions=tuple(replace(fusion, status=Status.WITHIN_NOISE) for fusion in report.fusions[:3])
+    )
+    assert view.prediction_error(none) is None and view.prediction_line(none) == ""
+    for text in every_view(report):
+        assert "−1.56 ms" in text and "−75.0 µs" in text
+
+
+def test_without_other_ways_there_is_no_table():
+    report = replace(applied(), baselines=tuple(row for row in baselines() if row.name in ("eager", "ours")))
+    assert view.baseline_rows(report) == ()
+    assert "torch.compile was not measured" in view.headline(report).points
+    assert view.best_peer(report) is None
+
+
+def test_a_row_that_was_not_run_has_dashes_and_its_reason():
+    row = next(row for row in view.baseline_rows(applied()) if row.name == "Liger")
+    assert (row.wall, row.first_call, row.memory) == ("–", "–", "–")
+    own = next(row for row in view.baseline_rows(applied()) if row.name == "ours")
+    assert own.against == "1.000×" and own.wall == view.units.duration(timing(15_520_000).median_ns)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fusion_advisor import units
+from fusion_advisor.records import Report, Status
+from fusion_advisor.report import charts
+from fusion_advisor.report.roofline import points, roofline
+from tests.report.fixtures import applied, profiled, real
+
+
+@pytest.mark.parametrize("report", [applied(), real()], ids=["applied", "real"])
+def test_the_waterfall_closes(report: Report) -> None:
+    fall = charts.waterfall(report)
+    assert fall is not None
+    assert report.step_before is not None
+    assert report.step_after is not None
+    tried = (*report.rewrites, *report.fusions)
+    kept = [row for row in tried if row.status is Status.KEPT]
+    removed = [row for row in tried if row.status is not Status.KEPT and row.step_delta_ns is not None]
+    first, *middle, rest, last = fall.rows
+    assert len(middle) == len(kept) + len(removed)
+    assert all(row.width == 0 for row in middle if row.note)
+    assert sum(bool(row.note) for row in middle) == len(removed)
+    # each bar begins where the one before it ended, and the last piece ends at the final bar's end
+    for above, below in zip(fall.rows, [*middle, rest], strict=False):
+        assert above.joint == pytest.approx(below.x if below.joint != below.x else below.x + below.width, abs=0.1)
+    assert rest.joint == pytest.approx(last.x + last.width, abs=0.1)
+    scale = first.width / report.step_before.median_ns
+    assert last.width == pytest.approx(report.step_after.median_ns * scale, abs=0.1)
+    sum_ns = sum(row.step_delta_ns or 0 for row in kept)
+    left_ns = report.step_after.median_ns - report.step_before.median_ns - sum_ns
+    assert fall.table[-2][1] == units.delta(left_ns)
+
+
+def test_no_waterfall_without_both_ends() -> None:
+    assert charts.waterfall(profiled()) is None
+    assert charts.waterfall(replace(applied(), step_after=None)) is None
+
+
+def test_idle_is_what_no_kernel_filled() -> None:
+    report = applied()
+    assert report.before.wall is not None
+    assert charts.idle_ns(report.before) == report.before.wall.median_ns - report.before.device_ns
+    assert charts.idle_ns(replace(report.before, wall=None)) == 0
+    chart = charts.where_time_went(report)
+    assert chart is not None
+    assert [segment.colour for segment in chart.bars[0].segments][-1] == charts.IDLE
+
+
+def test_the_roofline_stands_on_the_measured_copy() -> None:
+    report = real()
+    roof = roofline(report)
+    assert roof is not None
+    for point, fusion in zip(roof.points, report.fusions, strict=True):
+        chain = next(chain for chain in report.chains if chain.id == fusion.chain_id)
+        assert fusion.chain_after is not None
+        moved = chain.floor_bytes / len(chain.sites)
+        speed = moved / fusion.chain_after.median_ns * 1e9
+        assert point.share_after == pytest.approx(speed / report.bandwidth.copy_bytes_per_s, rel=1e-6)
+        assert point.flops == len(chain.ops) * math.prod(chain.shape)
+        assert not point.is_above
+    # below the ceiling on paper means below its line on the drawing
+    line = roof.ceilings[0]
+    slope = (line.y2 - line.y1) / (line.x2 - line.x1)
+    for arrow in roof.arrows:
+        assert arrow.y2 > line.y1 + slope * (arrow.x2 - line.x1)
+        assert arrow.x2 > arrow.x1
+        assert arrow.y2 < arrow.y1
+    assert [ceiling.is_measured for ceiling in roof.ceilings] == [True, False]
+
+
+def test_the_ceiling_is_the_fastest_mix() -> None:
+    report = real()
+    faster = replace(report, bandwidth=replace(report.bandwidth, read_bytes_per_s=4_500_000_000_000))
+    for before, after in zip(points(report), points(faster), strict=True):
+        assert after.share_after < before.share_after
+    roof = roofline(faster)
+    assert roof is not None
+    assert roof.ceilings[0].label == "memory, measured in this run (read): 4,500 GB/s"
+
+
+def test_what_beats_the_ceiling_is_marked_and_what_was_not_timed_is_named() -> None:
+    report = applied()
+    slow = replace(report, bandwidth=replace(report.bandwidth, copy_bytes_per_s=1_000_000))
+    assert all(point.is_above for point in points(slow))
+    roof = roofline(slow)
+    assert roof is not None
+    assert all(arrow.label.endswith("▲") for arrow in roof.arrows)
+    assert roof.left_out == ("F4",)
+    assert roofline(profiled()) is None
