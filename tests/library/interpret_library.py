@@ -16,7 +16,7 @@ import torch
 
 from fusion_advisor.library.accuracy import error_of, is_within
 from fusion_advisor.library.backend_triton import TritonBackend
-from fusion_advisor.library.check_inputs import eager, make_inputs, oracle
+from fusion_advisor.library.check_inputs import eager, make_inputs, oracle, planned_layouts
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph, trace_reference
 from fusion_advisor.library.source import Header, Tuning
@@ -67,10 +67,10 @@ def complaints(spec, folder):
 
 def wrong(graph, lowered, launch, inputs):
     kept = len(lowered.outputs)
-    theirs, truth = eager(graph, inputs)[-kept:], oracle(graph, inputs)[-kept:]
+    theirs, truth, planned = eager(graph, inputs)[-kept:], oracle(graph, inputs)[-kept:], planned_layouts(graph)[-kept:]
     # The interpreter cuts bfloat16 off where a GPU rounds it: there the kernel stores float32 and torch rounds.
     stored = [torch.float32 if t.dtype == torch.bfloat16 else t.dtype for t in theirs]
-    outputs = [torch.empty_strided(t.shape, t.stride(), dtype=d).fill_(3) for t, d in zip(theirs, stored, strict=True)]
+    outputs = [torch.empty_strided(t.shape, t.stride(), dtype=d).fill_(3) for t, d in zip(planned, stored, strict=True)]
     launch(*(inputs[index] for index in lowered.inputs), *outputs)
     for ours, own, exact in zip(outputs, theirs, truth, strict=True):
         error, limit = error_of(ours.to(own.dtype), exact), error_of(own, exact)
