@@ -38,7 +38,7 @@ from fusion_advisor.library.program import Program
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
 from fusion_advisor.library.source_of import header_of, named_program
-from fusion_advisor.library.spec import Case
+from fusion_advisor.library.spec import Case, KernelSpec
 
 _ARCH = 90
 _INTERPRETED_ELEMENTS = 2**19
@@ -104,8 +104,7 @@ def check_kernel(
 class _Checker:
     def __init__(self, kernel: Kernel, kernel_dirs: tuple[Path, ...], progress: Progress) -> None:
         self.kernel, self.spec, self.dirs, self.progress = kernel, kernel.spec, kernel_dirs, progress
-        self.patterns = _readable_patterns(kernel_dirs)
-        self.own = tuple(pattern for pattern in self.patterns if pattern.kernel == self.spec.name)
+        self.own = _readable_patterns([self.spec])
         self._built: dict[tuple[str, str], BuiltKernel] = {}
         self._compiled: dict[str, str] = {}
         self.folder = Path()
@@ -154,10 +153,9 @@ class _Checker:
         found = find_match(program, self.own)
         if found is None:
             return "no pattern of this kernel fits its own reference"
-        for other in dict.fromkeys(pattern.kernel for pattern in self.patterns if pattern.kernel != self.spec.name):
-            theirs: list[Pattern] = [pattern for pattern in self.patterns if pattern.kernel == other]
-            if find_match(program, theirs) is not None:
-                return f"the kernel `{other}` computes the same: which one is found would be chance"
+        for other in list_kernels(self.dirs):
+            if other.name != self.spec.name and find_match(program, _readable_patterns([other])) is not None:
+                return f"the kernel `{other.name}` computes the same: which one is found would be chance"
         bound = dict(found.constants)
         for name, given in sentinels(self.spec).items():
             if name in bound and not math.isclose(bound[name], given, rel_tol=1e-6):
@@ -273,10 +271,10 @@ class _Checker:
         return {(row.case, row.dtype): row for row in rows}
 
 
-def _readable_patterns(kernel_dirs: Sequence[Path]) -> tuple[Pattern, ...]:
-    """Patterns of every kernel that has some; what is wrong with this one's own its rows say, and another's is not asked."""
+def _readable_patterns(specs: Sequence[KernelSpec]) -> tuple[Pattern, ...]:
+    """Patterns of those kernels that have some; what is wrong with this one's own its rows say, and another's is not asked."""
     found: list[Pattern] = []
-    for spec in list_kernels(kernel_dirs):
+    for spec in specs:
         with contextlib.suppress(BadReference):
             found += kernel_patterns(spec)
     return tuple(found)
