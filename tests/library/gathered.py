@@ -97,13 +97,18 @@ def _functions():
     }
 
 
+def _key(name):
+    return name if name.startswith("looped") else f"gathered_{name}"
+
+
+NAMES = {_key(name): name for name in _functions()}
+"""Names of the cases, and of their functions."""
+
+
 @functools.cache
-def gathered():
-    """Return name → (Program, input tensors in the order of its operands)."""
-    found = {}
-    for name, (function, *inputs) in _functions().items():
-        lowered, ops = lower_function(function, *inputs)
-        at = [op.index for op in ops if op.role not in ("op", "output")]
-        key = name if name.startswith("looped") else f"gathered_{name}"
-        found[key] = (lowered.program, [inputs[at.index(root)].flatten() for root in lowered.inputs])
-    return found
+def gathered(name):
+    """Trace one case; return (Program, input tensors in the order of its operands)."""
+    function, *inputs = _functions()[NAMES[name]]
+    lowered, ops = lower_function(function, *inputs)
+    at = [op.index for op in ops if op.role not in ("op", "output")]
+    return lowered.program, [inputs[at.index(root)].flatten() for root in lowered.inputs]
