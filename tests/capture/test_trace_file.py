@@ -50,8 +50,8 @@ WHOLE = json.dumps(DOCUMENT, indent=1).encode()
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (gzip.compress(WHOLE)[:-30], "gzip ends early at byte"),
-        (gzip.compress(WHOLE)[:20] + b"\xff" * 40, "gzip"),
+        (gzip.compress(WHOLE, mtime=0)[:-30], "gzip ends early at byte"),
+        (gzip.compress(WHOLE, mtime=0)[:20] + b"\xff" * 40, "gzip"),
         (WHOLE[:900], "it ends early at line"),
         (WHOLE.rstrip()[:-1], "it ends early at line"),
         (WHOLE.replace(b"kernel 7", b"kernel\x017"), "JSON control character at line"),
