@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, SUM, UNARY, Text, Unsupported, Writer
+from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import ADDRESSED, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
@@ -227,6 +227,8 @@ class CudaWriter(Writer):
             return Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY)
         if op == "isnan":
             return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
+        if op == "div" and is_float32 and self.is_half and has_inverse(self.plan.program.values[value.args[1]]):
+            return Text(f"{args[0].at(PRODUCT)} * (1.0f / {args[1].at(UNARY)})", PRODUCT)
         if op == "div" and is_float32 and self.fast_math:
             return Text(f"__fdividef({code})")
         if op == "reciprocal":

@@ -191,6 +191,8 @@ class Writer:
                 noun = f"{args[0]}_plus_1"
             elif value.op in ("rsqrt", "sqrt") and ("_variance" in args[0] or "_squared_mean" in args[0]):
                 noun = ("inverse_" if value.op == "rsqrt" else "") + ("deviation" if "_variance" in args[0] else "rms")
+            elif value.op == "reciprocal" and args[0].endswith("_sum"):
+                noun = "inverse_sum"
             elif value.op == "mul" and value.args[0] == value.args[1]:
                 noun = f"{args[0]}_squared"
             elif value.op == "sub" and args[1] in (f"{args[0]}_mean", f"{args[0]}_max"):
@@ -334,6 +336,16 @@ class Writer:
     def widen(self, name: str) -> str:
         """An index as int64."""
         raise NotImplementedError
+
+
+def has_inverse(divisor: Value) -> bool:
+    """Whether a constant's float32 reciprocal is a normal number.
+
+    Where results are rounded to 16 bits, a product with it is as good as the quotient, whose IEEE division takes eight
+    instructions and a branch.
+    """
+    constant = divisor.constant
+    return divisor.op == "const" and isinstance(constant, float) and 2.0**-126 <= abs(constant) <= 2.0**126
 
 
 def _terms(indices: tuple[str, ...], strides: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fusion_advisor.library.expressions import ATOM, LOOSE, SUM, UNARY, Text, Unsupported, Writer
+from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
@@ -255,6 +255,8 @@ class TritonWriter(Writer):
         if op == "isnan":
             return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
         if op == "div":
+            if is_float32 and self.is_half and has_inverse(self.plan.program.values[value.args[1]]):
+                return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
             exact = is_float32 and not self.fast_math
             return Text(f"tl.div_rn({', '.join(code)})") if exact else Text("")
         if op == "reciprocal":

@@ -178,3 +178,19 @@ def test_what_two_nests_compute_each_computes_for_itself():
 def test_a_row_s_sum_does_not_share_a_launch_with_what_has_none():
     with pytest.raises(CannotLower, match="of different kinds"):
         lower_function(lambda q, k: (q.softmax(-1), k * 2), torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("function", "is_divided"),
+    [
+        (lambda x: torch.softmax(x, -1), False),
+        (lambda x: torch.softmax(x.masked_fill(x > 1, float("-inf")), -1), False),
+        (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), True),
+        (lambda x: (x - x.amax(-1, keepdim=True)).exp() / (x + 1).exp().sum(-1, keepdim=True), True),
+        (lambda x: torch.softmax(x.double(), -1), True),
+    ],
+)
+def test_only_softmaxs_own_sum_is_divided_by_through_its_reciprocal(function, is_divided):
+    """Any other sum may be so small that its reciprocal is infinite."""
+    ops = [value.op for value in program(function, torch.randn(4, 8)).values]
+    assert ("div" in ops, "reciprocal" in ops) == (is_divided, not is_divided)

@@ -77,7 +77,7 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_causal_softmax_295253(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t n0,
+extern "C" void fa_causal_softmax_4d2abb(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t n0,
         int64_t n1, int64_t cols, int64_t x_i0_stride, int64_t x_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.08838834764831845f;
@@ -116,10 +116,10 @@ extern "C" void fa_causal_softmax_295253(const uint16_t *__restrict x, uint16_t 
           }
           row_sum += row_sum_part;
         }
-        const float row_row_sum = static_cast<float>(row_sum);
+        const float inverse = 1.0f / static_cast<float>(row_sum);
 #pragma omp simd
         for (int64_t col = 0; col < cols; ++col) {
-          out_row[col] = fa_to_bf16(exponential_buffer[col] / row_row_sum);
+          out_row[col] = fa_to_bf16(exponential_buffer[col] * inverse);
         }
       }
     }

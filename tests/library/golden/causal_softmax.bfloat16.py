@@ -17,7 +17,7 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_causal_softmax_127081(
+def fa_causal_softmax_f440cd(
     x_ptr, out_ptr,
     rows, size1, cols, x_stride0, x_stride1, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -39,6 +39,7 @@ def fa_causal_softmax_127081(
     chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)
     exp_chosen_shifted = tl.exp(chosen - chosen_max)
     exp_chosen_shifted_sum = tl.sum(tl.where(col_mask, exp_chosen_shifted, 0.0), axis=1, keep_dims=True)
-    out = tl.div_rn(exp_chosen_shifted, exp_chosen_shifted_sum)
+    inverse_sum = tl.div_rn(1.0, exp_chosen_shifted_sum)
+    out = exp_chosen_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

@@ -103,7 +103,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_causal_softmax_1dbbe4(
+fa_causal_softmax_ac5096(
     const float* __restrict__ x_ptr,
     float* __restrict__ out_ptr,
     index_t rows,
@@ -162,6 +162,7 @@ fa_causal_softmax_1dbbe4(
         }
     }
     const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -176,7 +177,7 @@ fa_causal_softmax_1dbbe4(
             const float x = x_packs[p][lane];
             const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
             const float exp_chosen_shifted = expf(chosen - chosen_max);
-            const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
+            const float out = exp_chosen_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_row + first, out_pack);

@@ -116,7 +116,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_additive_531b07(
+fa_masked_softmax_additive_85a3d8(
     const bfloat16_bits* __restrict__ scores_ptr,
     const bfloat16_bits* __restrict__ mask_ptr,
     bfloat16_bits* __restrict__ out_ptr,
@@ -177,6 +177,7 @@ fa_masked_softmax_additive_531b07(
         }
     }
     const float exp_total_shifted_sum = row_reduce<Sum, 1>(exp_total_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_total_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -190,7 +191,7 @@ fa_masked_softmax_additive_531b07(
             const float mask_2 = wide(mask_packs[p][lane]);
             const float total = scores * scale + mask_2;
             const float exp_total_shifted = __expf(total - total_max);
-            const float out = exp_total_shifted / exp_total_shifted_sum;
+            const float out = exp_total_shifted * inverse_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_row + first, out_pack);

@@ -16,7 +16,7 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_masked_softmax_additive_8c1d56(
+def fa_masked_softmax_additive_9fd214(
     scores_ptr, mask_ptr, out_ptr,
     rows, size1, cols, scores_stride0, scores_stride1, mask_stride1, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -38,6 +38,7 @@ def fa_masked_softmax_additive_8c1d56(
     total_max = tl.reduce(tl.where(col_mask, total, float("-inf")), 1, maximum, keep_dims=True)
     exp_total_shifted = tl.exp(total - total_max)
     exp_total_shifted_sum = tl.sum(tl.where(col_mask, exp_total_shifted, 0.0), axis=1, keep_dims=True)
-    out = tl.div_rn(exp_total_shifted, exp_total_shifted_sum)
+    inverse_sum = tl.div_rn(1.0, exp_total_shifted_sum)
+    out = exp_total_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

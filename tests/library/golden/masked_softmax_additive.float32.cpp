@@ -67,7 +67,7 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_masked_softmax_additive_920af9(const float *__restrict scores,
+extern "C" void fa_masked_softmax_additive_d5b91f(const float *__restrict scores,
         const float *__restrict mask, float *__restrict out, int64_t n0, int64_t n1, int64_t cols,
         int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t mask_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
@@ -104,10 +104,10 @@ extern "C" void fa_masked_softmax_additive_920af9(const float *__restrict scores
           }
           row_sum += row_sum_part;
         }
-        const float row_row_sum = static_cast<float>(row_sum);
+        const float inverse = 1.0f / static_cast<float>(row_sum);
 #pragma omp simd
         for (int64_t col = 0; col < cols; ++col) {
-          out_row[col] = exponential_buffer[col] / row_row_sum;
+          out_row[col] = exponential_buffer[col] * inverse;
         }
       }
     }

@@ -102,7 +102,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_additive_ff4fcf(
+fa_masked_softmax_additive_133f63(
     const float* __restrict__ scores_ptr,
     const float* __restrict__ mask_ptr,
     float* __restrict__ out_ptr,
@@ -163,6 +163,7 @@ fa_masked_softmax_additive_ff4fcf(
         }
     }
     const float exp_total_shifted_sum = row_reduce<Sum, 1>(exp_total_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_total_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -176,7 +177,7 @@ fa_masked_softmax_additive_ff4fcf(
             const float mask_2 = mask_packs[p][lane];
             const float total = scores * scale + mask_2;
             const float exp_total_shifted = expf(total - total_max);
-            const float out = exp_total_shifted / exp_total_shifted_sum;
+            const float out = exp_total_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_row + first, out_pack);

@@ -116,7 +116,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_boolean_a2c8e2(
+fa_masked_softmax_boolean_00442e(
     const bool* __restrict__ mask_ptr,
     const bfloat16_bits* __restrict__ scores_ptr,
     bfloat16_bits* __restrict__ out_ptr,
@@ -178,6 +178,7 @@ fa_masked_softmax_boolean_a2c8e2(
         }
     }
     const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -191,7 +192,7 @@ fa_masked_softmax_boolean_a2c8e2(
             const float scores = wide(scores_packs[p][lane]);
             const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             const float exp_chosen_shifted = __expf(chosen - chosen_max);
-            const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
+            const float out = exp_chosen_shifted * inverse_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_row + first, out_pack);

@@ -102,7 +102,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_boolean_421a40(
+fa_masked_softmax_boolean_00e89a(
     const bool* __restrict__ mask_ptr,
     const float* __restrict__ scores_ptr,
     float* __restrict__ out_ptr,
@@ -164,6 +164,7 @@ fa_masked_softmax_boolean_421a40(
         }
     }
     const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -177,7 +178,7 @@ fa_masked_softmax_boolean_421a40(
             const float scores = scores_packs[p][lane];
             const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             const float exp_chosen_shifted = expf(chosen - chosen_max);
-            const float out = exp_chosen_shifted / exp_chosen_shifted_sum;
+            const float out = exp_chosen_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_row + first, out_pack);

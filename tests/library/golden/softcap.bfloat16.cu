@@ -90,7 +90,7 @@ fa_softcap_59fad3(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
-            const float out = cap * tanhf(x / cap);
+            const float out = cap * tanhf(x * (1.0f / cap));
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + first, out_pack);

@@ -35,6 +35,6 @@ def fa_softcap_741961(
 
     x = tl.load(x_ptr + index, mask=mask, other=0.0).to(tl.float32)
     cap = 30.0
-    out = cap * tanh(tl.div_rn(x, cap))
+    out = cap * tanh(x * (1.0 / cap))
 
     tl.store(out_ptr + index, out, mask=mask)

@@ -76,7 +76,7 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_softmax_1bc1fc(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t rows,
+extern "C" void fa_softmax_ebbf60(const uint16_t *__restrict x, uint16_t *__restrict out, int64_t rows,
         int64_t cols, int64_t x_row_stride, int64_t out_row_stride, int threads) {
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (rows * cols >= kParallelFrom)
@@ -107,10 +107,10 @@ extern "C" void fa_softmax_1bc1fc(const uint16_t *__restrict x, uint16_t *__rest
         }
         row_sum += row_sum_part;
       }
-      const float row_row_sum = static_cast<float>(row_sum);
+      const float inverse = 1.0f / static_cast<float>(row_sum);
 #pragma omp simd
       for (int64_t col = 0; col < cols; ++col) {
-        out_row[col] = fa_to_bf16(exponential_buffer[col] / row_row_sum);
+        out_row[col] = fa_to_bf16(exponential_buffer[col] * inverse);
       }
     }
   }

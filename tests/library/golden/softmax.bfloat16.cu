@@ -116,7 +116,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_softmax_9f02a8(
+fa_softmax_44247d(
     const bfloat16_bits* __restrict__ x_ptr,
     bfloat16_bits* __restrict__ out_ptr,
     index_t rows,
@@ -161,6 +161,7 @@ fa_softmax_9f02a8(
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_x_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -172,7 +173,7 @@ fa_softmax_9f02a8(
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
             const float exp_x_shifted = __expf(x - x_max);
-            const float out = exp_x_shifted / exp_x_shifted_sum;
+            const float out = exp_x_shifted * inverse_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -16,7 +16,7 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_softmax_cfd04a(
+def fa_softmax_cd9718(
     x_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -31,6 +31,7 @@ def fa_softmax_cfd04a(
     x_max = tl.reduce(tl.where(col_mask, x, float("-inf")), 1, maximum, keep_dims=True)
     exp_x_shifted = tl.exp(x - x_max)
     exp_x_shifted_sum = tl.sum(tl.where(col_mask, exp_x_shifted, 0.0), axis=1, keep_dims=True)
-    out = tl.div_rn(exp_x_shifted, exp_x_shifted_sum)
+    inverse_sum = tl.div_rn(1.0, exp_x_shifted_sum)
+    out = exp_x_shifted * inverse_sum
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

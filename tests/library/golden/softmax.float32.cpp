@@ -67,7 +67,7 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_softmax_6247d0(const float *__restrict x, float *__restrict out, int64_t rows,
+extern "C" void fa_softmax_08ca3d(const float *__restrict x, float *__restrict out, int64_t rows,
         int64_t cols, int64_t x_row_stride, int64_t out_row_stride, int threads) {
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (rows * cols >= kParallelFrom)
@@ -98,10 +98,10 @@ extern "C" void fa_softmax_6247d0(const float *__restrict x, float *__restrict o
         }
         row_sum += row_sum_part;
       }
-      const float row_row_sum = static_cast<float>(row_sum);
+      const float inverse = 1.0f / static_cast<float>(row_sum);
 #pragma omp simd
       for (int64_t col = 0; col < cols; ++col) {
-        out_row[col] = exponential_buffer[col] / row_row_sum;
+        out_row[col] = exponential_buffer[col] * inverse;
       }
     }
   }

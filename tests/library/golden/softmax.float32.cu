@@ -102,7 +102,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_softmax_47af0b(
+fa_softmax_fec0ce(
     const float* __restrict__ x_ptr,
     float* __restrict__ out_ptr,
     index_t rows,
@@ -147,6 +147,7 @@ fa_softmax_47af0b(
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_x_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -158,7 +159,7 @@ fa_softmax_47af0b(
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
             const float exp_x_shifted = expf(x - x_max);
-            const float out = exp_x_shifted / exp_x_shifted_sum;
+            const float out = exp_x_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
