@@ -217,6 +217,25 @@ def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+@contextlib.contextmanager
+def own_gemm_workspace() -> Iterator[None]:
+    """Give what is recorded inside a cuBLAS workspace in its own memory pool, which lives as long as its graph does.
+
+    Torch keeps one workspace for each stream and hands it to every GEMM. torch.compile's reduce-overhead mode frees them all, and
+    a graph that was recorded with one of those would write to memory that is another tensor's by then, or nobody's.
+    """
+    clear = torch._C._cuda_clearCublasWorkspaces if torch.cuda.is_available() else _nothing
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def _nothing() -> None:
+    pass
+
+
 def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a traced graph as torch.compile's default backend does, without dynamo."""
     from torch._inductor.compile_fx import compile_fx

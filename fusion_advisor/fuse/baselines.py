@@ -160,7 +160,9 @@ def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -
     """
     static = [value for value in (*loaded.args, *loaded.kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda]
     fresh = [value.clone() for value in static]
-    return _InGraph(call, static, fresh, measure.recorded(call, before=rewind))
+    with torch_internals.own_gemm_workspace():
+        replay = measure.recorded(call, before=rewind)
+    return _InGraph(call, static, fresh, replay)
 
 
 @dataclass(frozen=True, slots=True)

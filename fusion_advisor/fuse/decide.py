@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
@@ -206,7 +207,8 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            return [measure.recorded(call, pool=self._pool, before=self.rewind) for call in plain]
+            with torch_internals.own_gemm_workspace():
+                return [measure.recorded(call, pool=self._pool, before=self.rewind) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

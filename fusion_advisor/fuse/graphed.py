@@ -33,6 +33,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import source_of, storages, written_storages
 from fusion_advisor.fuse.chain import extent
 from fusion_advisor.fuse.held import Held
@@ -95,7 +96,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Only this thread's calls are watched: a data loader may pin memory meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                torch_internals.own_gemm_workspace(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 result = call()
         except LayoutChanged:
             raise

@@ -238,3 +238,27 @@ def test_a_mode_of_torch_compile_reaches_it(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda call, **options: seen.update(options) or call)
     torch_internals.compiled_call(torch.nn.Linear(2, 2), "inductor", mode="reduce-overhead")
     assert (seen["backend"], seen["mode"], seen["dynamic"]) == ("inductor", "reduce-overhead", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph, and this machine has no CUDA device")
+def test_a_recorded_gemm_outlives_the_workspaces_that_others_free():
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 4096), (4096, 256), (256,)))
+    want = torch.addmm(bias, x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch_internals.own_gemm_workspace(), torch.cuda.graph(graph):
+        out = torch.addmm(bias, x, weight)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    guard = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    assert not guard.any()
+
+
+def test_without_a_device_there_is_no_workspace_to_free():
+    assert hasattr(torch._C, "_cuda_clearCublasWorkspaces") or not torch.cuda.is_available()
+    with torch_internals.own_gemm_workspace():
+        pass

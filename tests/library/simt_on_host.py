@@ -10,6 +10,12 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fusion_advisor.library.source import Rendered
 
 _PRELUDE = r"""
 #include <cmath>
@@ -93,11 +99,79 @@ _BODIES = {
 }
 
 
-def run(rendered, tensors, grid, threads, folder, *, scalars=(), macros=()):
-    """Compile with the system's compiler and run; what the kernel writes is written in place.
+_DRIVER = """
+static void** arguments;
+static void (*kernel)();
+static void fiber() {
+    kernel();
+    is_done[threadIdx.x] = true;
+    swapcontext(&fibers[threadIdx.x], &scheduler);
+}
+static void walk(void** given, int grid, int threads) {
+    arguments = given;
+    const size_t bytes = 1 << 17;
+    vector<char> stacks(bytes * threads);
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+        fibers.assign(threads, ucontext_t{});
+        is_done.assign(threads, false);
+        memset(meetings, 0, sizeof meetings);
+        memset(barriers, 0, sizeof barriers);
+        for (int n = 0; n < threads; ++n) {
+            getcontext(&fibers[n]);
+            fibers[n].uc_stack.ss_sp = &stacks[n * bytes];
+            fibers[n].uc_stack.ss_size = bytes;
+            makecontext(&fibers[n], fiber, 0);
+        }
+        for (bool is_left = true; is_left;) {
+            is_left = false;
+            for (int n = 0; n < threads; ++n)
+                if (!is_done[n]) {
+                    is_left = true;
+                    threadIdx.x = n;
+                    swapcontext(&scheduler, &fibers[n]);
+                }
+        }
+    }
+}
+"""
 
-    ``scalars`` are the arguments after the tensors, ``macros`` (name, value) pairs.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A rendered kernel, its launch shape, and the tensors of one or more calls; what it writes is written in place."""
+
+    rendered: Rendered
+    calls: Sequence[Sequence[torch.Tensor]]
+    grid: int
+    threads: int
+    scalars: Sequence[int] = ()
+    """The arguments after the tensors."""
+    macros: Mapping[str, int] = field(default_factory=dict)
+
+
+def run(rendered, tensors, grid, threads, folder, *, scalars=(), macros=()):
+    """Compile one kernel and run it once; ``macros`` are (name, value) pairs."""
+    launch = Launch(rendered=rendered, calls=[tensors], grid=grid, threads=threads, scalars=scalars, macros=dict(macros))
+    run_all([launch], folder)
+
+
+def run_all(launches, folder):
+    """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once."""
+    path, library = folder / "kernels.cpp", folder / "kernels.so"
+    units = [_unit(number, launch) for number, launch in enumerate(launches)]
+    path.write_text("\n".join([_PRELUDE, _DRIVER, *units]), encoding="utf-8")
+    command = ["g++", "-O1", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    handle = ctypes.CDLL(str(library))
+    for number, launch in enumerate(launches):
+        for tensors in launch.calls:
+            pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+            handle[f"run_{number}"](pointers, launch.grid, launch.threads)
+
+
+def _unit(number, launch):
+    rendered = launch.rendered
     source = rendered.source
     for head, body in _BODIES.items():
         source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
@@ -107,46 +181,23 @@ def run(rendered, tensors, grid, threads, folder, *, scalars=(), macros=()):
     source = re.sub(r"    asm\(\"mma\.sync.*?\n}", mma, source, flags=re.DOTALL)
     assert not re.search(r"asm\(|asm volatile\(\"(?!griddep)", source), "PTX that the host does not know"
     kinds = re.findall(r"^    ((?:const )?\w+\*) (?:__restrict__ )?\w+[,)]", source, re.MULTILINE)
-    assert len(kinds) == len(tensors)
-    source = f"""{_PRELUDE}{source}
-static void** arguments;
-static void fiber() {{
-    {rendered.entry}({", ".join([*(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds)), *map(str, scalars)])});
-    is_done[threadIdx.x] = true;
-    swapcontext(&fibers[threadIdx.x], &scheduler);
+    assert all(len(kinds) == len(tensors) for tensors in launch.calls)
+    given = [*(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds)), *map(str, launch.scalars)]
+    before = "\n".join(f"#define {name} {value}" for name, value in launch.macros.items())
+    # The next kernel must see none of this one's macros.
+    defined = dict.fromkeys([*launch.macros, *re.findall(r"^ *#define (\w+)", source, re.MULTILINE)])
+    after = "\n".join(f"#undef {name}" for name in defined)
+    return f"""{before}
+namespace kernel_{number} {{
+#line 1 "{rendered.entry}.cu"
+{source.replace('extern "C" ', "")}
+static void call() {{
+    {rendered.entry}({", ".join(given)});
 }}
-extern "C" void run_all(void** given, int grid, int threads) {{
-    arguments = given;
-    const size_t bytes = 1 << 17;
-    vector<char> stacks(bytes * threads);
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
-        fibers.assign(threads, ucontext_t{{}});
-        is_done.assign(threads, false);
-        memset(meetings, 0, sizeof meetings);
-        memset(barriers, 0, sizeof barriers);
-        for (int n = 0; n < threads; ++n) {{
-            getcontext(&fibers[n]);
-            fibers[n].uc_stack.ss_sp = &stacks[n * bytes];
-            fibers[n].uc_stack.ss_size = bytes;
-            makecontext(&fibers[n], fiber, 0);
-        }}
-        for (bool is_left = true; is_left;) {{
-            is_left = false;
-            for (int n = 0; n < threads; ++n)
-                if (!is_done[n]) {{
-                    is_left = true;
-                    threadIdx.x = n;
-                    swapcontext(&scheduler, &fibers[n]);
-                }}
-        }}
-    }}
+extern "C" void run_{number}(void** given, int grid, int threads) {{
+    kernel = call;
+    walk(given, grid, threads);
 }}
+}}
+{after}
 """
-    path, library = folder / f"{rendered.entry}.cpp", folder / f"{rendered.entry}.so"
-    path.write_text(source, encoding="utf-8")
-    command = ["g++", "-O1", "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w"]
-    command += [*(f"-D{name}={value}" for name, value in macros), "-o", str(library), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:3000]
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    ctypes.CDLL(str(library)).run_all(pointers, grid, threads)

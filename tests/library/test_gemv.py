@@ -48,33 +48,37 @@ HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find
 needs_gpp = pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
 
 
-def on_host(problem, config, given, folder):
-    rendered = GemvCuda().render(problem, HEADER, config=config)
-    out = torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype)
-    simt_on_host.run(rendered, [*given, out], -(-problem.n // config.rows), 32 * config.warps, folder)
-    return out
+PARTS = 6
+"""Files that all configurations are compiled in on the host."""
 
 
 @needs_gpp
-@pytest.mark.parametrize(("name", "config"), CUDA, ids=lambda item: getattr(item, "text", item))
-def test_cuda_on_the_host(tmp_path, name, config):
-    for kind in ("normal", "special"):
-        given = tensors(PROBLEMS[name], kind)
-        assert not complaint(PROBLEMS[name], given, on_host(PROBLEMS[name], config, given, tmp_path)), kind
+@pytest.mark.parametrize("part", range(PARTS))
+def test_cuda_on_the_host(tmp_path, part):
+    launches, asked = [], []
+    for name, config in CUDA[part::PARTS]:
+        problem = PROBLEMS[name]
+        calls = []
+        for kind in ("normal", "special"):
+            given = tensors(problem, kind)
+            calls.append((*given, torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype)))
+            asked.append((f"{name} {config.text} {kind}", problem, calls[-1]))
+        rendered = GemvCuda().render(problem, HEADER, config=config)
+        grid, threads = -(-problem.n // config.rows), 32 * config.warps
+        launches.append(simt_on_host.Launch(rendered=rendered, calls=calls, grid=grid, threads=threads))
+    simt_on_host.run_all(launches, tmp_path)
+    found = {label: complaint(problem, list(given), out) for label, problem, (*given, out) in asked}
+    assert not {label: problem for label, problem in found.items() if problem}
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "interpret_gemv.py"), str(tmp_path_factory.mktemp("kernels"))]
+    command = [sys.executable, str(HERE / "interpret_gemv.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_triton_in_the_interpreter(interpreted):
-    assert len(interpreted) > 100
-    assert not {name: problem for name, problem in interpreted.items() if problem}
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 100
+    assert not {name: problem for name, problem in found.items() if problem}
 
 
 @pytest.mark.parametrize(("name", "given"), EPILOGUES.items())
