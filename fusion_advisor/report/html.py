@@ -19,7 +19,7 @@ from markupsafe import Markup
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, Report, StepProfile
-from fusion_advisor.report import charts, strip, view
+from fusion_advisor.report import charts, others, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.roofline import roofline
@@ -76,9 +76,11 @@ def render_html(report: Report) -> str:
         findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),
-        baselines=view.baseline_rows(report),
-        run_lines=[line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line],
-        predicted=view.predicted,
+        baselines=others.baseline_rows(report),
+        run_lines=[
+            line for line in (others.prediction_line(report), others.warm_up_line(report), others.cost_line(report)) if line
+        ],
+        predicted=others.predicted,
         steps=view.steps(report),
         categories=view.category_rows(report),
         time_chart=charts.where_time_went(report),

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import view
+from fusion_advisor.report import others, view
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 LIMIT = 60_000
@@ -103,11 +103,9 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),
             sticky_key=sticky_key(report),
-            baselines=view.baseline_rows(report),
-            run_lines=[
-                line for line in (view.prediction_line(report), view.warm_up_line(report), view.cost_line(report)) if line
-            ],
-            predicted=view.predicted,
+            baselines=others.baseline_rows(report),
+            run_lines=others.run_lines(report),
+            predicted=others.predicted,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],

@@ -17,7 +17,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site
 from fusion_advisor.report import compare as comparing
 from fusion_advisor.report import gate as gates
-from fusion_advisor.report import view
+from fusion_advisor.report import others, view
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
@@ -76,7 +76,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
-    lines += [_line(text, console) for text in (view.prediction_line(report), view.warm_up_line(report)) if text]
+    lines += [_line(text, console) for text in (others.prediction_line(report), others.warm_up_line(report)) if text]
     return Group(*lines, *_baselines(report, console), *gate_lines(report.gates, console))
 
 
@@ -227,7 +227,7 @@ def _launches(report: Report, console: Console) -> list[RenderableType]:
 
 
 def _baselines(report: Report, console: Console) -> list[RenderableType]:
-    rows = view.baseline_rows(report)
+    rows = others.baseline_rows(report)
     if not rows:
         return []
     columns = [
@@ -240,7 +240,7 @@ def _baselines(report: Report, console: Console) -> list[RenderableType]:
         Column("Peak memory", tuple(row.memory for row in rows), is_right=True, drop=5),
     ]
     reasons = [f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
-    cost = view.cost_line(report)
+    cost = others.cost_line(report)
     return [
         Text(""),
         _table(columns, console),
@@ -322,7 +322,7 @@ def _fusion_columns(report: Report) -> list[Column]:
         Column("Sites", tuple(sites(at) for at in span), is_right=True, drop=3),
         Column("One site", tuple(site(at) for at in span), is_right=True, drop=4),
         Column("Step", tuple(gain(at) for at in span), is_right=True),
-        Column("Predicted", tuple(view.predicted(row) for row in rows), is_right=True, drop=5),
+        Column("Predicted", tuple(others.predicted(row) for row in rows), is_right=True, drop=5),
         Column("95% CI", tuple(spread(at) for at in span), drop=1),
         Column("Rel err", tuple(error(at) for at in span), is_right=True, drop=2),
         Column(
