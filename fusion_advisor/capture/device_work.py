@@ -58,7 +58,8 @@ class Missing:
 def missing_kernels(trace: Trace) -> Missing:
     """Count the calls that launch one kernel, and those of them whose kernel the trace lacks (by correlation id)."""
     seen = {kernel.correlation for kernel in trace.kernels}
-    calls = [call.correlation for call in trace.launches if "Launch" in call.name and call.correlation >= 0]
+    single = [call for call in trace.launches if "Launch" in call.name and "Graph" not in call.name]
+    calls = [call.correlation for call in single if call.correlation >= 0]
     return Missing(launches=len(calls), missing=sum(call not in seen for call in calls))
 
 
