@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,6 +225,15 @@ def test_request_is_readable_json(run: Run, fake: Core) -> None:
     assert data["model_id"] == "org/m"
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Python listens to Ctrl-C, which it does not in a job that a shell has put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_the_first_ctrl_c_waits_for_the_step_and_leaves_a_report(run: Run, fake: Core) -> None:
     steps: list[int] = []
 
@@ -248,6 +257,7 @@ def test_the_first_ctrl_c_waits_for_the_step_and_leaves_a_report(run: Run, fake:
     assert ran.out == ""
 
 
+@pytest.mark.usefixtures("listening")
 def test_the_second_ctrl_c_stops_at_once(run: Run, fake: Core) -> None:
     steps: list[int] = []
 
