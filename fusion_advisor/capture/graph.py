@@ -295,9 +295,9 @@ def storages(node: Node) -> list[int]:
 
 
 def written_storages(node: Node) -> list[int]:
-    """Return the storages that a node writes into, as keys of :func:`storages`."""
+    """Return the storages that a node writes into, as keys of :func:`storages`; a fused call carries them as ``written``."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return []
+        return list(node.meta.get("written", ()))
     written: list[int] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

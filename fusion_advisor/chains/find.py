@@ -12,7 +12,10 @@ The launch of a group stands right before its first outside reader. A merge may 
 so a grown group tries its other producers again: a norm whose result a rotation reads three times joins when the last read does.
 
 At the end, neighbouring groups of equal ops that read one value (queries and keys, turned by the same tables) may share a launch
-though neither feeds the other, where the caller says that it has a kernel for the two.
+though neither feeds the other, where the caller says that it has a kernel for the two. Likewise a group may take in the op that
+copies its result into rows of a tensor which the call was given (a KV cache), and the one beside it that copies another value to
+the same rows. Only there does a write join a group: nobody else may read or write that tensor between the group's first op and
+its launch, in the ops' order or in that of the launches.
 
 Needs no torch: it works on the records of ``capture.json``.
 """
@@ -60,12 +63,14 @@ def find_groups(ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | Non
     Args:
         ops: all ops of a capture; ``index`` is the position.
         judge: says whether one kernel can compute a group.
-        has_kernel: says whether two groups that do not feed each other should share a launch; by default none do.
+        has_kernel: says whether two groups that do not feed each other should share a launch, or a group end in writes; by
+            default none do.
     """
     finder = _Finder(ops, judge)
     finder.grow()
     if has_kernel is not None:
         finder.pair(has_kernel)
+        finder.end_in_writes(has_kernel)
     return finder.groups()
 
 
@@ -116,6 +121,12 @@ def reads_by_number(op: OpNode) -> bool:
     return op.target.startswith(("aten.embedding.", "aten.index_select.", "aten.gather.", "aten.index.Tensor"))
 
 
+def writes_by_number(op: OpNode) -> bool:
+    """Whether an op copies rows into a tensor where another tensor says, and does nothing else."""
+    is_copy = op.target.startswith("aten.index_copy_.") and bool(op.mutates) and not op.kwargs
+    return is_copy and len(op.args) == 4 and all(isinstance(op.args[place], Ref) for place in (0, 2, 3))
+
+
 class _Finder:
     def __init__(self, ops: Sequence[OpNode], judge: Judge) -> None:
         self.ops = ops
@@ -157,6 +168,64 @@ class _Finder:
             other = before.pop(computing, None)
             if other is None or not self._share_launch(other, members, has_kernel):
                 before[computing] = members
+
+    def end_in_writes(self, has_kernel: HasKernel) -> None:
+        """Let a group take in the write of its result, together with a neighbouring write at the same positions where it can."""
+        at: dict[Arg, list[int]] = {}
+        for op in self.ops:
+            if writes_by_number(op):
+                at.setdefault(op.args[2], []).append(op.index)
+        for same in at.values():
+            for number, write in enumerate(same):
+                neighbours = [*same[number + 1 : number + 2], *same[max(number - 1, 0) : number]]
+                pairs = [frozenset({write, other}) for other in neighbours if other not in self.group_of]
+                if write not in self.group_of:
+                    any(self._end(write, writes, has_kernel) for writes in (*pairs, frozenset({write})))
+
+    def _end(self, write: int, writes: frozenset[int], has_kernel: HasKernel) -> bool:
+        """Let the group that computes what ``write`` copies take in some writes; whether it did."""
+        rows = self.ops[write].args[3]
+        assert isinstance(rows, Ref)
+        producer, glue = self._behind_views(rows.index)
+        group = self.group_of.get(producer)
+        if group is None or not self.verdict_of[group][1].is_fusible:
+            return False
+        members = group | glue | writes
+        if not self._is_convex(members) or not self._may_write(members):
+            return False
+        judged = self._judge(members)
+        if not judged[1].is_fusible or not self._is_in_order(members) or not has_kernel(tuple(sorted(members)), judged[0]):
+            return False
+        self._accept(members, judged)
+        return True
+
+    def _may_write(self, members: frozenset[int]) -> bool:
+        """Whether nobody else sees, or changes, what a group writes to between its first op and its launch (or last op)."""
+        place = self._place(members)
+        first, end = min(members), max(place, *members)
+        targets = [set(self.ops[member].mutates) for member in members]
+        written = set().union(*targets)
+        if place == len(self.ops) or len(written) != sum(map(len, targets)):
+            return False
+        for member in members:
+            op = self.ops[member]
+            read = references(op.args[1:]) if op.mutates else inputs_of(op)
+            if any(not written.isdisjoint(self._storages(source)) for source in read):
+                return False
+        between = (self.ops[index] for index in range(first, min(end, len(self.ops))) if index not in members)
+        if any(self._touches(op, written) for op in between):
+            return False
+        others = {group for group in self._launched(set(self.group_of)) if not group <= members}
+        return not any(
+            min(group) < end and first < max(self._place(group), *group)
+            for group in others
+            if any(self._touches(self.ops[member], written) for member in group)
+        )
+
+    def _touches(self, op: OpNode, written: set[int]) -> bool:
+        return not written.isdisjoint(op.mutates) or any(
+            not written.isdisjoint(self._storages(source)) for source in inputs_of(op)
+        )
 
     def _share_launch(self, one: frozenset[int], other: frozenset[int], has_kernel: HasKernel) -> bool:
         reads = [{self._computed(source) for source in self._read_by(group)} for group in (one, other)]
@@ -246,7 +315,7 @@ class _Finder:
         """Members whose values are read outside, a view standing for the member whose storage it shows."""
         needed: set[int] = set()
         for member in members:
-            if all(user in members for user in self.users[member]):
+            if not self.ops[member].mutates and all(user in members for user in self.users[member]):
                 continue
             needed.add(self._behind_views(member)[0])
         return tuple(sorted(needed & members))
@@ -278,7 +347,7 @@ class _Finder:
     def _crossed_write(self, members: frozenset[int], place: int) -> int | None:
         """An op between the group's first member and its launch (or last member) that writes to what the group reads or makes."""
         end = max(place, *members)
-        between = [write for write in self.writes if min(members) < write < end]
+        between = [write for write in self.writes if min(members) < write < end and write not in members]
         if not between:
             return None
         touched = {storage for source in self._read_by(members) for storage in self._storages(source)} | members

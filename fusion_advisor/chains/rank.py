@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.chains.find import Group, inputs_of, reads_by_number
+from fusion_advisor.chains.find import Group, inputs_of, reads_by_number, writes_by_number
 from fusion_advisor.records import Arg, Bandwidth, Capture, Chain, Launch, NoMatch, OpClass, OpNode, Ref, Site, TensorMeta
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -158,6 +158,8 @@ def _bytes_of(meta: TensorMeta) -> int:
 
 def _moved_bytes(ops: Sequence[OpNode], op: OpNode) -> int:
     sources = inputs_of(op)
+    if writes_by_number(op):  # the rows, read and written, and where they go
+        return sum(_bytes_of(meta) for source in (sources[1], sources[2], sources[2]) for meta in ops[source].outputs)
     read = sum(_bytes_of(meta) for source in sources for meta in ops[source].outputs)
     if reads_by_number(op):
         tables = sum(_bytes_of(meta) for meta in ops[sources[0]].outputs)

@@ -81,8 +81,8 @@ class Bench:
 
     def observe(self, fusions: Sequence[PlannedFusion]) -> None:
         """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
-        keep = {index for fusion in fusions for index in fusion.sites[0].inputs}
-        check = {index for fusion in fusions for site in fusion.sites for index in site.inputs}
+        keep = {index for fusion in fusions for index in fusion.sites[0].given}
+        check = {index for fusion in fusions for site in fusion.sites for index in site.given}
         self.observe_values(keep, check)
 
     def observe_values(self, keep: set[int], check: set[int]) -> None:
@@ -105,24 +105,25 @@ class Bench:
         members = fusion.chain.sites[0].op_indices
         region = self.ops[members[0]].region
         lowered = fusion.sites[0]
-        chain = original_chain(self.ops, self.index_of[region], members, lowered.inputs, lowered.outputs)
-        return chain, [self.values[index] for index in lowered.inputs]
+        chain = original_chain(self.ops, self.index_of[region], members, lowered.given, lowered.outputs)
+        return chain, [self.values[index] for index in lowered.given]
 
     def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:
         """Bind a compiled kernel to a fusion's sites."""
         launch = built.bind(fusion.program)
         sites, refusals = [], []
         for site, lowered in zip(fusion.chain.sites, fusion.sites, strict=True):
-            surprise = next((self.surprises[index] for index in lowered.inputs if index in self.surprises), None)
+            surprise = next((self.surprises[index] for index in lowered.given if index in self.surprises), None)
             if surprise is not None:
                 refusals.append(f"{site.module_path or 'model'}: {surprise}")
                 continue
-            inputs = [self.ops[index].outputs[0] for index in lowered.inputs]
+            inputs = [self.ops[index].outputs[0] for index in lowered.given]
             outputs = [self.ops[index].outputs[0] for index in lowered.outputs]
-            call = fused_call(kernel.name, launch, inputs, outputs)
+            in_place = [position for position, index in enumerate(lowered.outputs) if self.ops[index].mutates]
+            call = fused_call(kernel.name, launch, inputs, outputs, in_place=in_place)
             sites.append(
                 SiteRewrite(
-                    fusion_id=fusion.id, members=site.op_indices, inputs=lowered.inputs, outputs=lowered.outputs, call=call
+                    fusion_id=fusion.id, members=site.op_indices, inputs=lowered.given, outputs=lowered.outputs, call=call
                 )
             )
         return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph import Region
+from fusion_advisor.library.assemble import written_by
 from fusion_advisor.records import OpNode, TensorMeta
 
 
@@ -26,15 +27,35 @@ class OriginalChain:
         outputs: the members whose values leave the chain.
         unread: values that the ops are called with and no element of the result depends on (an empty piece of a cat, what
             ``expand_as`` looks at), by layout.
+        written: root operand numbers of the tensors that the ops write into: they come last.
+        in_place: positions in ``outputs`` of the results that are those tensors.
     """
 
     nodes: tuple[Node, ...]
     outer: tuple[tuple[Node, int, TensorMeta, TensorMeta], ...]
     outputs: tuple[Node, ...]
     unread: tuple[tuple[Node, TensorMeta], ...] = ()
+    written: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()
+
+    def apart(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the roots with copies of those that are written into, laid out alike: for one run that leaves them as they are."""
+        return [_copied(root) if number in self.written else root for number, root in enumerate(roots)]
+
+    def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.
+
+        Told by running the ops on that tensor full of zeros and full of ones: what they write is the same in both.
+        """
+        zeros, ones = (
+            self.run([root.fill_(fill) if n in self.written else root for n, root in enumerate(self.apart(roots))])
+            for fill in (0, 1)
+        )
+        both = enumerate(zip(zeros, ones, strict=True))
+        return [(zero == one) | (zero.isnan() & one.isnan()) if n in self.in_place else None for n, (zero, one) in both]
 
     def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
-        """Run the original ops.
+        """Run the original ops; those that write in place write into the roots.
 
         Args:
             roots: one tensor per input operand of the fused kernel.
@@ -76,7 +97,7 @@ def original_chain(
         ops: of the whole capture.
         index_of: of the nodes of the site's region.
         members: the site's ops.
-        inputs: what its kernel is given.
+        inputs: what its kernel is given, last what it writes into.
         outputs: what its kernel returns.
     """
     node_at = {index: node for node, index in index_of.items()}
@@ -101,7 +122,14 @@ def original_chain(
         outer=tuple(outer.values()),
         unread=tuple(unread.items()),
         outputs=tuple(node_at[index] for index in outputs),
+        written=tuple(operand[root] for root in written_by(ops, outputs)),
+        in_place=tuple(position for position, index in enumerate(outputs) if ops[index].mutates),
     )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    memory = tensor.as_strided((extent(tensor),), (1,))
+    return memory.clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def to_float64(tensor: torch.Tensor) -> torch.Tensor:

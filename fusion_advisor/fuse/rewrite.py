@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.graph import Region, written_storages
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
@@ -45,15 +45,22 @@ GraphPass = Callable[[Graph, Region, dict[str, torch.Tensor]], int]
 
 
 def fused_call(
-    name: str, launch: Launcher, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta], *, is_poisoned: bool = False
+    name: str,
+    launch: Launcher,
+    inputs: Sequence[TensorMeta],
+    outputs: Sequence[TensorMeta],
+    *,
+    in_place: Sequence[int] = (),
+    is_poisoned: bool = False,
 ) -> Callable[..., Any]:
     """Return a function of the input tensors that launches a bound kernel and returns its output(s).
 
     Args:
         name: the kernel's entry point; the function carries it so that graph code and traces read well.
         launch: bound to the chain's sizes and strides.
-        inputs: layouts that were verified, one per input operand.
+        inputs: layouts that were verified, one per input operand, then one per output that is written in place.
         outputs: layouts to allocate, one per output operand.
+        in_place: positions of the outputs that are not allocated: the last tensors of a call, which it writes into and returns.
         is_poisoned: fill the outputs with what no kernel writes first, so that an element left out cannot pass as right by
             what the memory happened to hold.
 
@@ -72,7 +79,21 @@ def fused_call(
             found = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
             raise LayoutChanged(f"{name}: expected {shape} with strides {stride} in {dtype}, got {found}")
 
-    if len(layouts) == 1:
+    if in_place:
+        read = len(expected) - len(in_place)
+
+        def call(*tensors: torch.Tensor) -> Any:
+            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                    refuse_other(tensor, shape, stride, dtype)
+            device, given = tensors[0].device, iter(tensors[read:])
+            results = [
+                next(given) if position in in_place else allocate(shape, stride, dtype=dtype, device=device)
+                for position, (shape, stride, dtype) in enumerate(layouts)
+            ]
+            launch(*tensors[:read], *results)
+            return results[0] if len(results) == 1 else results
+    elif len(layouts) == 1:
         (only,), (like,) = layouts, likes
 
         def call(*tensors: torch.Tensor) -> Any:
@@ -158,6 +179,7 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         call.meta = {key: originals[0].meta[key] for key in ("nn_module_stack", "stack_trace") if key in originals[0].meta}
         call.meta["fusion_id"] = site.fusion_id
         call.meta["results"] = [original.meta.get("val") for original in originals]
+        call.meta["written"] = tuple(key for original in originals for key in written_storages(original))
         results = [call]
         if len(originals) > 1:
             results = [graph.call_function(operator.getitem, (call, number)) for number in range(len(originals))]
@@ -171,12 +193,15 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
                 replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
     for original, result in replaced.items():
         original.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
+    for original in reversed(originals):
+        if written_storages(original):  # no op that writes is ever dead code
+            graph.erase_node(original)
     for index, result in zip(site.outputs, results, strict=True):
         live[index] = result
 
 
 def _is_impure(node: Node) -> bool:
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output") or node.meta.get("written"):
         return True
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

@@ -179,7 +179,8 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, kept: Kept
     chain, roots = bench.first_site(planned)
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
-    call = fused_call(kernel.kernel.name, kernel.built.bind(planned.program), inputs, outputs, is_poisoned=True)
+    launch = kernel.built.bind(planned.program)
+    call = fused_call(kernel.kernel.name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
     numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kept.fast_math)
     if not numerics.is_passed:
         raise CannotSpecialize(

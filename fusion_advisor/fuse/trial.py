@@ -102,8 +102,8 @@ def try_fusion(
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     try:
-        call = fused_call(rendered.entry, launch, inputs, outputs)
-        checked = fused_call(rendered.entry, launch, inputs, outputs, is_poisoned=True)
+        call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place)
+        checked = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
             numerics = verify.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch

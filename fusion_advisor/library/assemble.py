@@ -35,6 +35,13 @@ class Lowered:
     """Op index of each input operand: always the owner of its storage, so that views before the chain cost nothing."""
     outputs: tuple[int, ...]
     """Op index of each output operand."""
+    written: tuple[int, ...] = ()
+    """Op index of the owner of the memory that each output of an in-place op is written into, in the order of ``outputs``."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Op indices of all tensors that a call needs: the inputs, then what it writes into."""
+        return (*self.inputs, *self.written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,20 @@ class Result:
     index: int
     where: Index
     value: int
+    guard: int | None = None
+    """Number of the value that says whether it is written."""
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Numbers of all values that it is made of."""
+        moved = (number for place in self.where for number, _ in place.gathered)
+        return (self.value, *moved, *(() if self.guard is None else (self.guard,)))
+
+    def renumbered(self, new: Sequence[int] | Mapping[int, int]) -> Result:
+        """The same with other numbers for its values, by the old ones."""
+        places = (replace(place, gathered=tuple((new[number], step) for number, step in place.gathered)) for place in self.where)
+        guard = None if self.guard is None else new[self.guard]
+        return replace(self, where=tuple(places), value=new[self.value], guard=guard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +82,14 @@ def assemble(lowering: Lowering, results: Sequence[Result]) -> Lowered:
         CannotLower: the loops do not become few dims with the reduced ones last, or a value would be computed many times over.
     """
     results, loops = _written_out(lowering, list(results))
-    stores = [(result.index, _store(lowering, loops, result), result.value) for result in results]
     order = [dim for dim in _by_stride(lowering, loops, results) if dim not in loops.reduced] + list(loops.reduced)
     order = [dim for dim in order if loops.extents[dim] != 1 or dim in loops.reduced[-1:]] or [len(loops.extents) - 1]
     row = [dim for dim in loops.reduced if dim in order]
     if len(row) > 1:
-        stores = _one_run(lowering, loops, row, stores)
-    live = [lowering.values[number] for number in _live(lowering.values, [number for _, _, number in stores])]
-    addresses = [value.strides for value in live if value.op in ADDRESSED] + [address[0] for _, address, _ in stores]
+        results = _one_run(lowering, loops, row, results)
+    stores = [_store(lowering, loops, result) for result in results]
+    live = [lowering.values[number] for number in _live(lowering.values, [n for store in stores for n in store.needs])]
+    addresses = [value.strides for value in live if value.op in ADDRESSED] + [store.strides for store in stores]
     kept = {value.dim for value in live if value.op in ("index", "size")} - set(row)
     groups = _collapse(loops, order, addresses, kept)
     if len(groups) > _MOST_DIMS:
@@ -130,7 +151,17 @@ def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[L
         stores=tuple(replace(store, operand=first.operands[store.operand]) for store in first.program.stores),
         beside=tuple(nests[1:]),
     )
-    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs))
+    return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs), written=written_by(ops, outputs))
+
+
+def written_by(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[int]) -> tuple[int, ...]:
+    """Return the owners of the memory that those of some outputs are written into which are results of in-place ops."""
+    found = []
+    for index in (index for index in outputs if ops[index].mutates):
+        while (owner := ops[index].alias_of) is not None:
+            index = owner  # noqa: PLW2901
+        found.append(index)
+    return tuple(found)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -175,13 +206,13 @@ def _write_out(lowering: Lowering, results: list[Result], variable: int, count: 
             turns.append(tuple(_repeat(lowering, value, number, variable, turn, turns) for turn in range(count)))
     found = []
     for result in results:
-        values = turns[result.value]
-        if any(variable == other for place in result.where for other, _ in place.terms):
+        is_moved = any(variable == other for place in result.where for other, _ in place.terms)
+        if is_moved or any(len(turns[n]) > 1 for n in result.needs[1:]):
             for turn in range(count):
                 where = tuple(_fixed(place, variable, turn) for place in result.where)
-                found.append(Result(index=result.index, where=where, value=values[turn % len(values)]))
-        elif len(values) == 1:
-            found.append(replace(result, value=values[0]))
+                found.append(replace(result, where=where).renumbered([values[turn % len(values)] for values in turns]))
+        elif len(turns[result.value]) == 1:
+            found.append(result.renumbered([values[0] for values in turns]))
         else:
             raise CannotLower("FA603", "a value would be computed once for each turn of a loop that does not move it")
     return found
@@ -220,9 +251,7 @@ def _fixed(place: Place, variable: int, turn: int) -> Place:
 # -- reduced loops that become one ------------------------------------------------------------------------------------------
 
 
-def _one_run(
-    lowering: Lowering, loops: _Loops, row: list[int], stores: list[tuple[int, tuple[tuple[int, ...], int], int]]
-) -> list[tuple[int, tuple[tuple[int, ...], int], int]]:
+def _one_run(lowering: Lowering, loops: _Loops, row: list[int], results: Sequence[Result]) -> list[Result]:
     """Let what does not run along with a row be read at a quotient of the row's index: a channel's weight at ``col // (H * W)``.
 
     Raises:
@@ -242,7 +271,7 @@ def _one_run(
         if any(value.strides[run[-1]] == 0 for run in runs) and len(runs) > 1:  # else it is as large as the row
             moved = _at_quotients(lowering, loops, row, moved, runs)
         found[number] = number if moved == value else lowering.emit(moved)
-    return [(index, address, found[number]) for index, address, number in stores]
+    return [result.renumbered(found) for result in results]
 
 
 def _runs(loops: _Loops, row: list[int], strides: tuple[int, ...]) -> list[list[int]]:
@@ -278,9 +307,11 @@ def _at_quotients(lowering: Lowering, loops: _Loops, row: list[int], value: Valu
 # -- loops to dims -----------------------------------------------------------------------------------------------------------
 
 
-def _store(lowering: Lowering, loops: _Loops, result: Result) -> tuple[tuple[int, ...], int]:
-    """Stride per loop and offset of an output's element."""
+def _store(lowering: Lowering, loops: _Loops, result: Result) -> Store:
+    """Where an output's element goes; the operand is its op's index."""
     meta, varies = lowering.meta(result.index), {variable for place in result.where for variable, _ in place.terms}
+    moved = {number for place in result.where for number, _ in place.gathered}
+    varies |= {dim for number in moved for dim in depends_on(lowering.values, loops.extents)[number]}
     if any(size != 1 and loop not in varies and loop not in loops.reduced for loop, size in enumerate(loops.extents)):
         shape = lowering.nest.shape
         raise CannotLower("FA603", f"a value of shape {meta.shape} would be computed once for each of {shape}")
@@ -289,16 +320,22 @@ def _store(lowering: Lowering, loops: _Loops, result: Result) -> tuple[tuple[int
         if size != 1:
             address = address.plus(place.scaled(stride))
     strides = dict(address.terms)
-    return tuple(strides.get(variable, 0) for variable in range(len(loops.extents))), address.shift
+    return Store(
+        operand=result.index, value=result.value, strides=tuple(strides.get(v, 0) for v in range(len(loops.extents))),
+        offset=address.shift, args=tuple(number for number, _ in address.gathered),
+        steps=tuple(step for _, step in address.gathered), guard=result.guard,
+    )  # fmt: skip
 
 
 def _by_stride(lowering: Lowering, loops: _Loops, results: Sequence[Result]) -> list[int]:
     """Loops outermost first, in the memory order of the widest output."""
-    widest = max(results, key=lambda result: math.prod(lowering.meta(result.index).shape))
+    widest = max(results, key=lambda result: math.prod(lowering.written_shape(result.index)))
     meta = lowering.meta(widest.index)
     strides: dict[int, int] = {}
     for stride, place in zip(meta.stride, widest.where, strict=True):
         strides |= {variable: stride * step for variable, step in place.terms}
+        for number, step in place.gathered:  # positions follow one another, mostly
+            strides |= dict.fromkeys(depends_on(lowering.values, loops.extents)[number], stride * step)
     return sorted(range(len(loops.extents)), key=lambda dim: (-strides.get(dim, 0), dim))
 
 
@@ -319,9 +356,9 @@ def _finish(
     lowering: Lowering,
     loops: _Loops,
     groups: list[list[int]],
-    stores: Sequence[tuple[int, tuple[tuple[int, ...], int], int]],
+    stores: Sequence[Store],
 ) -> Lowered:
-    live = _live(lowering.values, [number for _, _, number in stores])
+    live = _live(lowering.values, [number for store in stores for number in store.needs])
     position = {dim: number for number, group in enumerate(groups) for dim in group}
     roots = [root for root in lowering.roots if any(lowering.values[n].operand == root for n in live)]
     inputs = {root: number for number, root in enumerate(roots)}
@@ -345,25 +382,34 @@ def _finish(
             )
         )
     dims = tuple(math.prod(loops.extents[dim] for dim in group) for group in groups)
-    outputs = list(dict.fromkeys(index for index, _, _ in stores))
+    outputs = list(dict.fromkeys(store.operand for store in stores))
     names = _operand_names(lowering, roots, len(outputs))
     operands = [
         Operand(name=name, dtype=lowering.meta(root).dtype, element_count=_touched(lowering, root, inputs[root], values, dims))
         for name, root in zip(names, roots, strict=False)
     ]
     for name, index in zip(names[len(roots) :], outputs, strict=True):
-        meta = lowering.meta(index)
-        operands.append(Operand(name=name, dtype=meta.dtype, is_output=True, element_count=math.prod(meta.shape)))
+        count = math.prod(lowering.written_shape(index))
+        operands.append(Operand(name=name, dtype=lowering.meta(index).dtype, is_output=True, element_count=count))
     written = [
-        Store(operand=len(roots) + outputs.index(index), value=renumber[number], strides=collapse(strides), offset=offset)
-        for index, (strides, offset), number in stores
-    ]
+        replace(
+            store, operand=len(roots) + outputs.index(store.operand), value=renumber[store.value],
+            strides=collapse(store.strides), args=tuple(renumber[arg] for arg in store.args),
+            guard=None if store.guard is None else renumber[store.guard],
+        )
+        for store in stores
+    ]  # fmt: skip
     program = Program(
         dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(loops.reduced)
     )
     if dims[-1] == 1:
         program = _with_columns(program)
-    return Lowered(program=guard_masked_loads(program), inputs=tuple(roots), outputs=tuple(outputs))
+    return Lowered(
+        program=guard_masked_loads(program),
+        inputs=tuple(roots),
+        outputs=tuple(outputs),
+        written=written_by(lowering.ops, outputs),
+    )
 
 
 def _operand_names(lowering: Lowering, roots: Sequence[int], outputs: int) -> list[str]:
@@ -419,7 +465,9 @@ def _with_columns(program: Program) -> Program:
         has_col.append(value.op in ADDRESSED or is_index or (value.op not in REDUCTIONS and any(has_col[n] for n in needs)))
         values.append(replace(value, strides=(*value.strides[:-1], 1)) if value.op in ADDRESSED else value)
     stores = tuple(
-        replace(store, strides=(*store.strides[:-1], 1)) if has_col[store.value] or not program.is_reduced else store
+        replace(store, strides=(*store.strides[:-1], 1))
+        if any(has_col[number] for number in store.needs) or not program.is_reduced
+        else store
         for store in program.stores
     )
     return replace(program, values=tuple(values), stores=stores)

@@ -208,7 +208,7 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
         if n == plan.load_pair(n)[0]
     ]
     places += [
-        (access, program.stores[n].strides, (program.stores[n].offset,))
+        (access, program.stores[n].strides, (program.stores[n].offset, *program.stores[n].steps))
         for n, access in enumerate(plan.stores)
         if n == plan.store_pair(n)[0]
     ]

@@ -342,17 +342,25 @@ def _looped(plan: Schedule, writer: TritonWriter) -> dict[str, Any]:
 
 
 def _stores(plan: Schedule, writer: TritonWriter, positions: Iterable[int]) -> list[str]:
-    lines = []
+    lines: list[str] = []
+    named: dict[str, str] = {}
     for position in positions:
         access, pair = plan.stores[position], plan.store_pair(position)
         if position != min(pair):
             continue  # written with the other one of the pair
         even, odd = (plan.program.stores[member].value for member in pair)
         varies = plan.varies[even] | plan.varies[odd] | {d for d, stride in enumerate(access.strides) if stride != "0"}
+        varies = varies.union(*(plan.varies[number] for number, _ in access.gathered))
         text = writer.interleaved((even, odd)) if access.is_pair else writer.text(even).code
         mask = writer.mask(varies)
+        if (guard := plan.program.stores[position].guard) is not None:
+            wanted = " & ".join(filter(None, writer.with_guard(mask, guard)))
+            mask = next((name for name, code in named.items() if code == wanted), "") or writer.fresh("store_mask")
+            lines += [f"{mask} = {wanted}"] if mask not in named else []
+            named[mask] = wanted
         masked = f", mask={'item_' * access.is_pair}{mask}" if mask else ""
-        lines.append(f"tl.store({writer.address(access, varies)}, {text}{masked})")
+        arguments = f"{writer.address(access, varies)}, {text}{masked}"
+        lines += [f"tl.store({arguments})"] if len(arguments) <= 115 else ["tl.store(", f"    {arguments}", ")"]
     return lines
 
 

@@ -122,13 +122,13 @@ class Kernel:
     def _sections(self) -> list[Section]:
         program = self.program
         reduced = [i for i, v in enumerate(program.values) if v.op in REDUCTIONS and i in self._live]
-        count = max([self.stage[i] for i in reduced] + [self.stage[s.value] for s in program.stores], default=0) + 1
+        count = max([self.stage[i] for i in reduced] + [self._stage_of(s) for s in program.stores], default=0) + 1
         roots: list[list[int]] = [[] for _ in range(count)]
         for i in reduced:
             roots[self.stage[i] - 1].append(self.online[i].element if i in self.online else program.values[i].args[0])
         for store in program.stores:
             if self._is_inner(store):
-                roots[self.stage[store.value]].append(store.value)
+                roots[self._stage_of(store)] += store.needs
         computed: list[set[int]] = []
         for of_pass in roots:
             computed.append(self._closure(of_pass, computed))
@@ -153,7 +153,7 @@ class Kernel:
     @cached_property
     def _live(self) -> set[int]:
         live: set[int] = set()
-        todo = [s.value for s in self.program.stores]
+        todo = [number for s in self.program.stores for number in s.needs]
         while todo:
             number = todo.pop()
             if number not in live:
@@ -162,7 +162,10 @@ class Kernel:
         return live
 
     def _is_inner(self, store: Store) -> bool:
-        return self.inner[store.value] or store.strides[self.last] != 0
+        return any(self.inner[number] for number in store.needs) or store.strides[self.last] != 0
+
+    def _stage_of(self, store: Store) -> int:
+        return max(self.stage[number] for number in store.needs)
 
     def _closure(self, roots: list[int], earlier: list[set[int]]) -> set[int]:
         found: set[int] = set()
@@ -191,13 +194,14 @@ class Kernel:
         )
         stores = [(s, v) for s, v in zip(self.program.stores, self.layout.store_views, strict=True) if not self._is_inner(s)]
         scope.count_last(s.value for s, _ in stores)
+        scope.count(number for s, _ in stores for number in s.needs[1:])
         for i in mine:
             if i not in self._named:
                 scope.define(i)
             elif self._named[i].text.startswith("static_cast") and (i in in_loops or scope.uses[i] > 1):
                 scope.name(i, self._named[i], prefix="row_")
         for store, view in stores:
-            if self.stage[store.value] == stage:
+            if self._stage_of(store) == stage:
                 scope.store(store, view, is_inner=False)
         return scope.lines
 
@@ -205,7 +209,7 @@ class Kernel:
         self.names.reset()
         ends = [i for i in reduced if self.stage[i] == stage + 1]
         stores = [(s, v) for s, v in zip(self.program.stores, self.layout.store_views, strict=True)]
-        stores = [(s, v) for s, v in stores if self._is_inner(s) and self.stage[s.value] == stage]
+        stores = [(s, v) for s, v in stores if self._is_inner(s) and self._stage_of(s) == stage]
         scope = Scope(self.layout, self.prelude, dict(self._named), set(), is_inner=True)
         from_buffer = {i for i in self.caches if i in computed and i in self._done}
         scope.count(n for i in computed - from_buffer for n in self._needs(i) if self.inner[n])
@@ -214,6 +218,7 @@ class Kernel:
         scope.count_last(self.program.values[i].args[0] for i in ends)
         scope.count(pair.element for pair in pairs)
         scope.count_last(s.value for s, _ in stores)
+        scope.count(number for s, _ in stores for number in s.needs[1:])
         loop = Pass()
         for i in sorted(computed):
             if i in from_buffer:
@@ -227,7 +232,7 @@ class Kernel:
         self._done |= computed
         for store, view in stores:
             scope.store(store, view, is_inner=True)
-            loop.is_simd &= store.strides[self.last] != 0
+            loop.is_simd &= store.strides[self.last] != 0 and not any(self.inner[number] for number in store.needs[1:])
         for i in ends:
             self._reduce(i, loop, scope)
         for pair in pairs:

@@ -107,7 +107,7 @@ class Layout:
             elif stride != 0:
                 terms.append((dim, self._parameter(f"{name}_{self.loops[dim]}_stride", stride)))
         offset = self._parameter(f"{name}_offset", access.offset) if access.offset else ""
-        moved = zip(access.args, access.steps, strict=True) if isinstance(access, Value) else ()
+        moved = zip(access.args, access.steps, strict=True)
         gathered = tuple((number, "" if step == 1 else self._parameter(f"{name}_step", step)) for number, step in moved)
         return View(name=name, operand=access.operand, terms=terms, offset=offset, gathered=gathered)
 

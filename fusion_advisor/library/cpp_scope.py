@@ -13,6 +13,8 @@ FOLDED = 44
 """A value used once is written inside its user's expression up to this length; longer ones get a line and a name."""
 ARGUMENTS = 72
 """An op's arguments together may be this long."""
+ADDRESSED = 100
+"""A guarded store's address and value together may be this long on one line."""
 
 
 class Scope:
@@ -73,7 +75,18 @@ class Scope:
         layout = self.layout
         held = computed_in(layout.program.values[store.value].dtype)
         expr = convert(self.known[store.value], held, layout.program.operands[store.operand].dtype, self.prelude)
-        self.lines.append(f"{layout.address(view, is_inner=is_inner)} = {expr.text};")
+        moved = [self.known[arg].at(PRODUCT) for arg in store.args]
+        address = layout.address(view, is_inner=is_inner, moved=moved)
+        if store.guard is None:
+            self.lines.append(f"{address} = {expr.text};")
+            return
+        lines = [f"{address} = {expr.text};"] if len(address + expr.text) <= ADDRESSED else [f"{address} =", f"    {expr.text};"]
+        branch = f"if ({self.known[store.guard].text}) {{"
+        if branch in self.lines and self.lines[-1] == "}":
+            self.lines.pop()
+        else:
+            self.lines.append(branch)
+        self.lines += [*(f"  {line}" for line in lines), "}"]
 
     def _express(self, number: int, value: Value) -> Expr:
         layout = self.layout

@@ -32,7 +32,9 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     numbers = iter(range(len(plan.program.values)))
     steps = [_step(plan, writer, step, per_p, numbers, is_looped=is_looped) for step in passes]
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
-    stores = [_store_element(plan, writer, p) for p in row_stores]
+    stores: list[str] = []
+    for position in row_stores:
+        _add_guarded(stores, _store_element(plan, writer, position), writer, plan.program.stores[position].guard)
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
     loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
@@ -81,8 +83,8 @@ def _step(
     tail = []
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
-        if not access.is_vector:
-            lane.append(_store_element(plan, writer, position))
+        if not writer.is_packed(position):
+            _add_guarded(lane, _store_element(plan, writer, position), writer, plan.program.stores[position].guard)
             continue
         if position != min(both):
             continue  # written with the other one of the pair
@@ -92,9 +94,10 @@ def _step(
             value = plan.program.stores[member].value
             code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
             lane.append(f"{pack}[{place}] = {code};")
-        tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
+        stored = f"store_pack({writer.operand_address(access, col='first')}, {pack});"
+        _add_guarded(tail, stored, writer, plan.program.stores[position].guard)
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
-    head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
+    head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], [*lane, *tail])
     tail += [line for sums in together for line in sums["count"]]
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
     read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
@@ -234,6 +237,18 @@ def _store_element(plan: Schedule, writer: CudaWriter, position: int) -> str:
     access, store = plan.stores[position], plan.program.stores[position]
     code = writer.narrowed(writer.text(store.value).code, plan.program.values[store.value].dtype, access.operand.dtype)
     return f"{writer.base(access)}[{writer.element(access)}] = {code};"
+
+
+def _add_guarded(lines: list[str], stored: str, writer: CudaWriter, guard: int | None) -> None:
+    """Append a store; those under one guard share its branch."""
+    if guard is None:
+        lines.append(stored)
+        return
+    branch = f"if ({writer.text(guard).code}) {{"
+    if branch in lines and lines[-1] == "}":
+        lines.insert(-1, f"    {stored}")
+    else:
+        lines += [branch, f"    {stored}", "}"]
 
 
 def _declare(plan: Schedule, writer: CudaWriter, number: int, *, condition: str = "") -> str:

@@ -116,6 +116,11 @@ class CudaWriter(Writer):
         zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
         return f"{self.text(value.guard).at(ATOM)} ? {code} : {zero}"
 
+    def is_packed(self, position: int) -> bool:
+        """Whether a store writes a pack at once: what decides where it goes, and whether, is then the same for all its columns."""
+        decides = self.plan.program.stores[position].needs[1:]
+        return self.plan.stores[position].is_vector and not any(self.plan.has_col(number) for number in decides)
+
     def pack_guard(self, number: int) -> str:
         """A guard that is the same for all columns of a pack, asked of the first; empty where it may change inside a pack.
 

@@ -165,10 +165,13 @@ class Writer:
         program = self.plan.program
         nouns: list[str] = []
         ranges = {value.guard for value in program.values if value.op == "load" and value.args}
+        fits = {store.guard for store in program.stores}
         for number, value in enumerate(program.values):
             args = [nouns[a] for a in value.args]
             if number in ranges:
                 noun = f"has_{program.operands[reader_of(program, number)].name}"
+            elif number in fits:
+                noun = f"fits_{program.operands[reader_of(program, number)].name}"
             elif value.op == "load":
                 is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
                 noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
@@ -317,6 +320,7 @@ class Writer:
         return (
             value.dtype == "int64"
             and bool(users)
+            and not any(number in store.args for store in self.plan.program.stores)
             and all(
                 self._is_place(self.plan.program.values[user])
                 and (self.plan.program.values[user].op in COMPARE or self.is_only_compared(user))

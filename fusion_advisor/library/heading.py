@@ -59,6 +59,7 @@ def moved_sentence(plans: Sequence[Schedule]) -> str:
                 reach[value.operand] |= {d for d, stride in enumerate(value.strides) if stride}
         for store in plan.program.stores:
             reach[store.operand] |= {d for d, stride in enumerate(store.strides) if stride}
+            reach[store.operand] |= {d for arg in store.args for d in plan.varies[arg]}
         for position, operand in enumerate(plan.program.operands):
             has_col, has_row = plan.col_dim in reach[position], bool(reach[position] - {plan.col_dim})
             unit = units[has_col, has_row or plan.kind == "flat"] if has_col else units[has_col, has_row]

@@ -35,6 +35,7 @@ from fusion_advisor.library.rules import (
     repeat_rule,
 )
 from fusion_advisor.library.rules_gather import READS_ONE
+from fusion_advisor.library.rules_scatter import rows_of, scattered, written_shape
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
 
 __all__ = ["Lowered", "Lowering", "lower"]
@@ -88,7 +89,7 @@ def _by_shape(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[in
     """Outputs of equal shape together, where the shapes differ in one and the same dim, which is not the last."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index in outputs:
-        groups.setdefault(ops[index].outputs[0].shape, []).append(index)
+        groups.setdefault(written_shape(ops, index), []).append(index)
     if len({len(shape) for shape in groups}) != 1:
         return []
     differing = [dim for dim, sizes in enumerate(zip(*groups, strict=True)) if len(set(sizes)) > 1]
@@ -121,7 +122,7 @@ def _widest_shape(
     ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]
 ) -> tuple[int, ...]:
     """The iteration shape: the widest of the outputs and of what is reduced."""
-    shapes = [ops[index].outputs[0].shape for index in outputs]
+    shapes = [written_shape(ops, index) for index in outputs]
     for index in members:
         op = ops[index]
         is_reduction = op.op_class is OpClass.REDUCTION and op.target.removeprefix("aten.").split(".")[0] not in READS_ONE
@@ -180,15 +181,22 @@ class Lowering:
             meta = self.op(index).outputs
             if meta and meta[0].dtype not in DTYPES:
                 raise CannotLower("FA606", f"dtype {meta[0].dtype} is not supported")
-        results = []
-        for index in self.outputs:
-            where = self._output_index(self.meta(index))
-            results.append(Result(index=index, where=where, value=self.at(index, where)))
-        return assemble(self, results)
+        return assemble(self, [self._result(index) for index in self.outputs])
 
-    def _output_index(self, meta: TensorMeta) -> Index:
+    def written_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of what an output writes: its own, or that of the rows which an ``index_copy_`` copies."""
+        return written_shape(self.ops, index)
+
+    def _result(self, index: int) -> Result:
+        where, op = self._output_index(self.written_shape(index)), self.op(index)
+        if not op.mutates:
+            return Result(index=index, where=where, value=self.at(index, where))
+        into, guard = scattered(self, op, where)
+        return Result(index=index, where=into, value=self.at(rows_of(op), where), guard=guard)
+
+    def _output_index(self, shape: tuple[int, ...]) -> Index:
         """The index of an output as a function of the loop variables; a reduced output is indexed by its rows."""
-        shape, nest = meta.shape, self.nest
+        nest = self.nest
         whole = nest.index()
         is_rows = shape == nest.shape[: len(shape)]
         if math.prod(shape) == math.prod(nest.shape) and not (is_rows and 0 in shape):

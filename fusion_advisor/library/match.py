@@ -152,7 +152,9 @@ class _Canonical:
         stores = sorted(self.program.stores, key=lambda store: (self.hashes[store.value], store.offset, store.value))
         for store in stores:
             rank = self.ranks[store.operand, store.strides, store.offset]
-            self.parts.append(f"store[{self._varies(store.strides)}{rank}]{self._show(store.value)}")
+            moved = f"({','.join(self._show(arg) for arg in store.args)})" if store.args else ""
+            guard = "" if store.guard is None else f"?{self._show(store.guard)}"
+            self.parts.append(f"store[{self._varies(store.strides)}{rank}]{moved}{guard}{self._show(store.value)}")
             self.operands.setdefault(self.places[store.operand], len(self.operands))
         return Structure(
             text=f"{'reduced' if self.program.is_reduced else 'pointwise'};" + ";".join(self.parts),

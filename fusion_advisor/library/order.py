@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Place
-from fusion_advisor.library.program import REDUCTIONS, Program, Value
+from fusion_advisor.library.program import REDUCTIONS, Program, Store, Value
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
@@ -144,8 +144,8 @@ def _demands(program: Program) -> list[int | None]:
     values = program.values
     always = -1
     found: list[set[int]] = [set() for _ in values]
-    for store in program.stores:
-        found[store.value].add(always)
+    for number in (number for store in program.stores for number in store.needs):
+        found[number].add(always)
     for number in reversed(range(len(values))):
         value = values[number]
         own = next(iter(found[number])) if len(found[number]) == 1 else always
@@ -190,5 +190,9 @@ def _places_first(program: Program) -> Program:
         guard = None if value.guard is None else new[value.guard]
         return replace(value, args=tuple(new[arg] for arg in value.args), guard=guard)
 
+    def written(store: Store) -> Store:
+        guard = None if store.guard is None else new[store.guard]
+        return replace(store, value=new[store.value], args=tuple(new[arg] for arg in store.args), guard=guard)
+
     moved = tuple(renumbered(values[n]) for n in order)
-    return replace(program, values=moved, stores=tuple(replace(store, value=new[store.value]) for store in program.stores))
+    return replace(program, values=moved, stores=tuple(map(written, program.stores)))

@@ -3,8 +3,8 @@
 A :class:`Program` is a loop nest over :attr:`Program.dims` (outermost first) whose body is a list of SSA values in order. The
 last dim may be reduced; then a ``reduce_*`` value is a number per row and everything after it may use both. Loads and stores
 address tensors by one stride per dim plus an offset, all in elements, so every view (transpose, slice, expand, split) has
-already been folded into the address and no template needs to know what a view is. A load may also be moved by int64 values of
-the kernel itself, one step each: that is what an embedding or a gather is.
+already been folded into the address and no template needs to know what a view is. A load or a store may also be moved by int64
+values of the kernel itself, one step each: that is what an embedding, a gather or an ``index_copy_`` is.
 
 ``lower`` makes Programs from captured op chains and from kernel references alike, ``match`` compares their :func:`structure`,
 the backends print them. Rendered kernels take sizes and strides as arguments: two Programs with the same
@@ -82,6 +82,17 @@ class Store:
     value: int
     strides: tuple[int, ...]
     offset: int = 0
+    args: tuple[int, ...] = ()
+    """Numbers of the int64 values that move the address: a position that is read, where a cache's row is written."""
+    steps: tuple[int, ...] = ()
+    """How far one unit of each of ``args`` moves it."""
+    guard: int | None = None
+    """Number of the boolean value that says where this store may write; nothing is written elsewhere."""
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Numbers of all values that it is made of."""
+        return (self.value, *self.args, *(() if self.guard is None else (self.guard,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +143,14 @@ def depends_on(values: Sequence[Value], sizes: tuple[int, ...]) -> tuple[frozens
 
 
 def reader_of(program: Program, number: int) -> int:
-    """The operand of the first load that a value moves or guards, however far on; -1 when there is none."""
+    """The operand of the first load (or else store) that a value moves or guards, however far on; -1 when there is none."""
     reached = {number}
     for other, value in enumerate(program.values):
         if reached.intersection(value.args) or value.guard in reached:
             if value.op == "load":
                 return value.operand
             reached.add(other)
-    return -1
+    return next((store.operand for store in program.stores if reached.intersection(store.needs[1:])), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +222,7 @@ def find_pairs(program: Program) -> Pairs:
         for n, v in enumerate(program.values)
         if v.op == "load" and v.guard is None and not v.args
     ]
-    stores = [(n, s.operand, s.strides, s.offset) for n, s in enumerate(program.stores)]
+    stores = [(n, s.operand, s.strides, s.offset) for n, s in enumerate(program.stores) if s.guard is None and not s.args]
     places: set[tuple[int, tuple[int, ...]]] = set()
     found: list[tuple[tuple[int, int], ...]] = []
     for accesses in (loads, stores):
@@ -260,12 +271,14 @@ def layout_key(program: Program) -> str:
             where = f"[{strides(-1, v.strides)}]{'+' if v.offset else ''}"
         constant = None if v.op == "extent" else v.constant
         parts.append(f"{v.op}{v.args}{v.dtype}{constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
-    written: dict[tuple[int, tuple[int, ...]], int] = {}
+    written: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     for number, s in enumerate(program.stores):
-        same = written.setdefault((s.operand, s.strides), number)
+        same = written.setdefault((s.operand, s.strides, s.steps), number)
         shared = f"={same}" if same != number else ""
         offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
-        parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}]{offset}{shared}")
+        moved = f"|{strides(-1, s.steps)}" if s.steps else ""
+        where = f"{s.args}?{s.guard}" if s.args or s.guard is not None else ""
+        parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}{moved}]{offset}{shared}{where}")
     parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.beside]
     return ";".join(parts)
 

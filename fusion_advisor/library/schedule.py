@@ -140,7 +140,7 @@ class Schedule:
     def stores_col(self, position: int) -> bool:
         """Whether a store writes per column; where the row has one column its stride may be 0."""
         store = self.program.stores[position]
-        return store.strides[-1] != 0 or self.has_col(store.value)
+        return store.strides[-1] != 0 or any(self.has_col(number) for number in store.needs)
 
     @property
     def row_count(self) -> int:
@@ -218,7 +218,7 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
 
     def named(access: Value | Store, *, is_pair: bool) -> Access:
         base = operand_names[access.operand]
-        args, steps = (access.args, access.steps) if isinstance(access, Value) else ((), ())
+        args, steps = access.args, access.steps
         key = (access.operand, access.strides, steps)
         if key not in shared:
             is_paired = key[:2] in pairs.places
@@ -302,7 +302,7 @@ def column_passes(
             continue
         args = (*value.args, *(() if value.guard is None else (value.guard,)))
         levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
-    writable = [levels[store.value] for store in program.stores]
+    writable = [max(levels[number] for number in store.needs) for store in program.stores]
     for even, odd in plan.pairs.stores:  # written as one
         writable[even] = writable[odd] = max(writable[even], writable[odd])
     row_values: dict[int, list[int]] = {}
@@ -316,7 +316,7 @@ def column_passes(
         both = tuple(pair for pair in moments if levels[pair.total] == level + 1)
         stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
         targets = [a for r in reductions for a in program.values[r].args if r not in first_of]
-        targets += [program.stores[n].value for n in stores]
+        targets += [number for n in stores for number in program.stores[n].needs]
         if reductions or stores:
             alone = tuple(r for r in reductions if r not in paired)
             after = tuple(row_values.get(level + 1, ()))

@@ -152,12 +152,18 @@ class TritonWriter(Writer):
         if access.is_pair:
             return ""
         masks = [self.mask(varies)]
-        if value.guard is not None and masks[0] and value.args and not self.plan.varies[value.guard]:
-            # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
-            masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
+        if value.guard is not None and (value.args or not (causal := self._guard(value.guard, access))):
+            masks = self.with_guard(masks[0], value.guard)
         elif value.guard is not None:
-            masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
+            masks.append(causal)
         return self._widened(self._read(access, varies, masks), access, value)
+
+    def with_guard(self, mask: str, guard: int) -> list[str]:
+        """What must hold, each by itself, where a mask and a guard do."""
+        if mask and not self.plan.varies[guard]:
+            # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
+            return [f"tl.where({self.text(guard).code}, {mask}, False)"]
+        return [mask, self.text(guard).at(ATOM)]
 
     def _read(self, access: Access, varies: frozenset[int], masks: list[str]) -> str:
         other, wanted = "", " & ".join(filter(None, masks))

@@ -35,6 +35,9 @@ def evaluate(program, *inputs):
     outputs = [output.to(torch.float64 if output.is_floating_point() else output.dtype) for output in outputs]
     for store in program.stores:
         target = outputs[store.operand - len(inputs)]
+        if store.args or store.guard is not None:
+            _scatter(dims, store, target, values)
+            continue
         shape = tuple(s if k else 1 for s, k in zip(dims, store.strides, strict=True))
         source = values[store.value]
         source = source[tuple(slice(0, 1) if not k else slice(None) for k in store.strides)] if source.dim() else source
@@ -129,6 +132,16 @@ def _load(program, value, args, guard, tensor):
     found = torch.zeros(address.shape, dtype=tensor.dtype)
     found[guard] = tensor[address[guard]]
     return found
+
+
+def _scatter(dims, store, target, values):
+    """Write by address; a guarded element goes nowhere."""
+    address = _address(dims, store)
+    for moved, step in zip(store.args, store.steps, strict=True):
+        address = address + values[moved] * step
+    guard = torch.tensor(True) if store.guard is None else values[store.guard]
+    address, guard, source = (part.expand(dims) for part in (address, guard, values[store.value]))
+    target[address[guard]] = source[guard].to(target.dtype)
 
 
 def _address(dims, value):
