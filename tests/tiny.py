@@ -165,7 +165,7 @@ class EvaluatedKernel:
 
         def launch(*tensors):
             flat = [_flat(tensor) for tensor in tensors]
-            results = evaluate(program, *flat[:inputs])
+            results = evaluate(program, *flat[:inputs], into=flat[inputs:])
             for out, result in zip(flat[inputs:], results, strict=True):
                 out[: result.numel()] = (result + self.spoil).to(out.dtype)
 

@@ -51,9 +51,21 @@ def make_inputs(
     return found
 
 
-def outputs_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Empty tensors with the layouts of a reference's results."""
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in results]
+def outputs_like(
+    results: Sequence[torch.Tensor], given: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Empty tensors with the layouts of a reference's results.
+
+    Args:
+        results: what the reference returned.
+        given: what it was called with; a result that is one of these was written in place.
+        inputs: of the set that the outputs are for: what is written in place is written into them.
+    """
+    places = {id(tensor): number for number, tensor in enumerate(given)}
+    return [
+        inputs[places[id(t)]] if id(t) in places else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        for t in results
+    ]
 
 
 def as_list(answer: Any) -> list[torch.Tensor]:

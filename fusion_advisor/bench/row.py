@@ -143,10 +143,10 @@ def set_up(
     moved = lowered.program.moved_bytes if lowered is not None else in_bytes + out_bytes
     limit = limit_ns(moved, ceilings.bandwidth)
     rotation = plan_rotation(in_bytes, out_bytes, ceilings.cache_bytes, limit, free_bytes(options.device))
-    sets = [TensorSet(inputs=first, outputs=outputs_like(results))]
+    sets = [TensorSet(inputs=first, outputs=outputs_like(results, first, first))]
     for number in range(1, rotation.sets):
         inputs = make_inputs(spec, sizes, kind, options.device, seed=options.seed + number)
-        sets.append(TensorSet(inputs=inputs, outputs=outputs_like(results)))
+        sets.append(TensorSet(inputs=inputs, outputs=outputs_like(results, first, inputs)))
     work = peers.Work(
         spec=spec, variant=variant, function=function, reference=reference, baseline=baseline, lowered=lowered, problem=problem,
         refusal=refusal,

@@ -39,7 +39,7 @@ class OriginalChain:
     in_place: tuple[int, ...] = ()
 
     def apart(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the roots with copies of those that are written into, laid out alike: for one run that leaves them as they are."""
+        """Return the roots with copies of those that are written into, laid out alike, for one run."""
         return [_copied(root) if number in self.written else root for number, root in enumerate(roots)]
 
     def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -74,6 +74,8 @@ class _Job:
     """Of the reference's parameters, in the order of the kernel's operands."""
     output_count: int
     problem: Program | GemvProblem
+    written: tuple[int, ...] = ()
+    """Parameters that the last outputs are written into."""
 
     @property
     def elements(self) -> int:
@@ -176,7 +178,10 @@ class _Checker:
             for lowered in lower_reference(spec, function, dict(case.sizes), dtype=kind):
                 program = named_program(lowered.program, self.own)
                 count = len(lowered.outputs)
-                yield _Job(variant=variant, graph=graph, inputs=lowered.inputs, output_count=count, problem=program)
+                yield _Job(
+                    variant=variant, graph=graph, inputs=lowered.inputs, output_count=count, problem=program,
+                    written=lowered.written,
+                )  # fmt: skip
 
     # ------------------------------------------------------------------ one case of one backend
 
@@ -285,13 +290,16 @@ def _errors(
 ) -> Iterator[tuple[Error, Error, bool]]:
     """Error of every output, eager's own error there, and whether the limit is kept."""
     count = job.output_count
-    original, truth = eager(job.graph, inputs)[-count:], oracle(job.graph, inputs)[-count:]
+    apart = [[t.clone() if n in job.written else t for n, t in enumerate(inputs)] for _ in range(3)]
+    original, truth = eager(job.graph, apart[0])[-count:], oracle(job.graph, apart[1])[-count:]
     outputs = []
-    for tensor, planned in zip(original, planned_layouts(job.graph)[-count:], strict=True):
+    given = [None] * (count - len(job.written)) + [apart[2][number] for number in job.written]
+    for tensor, planned, before in zip(original, planned_layouts(job.graph)[-count:], given, strict=True):
         # Triton's interpreter cuts bfloat16 off where a GPU rounds it: there the kernel stores float32 and torch rounds.
         dtype = torch.float32 if is_interpreted and tensor.dtype == torch.bfloat16 else tensor.dtype
         # Filled with what no kernel writes, so that an element that is left out shows.
-        outputs.append(torch.empty_strided(planned.shape, planned.stride(), dtype=dtype, device=tensor.device).fill_(3))
+        made = torch.empty_strided(planned.shape, planned.stride(), dtype=dtype, device=tensor.device).fill_(3)
+        outputs.append(made if before is None else made.copy_(before))
     launch(*(inputs[index] for index in job.inputs), *outputs)
     for ours, theirs, exact in zip(outputs, original, truth, strict=True):
         error, own = error_of(ours.to(theirs.dtype), exact), error_of(theirs, exact)

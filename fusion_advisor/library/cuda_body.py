@@ -80,7 +80,7 @@ def _step(
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     means = {pair.mean for pair in step.moments}
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
-    tail = []
+    tail: list[str] = []
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
         if not writer.is_packed(position):

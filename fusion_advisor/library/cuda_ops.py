@@ -117,7 +117,7 @@ class CudaWriter(Writer):
         return f"{self.text(value.guard).at(ATOM)} ? {code} : {zero}"
 
     def is_packed(self, position: int) -> bool:
-        """Whether a store writes a pack at once: what decides where it goes, and whether, is then the same for all its columns."""
+        """Whether a store writes a pack at once: where it goes, and whether, is then the same for all columns."""
         decides = self.plan.program.stores[position].needs[1:]
         return self.plan.stores[position].is_vector and not any(self.plan.has_col(number) for number in decides)
 

@@ -132,7 +132,7 @@ def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator
     if len(set(outputs)) != len(outputs):
         raise CannotLower("FA603", "at these sizes several results are views of one value, which no kernel has to move")
     yield lower(ops, members, outputs)
-    if len(outputs) > 1:
+    if len(outputs) > 1 and not any(ops[output].mutates for output in outputs):  # what is written into a tensor is always wanted
         first, last = (lower(ops, members, [output]) for output in (outputs[0], outputs[-1]))
         if structure(first.program).text != structure(last.program).text:
             yield last

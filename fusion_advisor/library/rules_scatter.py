@@ -19,6 +19,7 @@ from fusion_advisor.records import OpNode, Ref
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
 
+
 def rows_of(op: OpNode) -> int:
     """Return the index of the op whose rows are copied."""
     return _ref(op, 3)

@@ -160,7 +160,8 @@ class TritonWriter(Writer):
 
     def with_guard(self, mask: str, guard: int) -> list[str]:
         """What must hold, each by itself, where a mask and a guard do."""
-        if mask and not self.plan.varies[guard]:
+        varies = self.plan.varies[guard]
+        if mask and self.plan.col_dim not in varies and not self._moves_along_rows(varies):
             # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
             return [f"tl.where({self.text(guard).code}, {mask}, False)"]
         return [mask, self.text(guard).at(ATOM)]

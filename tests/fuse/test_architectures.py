@@ -148,7 +148,8 @@ class Fused:
         chain, roots = bench.first_site(fusion)
         outputs = [bench.ops[index].outputs[0] for index in fusion.sites[0].outputs]
         inputs = [verify.layout_of(root) for root in roots]
-        call = fused_call(rendered.entry, kernel.bind(fusion.program), inputs, outputs, is_poisoned=True)
+        launch = kernel.bind(fusion.program)
+        call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         numerics = verify.check_chain(chain, call, roots, seed=seed)
         assert numerics.is_passed, f"{fusion.match.kernel}: {numerics}"
         record = RenderedKernel(name=rendered.entry, backend="cpp", path="", source="", origin="", build_ns=0, tuning="")

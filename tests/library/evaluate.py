@@ -17,13 +17,18 @@ _BINARY = {
 _WIDE = {"float32": torch.float64, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
 
-def evaluate(program, *inputs):
-    """Return the outputs as float64 (int64, bool) tensors of the shape and layout that :func:`allocate` gives them."""
+def evaluate(program, *inputs, into=None):
+    """Return the outputs as float64 (int64, bool) tensors of the shape and layout that :func:`allocate` gives them.
+
+    ``into``: what the outputs hold before, where a program does not write them whole; flat, and at least as large.
+    """
     if program.beside:
         found = {}
         for part in nests(program):
             own = [at for at in part.operands if at < len(inputs)]
-            found |= zip(part.operands[len(own) :], evaluate(part.program, *(inputs[at] for at in own)), strict=True)
+            theirs = part.operands[len(own) :]
+            before = None if into is None else [into[at - len(inputs)] for at in theirs]
+            found |= zip(theirs, evaluate(part.program, *(inputs[at] for at in own), into=before), strict=True)
         return [found[at] for at in sorted(found)]
     dims = program.dims
     values = []
@@ -31,7 +36,7 @@ def evaluate(program, *inputs):
         args = [values[a] for a in value.args]
         guard = None if value.guard is None else values[value.guard]
         values.append(_one(program, value, args, guard, inputs))
-    outputs = allocate(program)
+    outputs = allocate(program) if into is None else [before.clone() for before in into]
     outputs = [output.to(torch.float64 if output.is_floating_point() else output.dtype) for output in outputs]
     for store in program.stores:
         target = outputs[store.operand - len(inputs)]
@@ -71,7 +76,7 @@ def _sizes(program):
     """How far the addresses of each operand reach."""
     sizes = [0] * len(program.operands)
     places = [(v.operand, v.strides, v.offset, v.guard) for v in program.values if v.op == "load"]
-    places += [(s.operand, s.strides, s.offset, None) for s in program.stores]
+    places += [(s.operand, s.strides, s.offset + _furthest(program, s), None) for s in program.stores]
     unguarded = {operand for operand, _, _, guard in places if guard is None}
     for operand, strides, offset, guard in places:
         if guard is not None and operand in unguarded:
@@ -80,6 +85,16 @@ def _sizes(program):
         reach = offset + sum((s - 1) * k for s, k in walked) + 1 if all(s for s, _ in walked) else 0
         sizes[operand] = max(sizes[operand], reach)
     return sizes
+
+
+def _furthest(program, store):
+    """How far the positions that a store's guard lets through move it: to the extent that they are compared with."""
+    if not store.args:
+        return 0
+    values, waiting = program.values, [store.guard]
+    while values[waiting[-1]].op != "extent":
+        waiting += values[waiting.pop()].args
+    return sum(store.steps) * (values[waiting[-1]].constant - 1)
 
 
 def _one(program, value, args, guard, inputs):

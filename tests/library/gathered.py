@@ -22,6 +22,28 @@ def _planted(ids, *values):
     return ids
 
 
+def _places(below, count):
+    return torch.randperm(below, generator=torch.Generator().manual_seed(6))[:count]
+
+
+def _turned(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def _rope_cache(q, k, v, cos, sin, at, keys, values):
+    """Heads outside the sequence in the results, inside it where they are read."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _turned(q, cos, sin), keys.index_copy_(2, at, _turned(k, cos, sin)), values.index_copy_(2, at, v)
+
+
+def _rope_inputs(batch, heads, kv_heads, tokens, dim, room, dtype=torch.float32):
+    heads_of = [_floats(batch, tokens, count, dim, dtype=dtype, seed=count) for count in (heads, kv_heads, kv_heads)]
+    tables = [_floats(1, 1, tokens, dim, dtype=dtype, seed=seed) for seed in (7, 8)]
+    caches = [torch.zeros(batch, kv_heads, room, dim, dtype=dtype) for _ in range(2)]
+    return *heads_of, *tables, _places(room, tokens), *caches
+
+
 def _functions():
     half, brain = torch.float16, torch.bfloat16
     norm = (_floats(40, seed=8), _floats(40, seed=9))
@@ -93,6 +115,37 @@ def _functions():
         ),
         "group_norm_odd": (lambda x, w, b: f.group_norm(x, 3, w, b), _floats(2, 6, 3, 5), _floats(6), _floats(6)),
         "group_norm_narrow": (lambda x, w, b: f.group_norm(x, 2, w, b), _floats(2, 8, 2, 1), _floats(8), _floats(8)),
+        "index_copy": (lambda c, i, x: c.index_copy_(1, i, x * 2), _floats(3, 9, 16), _places(9, 5), _floats(3, 5, 16)),
+        "index_copy_bfloat16": (
+            lambda c, i, x: c.index_copy_(0, i, x),
+            _floats(9, 33, dtype=brain),
+            _places(9, 4).int(),
+            _floats(4, 33, dtype=brain),
+        ),
+        "index_copy_one": (lambda c, i, x: c.index_copy_(2, i, x), _floats(1, 2, 7, 40), _ids(7, 1), _floats(1, 2, 1, 40)),
+        "index_copy_columns": (lambda c, i, x: c.index_copy_(1, i, x * 2), _floats(6, 19), _places(19, 8), _floats(6, 8)),
+        "index_copy_out_of_range": (
+            lambda c, i, x: c.index_copy_(1, i, x),
+            _floats(3, 9, 16),
+            _planted(_places(9, 6), 9, -1, 2**40, -(2**62)),
+            _floats(3, 6, 16),
+        ),
+        "index_copy_normed": (
+            lambda c, i, x: c.index_copy_(0, i, f.rms_norm(x, (40,))),
+            _floats(19, 40, dtype=half),
+            _places(19, 5),
+            _floats(5, 40, dtype=half),
+        ),
+        "index_copy_sums": (lambda c, i, x: c.index_copy_(0, i, x.sum(-1)), _floats(19), _places(19, 5), _floats(5, 40)),
+        "looped_index_copy": (
+            lambda c, i, x: c.index_copy_(0, i, f.rms_norm(x, (16400,))),
+            _floats(4, 16400),
+            _places(4, 2),
+            _floats(2, 16400),
+        ),
+        "rope_cache": (_rope_cache, *_rope_inputs(2, 6, 2, 5, 16, 9)),
+        "rope_cache_bfloat16": (_rope_cache, *_rope_inputs(1, 4, 1, 1, 32, 9, brain)),
+        "rope_cache_alike": (_rope_cache, *_rope_inputs(2, 3, 3, 3, 10, 7, half)),
         "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
     }
 
