@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +52,14 @@ class Graph:
 
     def write(self, arg, *args):
         return self.add("aten.copy_.default", "memory", arg, *args, mutates=(self.storage(arg),))
+
+    def copy_rows(self, into, at, rows):
+        """An ``index_copy_``: rows of ``into``, where ``at`` says, become those of ``rows``."""
+        owner = self.storage(into)
+        index = self.add("aten.index_copy_.default", "memory", into, at, rows, mutates=(owner,), alias_of=owner)
+        target, places, source = self.ops[index].args
+        self.ops[index] = replace(self.ops[index], args=(target, 0, places, source))
+        return index
 
     def output(self, *args):
         index = len(self.ops)
@@ -294,7 +304,7 @@ def test_references_are_found_in_nested_arguments_and_keywords():
     assert inputs_of(op) == (4, 5)
 
 
-KINDS = st.sampled_from(["pointwise", "gemm", "view", "write"])
+KINDS = st.sampled_from(["pointwise", "gemm", "view", "write", "copy_rows"])
 
 
 @settings(max_examples=150, deadline=None)
@@ -309,6 +319,8 @@ def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired):
             g.view(first)
         elif kind == "write":
             g.write(first, second)
+        elif kind == "copy_rows":
+            g.copy_rows(two % 2, one % 2, second) if one % 3 else g.copy_rows(first, 1, second)
         else:
             getattr(g, kind)(first, second)
     g.output(*range(2, len(g.ops)))
@@ -332,8 +344,114 @@ def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired):
                 reached.add(op.index)
         storages = {g.storage(index) for index in outer | members}
         for op in ops:
-            if min(members) < op.index < max(*members, min(readers)):
+            if min(members) < op.index < max(*members, min(readers)) and op.index not in members:
                 assert not storages & set(op.mutates)
+    assert run(g, groups) == run(g, [])
+
+
+def run(g, groups):
+    """What a graph's results and inputs hold in the end, as terms; groups are launched right before their first reader."""
+    memory = {}
+    inside = {member for group in groups for member in group.members}
+    launches = {}
+    for group in groups:
+        readers = (op.index for op in g.ops if op.index not in group.members and set(group.members) & set(inputs_of(op)))
+        launches.setdefault(min(readers), []).extend(group.members)
+
+    def compute(op):
+        read = tuple(memory[g.storage(index)] for index in inputs_of(op))
+        if op.role == "input":
+            memory[op.index] = ("input", op.index)
+        elif op.op_class is not OpClass.VIEW:
+            memory[g.storage(op.index)] = (op.target, op.index, read)
+
+    for op in g.ops[:-1]:
+        for index in launches.get(op.index, ()):
+            compute(g.ops[index])
+        if op.index not in inside:
+            compute(op)
+    for index in launches.get(len(g.ops) - 1, ()):
+        compute(g.ops[index])
+    return memory
+
+
+# ---------------------------------------------------------------------- ends in writes
+
+
+def always(*_):
+    return True
+
+
+def decode(order="kv", reads_early=None, shared=False, reads_own=False):
+    """A layer's rope of q and k, the two writes to its cache and what reads it; returns (graph, the writes, the rest)."""
+    g = Graph()
+    q, k, v, at, keys = (g.input(name) for name in ("q", "k", "v", "at", "keys"))
+    values = keys if shared else g.input("values")
+    turned_q, turned_k = g.pointwise(q, at), g.pointwise(k, at)
+    rows = keys if reads_own else v
+    if reads_early == "before":
+        g.gemm(keys, q)
+    writes = {}
+    for one in order:
+        writes[one] = g.copy_rows(*((keys, at, turned_k) if one == "k" else (values, at, rows)))
+    if reads_early == "between":  # the launch must stand before q's reader
+        read = g.gemm(turned_q, q)
+        g.output(g.gemm(read, g.view(writes["k"]), g.view(writes["v"])))
+    elif reads_early == "old":
+        old = g.gemm(keys, q)
+        g.output(g.gemm(turned_q, g.view(writes["k"]), g.view(writes["v"]), old))
+    else:
+        g.output(g.gemm(turned_q, g.view(writes["k"]), g.view(writes["v"])))
+    return g, writes, (turned_q, turned_k)
+
+
+@pytest.mark.parametrize("order", ["kv", "vk"])
+def test_a_group_ends_in_the_writes_of_what_it_makes_and_of_the_value_beside_it(order):
+    g, writes, both = decode(order)
+    members = tuple(sorted((*both, *writes.values())))
+    assert g.groups(has_kernel=always) == [(members, (both[0], *sorted(writes.values())))]
+
+
+def test_without_a_kernel_for_it_no_write_joins():
+    g, _, both = decode()
+    assert g.groups() == [((both[0],), (both[0],)), ((both[1],), (both[1],))]
+    assert g.groups(has_kernel=lambda members, _: len(members) == 2) == [(both, both)]
+
+
+def test_one_write_joins_alone_where_only_that_has_a_kernel():
+    g, writes, both = decode()
+    assert g.groups(has_kernel=lambda members, _: len(members) < 4) == [((*both, writes["k"]), (both[0], writes["k"]))]
+
+
+def test_a_read_of_the_cache_ahead_of_the_group_is_no_obstacle_and_one_inside_is():
+    g, writes, both = decode(reads_early="before")  # between the group's first op and the write
+    assert [members for members, _ in g.groups(has_kernel=always)] == [both]
+    g, writes, both = decode(reads_early="old")  # through the input, after the write and before the launch
+    assert all(set(writes.values()).isdisjoint(members) for members, _ in g.groups(has_kernel=always))
+
+
+def test_the_launch_stands_before_the_first_reader_of_any_result():
+    g, writes, both = decode(reads_early="between")
+    members = tuple(sorted((*both, *writes.values())))
+    assert g.groups(has_kernel=always) == [(members, (both[0], *sorted(writes.values())))]
+
+
+def test_two_writes_to_one_tensor_keep_their_order():
+    g, writes, _ = decode(shared=True)
+    assert all(len(set(writes.values()) & set(members)) < 2 for members, _ in g.groups(has_kernel=always))
+
+
+def test_a_write_of_the_tensor_s_own_rows_stays_torch_s():
+    g, writes, _ = decode(reads_own=True)
+    assert all(writes["v"] not in members for members, _ in g.groups(has_kernel=always))
+
+
+def test_a_write_that_nothing_follows_stays_torch_s():
+    g = Graph()
+    x, at, cache = g.input(), g.input("at"), g.input("cache")
+    g.copy_rows(cache, at, g.pointwise(x))
+    g.output(x)
+    assert all(len(members) == 1 for members, _ in g.groups(has_kernel=always))
 
 
 # ---------------------------------------------------------------------- on traced code
