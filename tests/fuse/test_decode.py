@@ -12,17 +12,17 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.capture.arguments import copied
-from fusion_advisor.capture.graph import writes_to_inputs
+from fusion_advisor.capture.graph import storages, writes_to_inputs, written_storages
 from fusion_advisor.fuse import trial
 from fusion_advisor.fuse.bench import PASSES
 from fusion_advisor.fuse.model import FusedModel, HalfWritten
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.rewrite import LayoutChanged
-from fusion_advisor.records import Match
+from fusion_advisor.records import Match, Status
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
-from tests.tiny import bench_of, decode_step, evaluated, gpt2, llama, patterns, profile_live, qwen2
+from tests.tiny import LAYERS, bench_of, decode_step, evaluated, gpt2, llama, patterns, profile_live, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
 
@@ -152,6 +152,46 @@ def dynamic_cache(model):
     return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_rope_and_the_writes_to_the_cache_are_one_launch_in_every_layer(name):
+    _, _, live, _, plan = prepared(name)
+    (fusion,) = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope_qk_cache"]
+    assert len(fusion.sites) == LAYERS
+    assert all(len(site.written) == 2 for site in fusion.sites)
+    bench, built = bench_of(live, plan)
+    module = bench.build(built, tuple(PASSES)).modules[0]
+    assert "index_copy_" in live.regions[0].graph.code and "index_copy_" not in module.code
+    written = {key for node in module.graph.nodes for key in written_storages(node)}
+    caches = [node for node, name in zip(live.regions[0].graph.graph.nodes, live.regions[0].names, strict=False)
+              if name.endswith((".keys", ".values"))]  # fmt: skip
+    assert len(caches) == 2 * LAYERS and all(written.issuperset(storages(node)) for node in caches)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_tokens_and_the_cache_s_bytes_are_eagers_at_every_position(name, tmp_path):
+    model, kwargs, live, _, plan = prepared(name)
+    bench, _ = bench_of(live, plan)
+    planned = [fusion for fusion in plan.fusions if fusion.match.kernel == "rope_qk_cache"]
+    built = [
+        trial.try_fusion(bench, fusion, backend="cpp", fast_math=False, kernel_dir=tmp_path, seed=1, is_timed=False).built
+        for fusion in planned
+    ]
+    fused, plain = (FusedModel(model, live.regions, bench.build(some, ()).modules, (), kwargs) for some in (built, []))
+    ours, captured, eager = (decode_step(model, 1) for _ in range(3))
+    with torch.no_grad():
+        for _ in range(63):  # to the cache's last position
+            got, same, expected = fused.dispatch(**ours).logits, plain.dispatch(**captured).logits, model(**eager).logits
+            assert torch.equal(got, same) and torch.equal(got.argmax(-1), expected.argmax(-1))
+            for step in (ours, captured, eager):
+                step["input_ids"] = expected.argmax(-1)
+    assert fused.fallbacks == {} and int(ours["past_key_values"].get_seq_length()) == 64
+    assert all(map(torch.equal, contents(ours["past_key_values"]), contents(captured["past_key_values"])))
+    # Behind the first layer the captured step itself is a last bit away from eager.
+    assert all(map(torch.equal, contents(ours["past_key_values"])[:3], contents(eager["past_key_values"])[:3]))
+    live.written.restore()
+
+
 OTHER = {
     "class": other_class,
     "dynamic": dynamic_cache,
@@ -235,6 +275,7 @@ def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_
     fused = fusion_advisor.apply(model, kwargs, run_dir=tmp_path, runs=3, warmup=1, min_share=0.0, compile=False)
     assert fused.is_applied
     assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert "rope_qk_cache" in {fusion.kernel for fusion in fused.report.fusions if fusion.status is Status.KEPT}
     assert fused.report.model_check.is_passed and "written values" in fused.report.model_check.outputs
     assert any("put back" in note for note in fused.report.notes)
     with torch.no_grad(), fused:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from fusion_advisor.capture.graph import storages, written_storages
 from fusion_advisor.fuse.bench import PASSES, replaced_sites
 from fusion_advisor.fuse.rewrite import LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import TensorMeta
@@ -109,6 +110,42 @@ def test_writes_survive_dead_code():
     cache = torch.zeros(3)
     module(torch.ones(3), cache)
     assert torch.equal(cache, torch.full((3,), 2.0))
+
+
+def step_with_a_cache(x, at, cache):
+    turned = torch.tanh(x)
+    cache.index_copy_(0, at, turned * 2)
+    return turned + 1
+
+
+def test_a_call_that_writes_takes_the_place_of_the_write_and_is_never_dead_code():
+    def call(x, at, cache):
+        cache[at] = torch.tanh(x) * 2
+        return [torch.tanh(x), cache]
+
+    inputs = torch.randn(2, 4), torch.tensor([4, 1]), torch.randn(6, 4)
+    module, _ = one_site(step_with_a_cache, inputs, (0, 1, 2), (0, 2), (0, 1, 2), call)
+    caches = [inputs[2].clone(), inputs[2].clone()]
+    found, expected = module(*inputs[:2], caches[0]), step_with_a_cache(*inputs[:2], caches[1])
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(*caches) and not torch.equal(caches[0], inputs[2])
+    assert "index_copy_" not in module.code
+    (node,) = [node for node in module.graph.nodes if "fusion_id" in node.meta]
+    cache = [node for node in module.graph.nodes if node.op == "placeholder"][2]
+    assert written_storages(node) == storages(cache)
+    assert [user.args[1] for user in node.users] == [0]  # nobody reads the cache, and the call stays
+
+
+def test_what_is_written_in_place_is_given_and_given_back():
+    cache, x = torch.zeros(3, 4), torch.ones(3, 4)
+    call = fused_call("fa_k", lambda x, out, cache: (out.copy_(x), cache.copy_(x * 2)), [X, X], [X, X], in_place=[1])
+    one, two = call(x, cache)
+    assert two is cache and torch.equal(cache, x * 2) and torch.equal(one, x)
+    alone = fused_call("fa_k", lambda x, cache: cache.copy_(x), [X, X], [X], in_place=[0], is_poisoned=True)
+    assert alone(x, cache) is cache and torch.equal(cache, x)
+    with pytest.raises(LayoutChanged, match="fa_k"):
+        call(x, torch.zeros(4, 3).t())
+    assert torch.equal(cache, x)
 
 
 X = TensorMeta(shape=(3, 4), stride=(4, 1), dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.chain import OriginalChain
+from fusion_advisor.fuse.chain import OriginalChain, original_chain
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.verify import check_chain, check_model, error_of, layout_of
 from fusion_advisor.records import TensorMeta
@@ -135,6 +135,64 @@ def test_a_mistake_on_the_sites_own_tensors_alone_is_refused():
         return out + 1 if x[0, 0] == 12345.0 else out
 
     assert not check_chain(chain_of(gelu, x), special, [x], seed=0).is_passed
+
+
+def in_cache(x, at, cache):
+    return cache.index_copy_(0, at, x * 2)
+
+
+def spoilt_cache(change):
+    def fused(x, at, cache):
+        result = in_cache(x, at, cache)
+        change(result, at, x)
+        return result
+
+    return fused
+
+
+def _small_error(cache, at, x):
+    cache[at] *= 1.0002  # of the whole cache it would be a fiftieth of that
+
+
+def _neighbour(cache, at, x):
+    cache[(at[0] + 1) % len(cache), 3] += 1e-6
+
+
+def _half_a_row(cache, at, x):
+    cache[at, 8:] = x[:, 8:]
+
+
+WRONG_WRITES = {
+    "small error": spoilt_cache(_small_error),
+    "neighbour": spoilt_cache(_neighbour),
+    "half a row": spoilt_cache(_half_a_row),
+    "nothing": lambda x, at, cache: cache,
+    "other rows": lambda x, at, cache: in_cache(x, (at + 1) % len(cache), cache),
+}
+
+
+def cache_chain():
+    """A chain that writes into its last root; returns (chain, roots)."""
+    roots = [torch.randn(2, 16), torch.tensor([5, 800]), torch.randn(1000, 16)]
+    _, ops, index_of = region_of(in_cache, *roots)
+    members = [op.index for op in ops if op.role == "op"]
+    return original_chain(ops, index_of, members, (0, 1, 2), members[-1:]), roots
+
+
+def test_what_is_written_in_place_is_judged_where_it_is_written_and_the_roots_stay():
+    chain, roots = cache_chain()
+    before = [root.clone() for root in roots]
+    assert chain.written == (2,) and chain.in_place == (0,)
+    assert [int(mask.sum()) for mask in chain.reach(roots)] == [32]
+    numerics = check_chain(chain, in_cache, roots, seed=0)
+    assert numerics.is_passed and numerics.elements == 5 * 32
+    assert all(map(torch.equal, roots, before))
+
+
+@pytest.mark.parametrize("wrong", WRONG_WRITES)
+def test_wrong_writes_are_refused(wrong):
+    chain, roots = cache_chain()
+    assert not check_chain(chain, WRONG_WRITES[wrong], roots, seed=0).is_passed
 
 
 def test_booleans_must_be_equal():
