@@ -15,7 +15,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.cuda_body import body, ordered
 from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
+from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program
@@ -56,7 +57,8 @@ class CudaBackend:
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
         try:
-            bodies = [body(f.plan, CudaWriter(f.plan, fast_math=fast_math), is_looped=is_looped) for f in functions]
+            plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
+            bodies = [body(own, CudaWriter(own, fast_math=fast_math), is_looped=is_looped) for own in plans]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"

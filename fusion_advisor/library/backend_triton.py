@@ -18,12 +18,14 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
+from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.moments import moments
 from fusion_advisor.library.online import online_sums
@@ -67,8 +69,9 @@ class TritonBackend:
         is_float64 = is_half = False
         try:
             for function in functions:
-                writer = TritonWriter(function.plan, fast_math=fast_math, is_looped=is_looped)
-                bodies.append(_looped(function.plan, writer) if is_looped else _straight(function.plan, writer))
+                own_plan = replace(function.plan, program=with_cdfs(function.plan.program))
+                writer = TritonWriter(own_plan, fast_math=fast_math, is_looped=is_looped)
+                bodies.append(_looped(own_plan, writer) if is_looped else _straight(own_plan, writer))
                 helpers |= writer.helpers
                 is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:

@@ -288,15 +288,15 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
+        store_pack nan_max nan_min half_exp2 half_sigmoid half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh
         fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_erfc", "half_sigmoid"}:
-        writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
+    if writer.helpers & {"half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16"}:
+        writer.helpers.add("half_exp2")
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)

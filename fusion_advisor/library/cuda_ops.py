@@ -69,7 +69,7 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
+         "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged"}
@@ -195,6 +195,12 @@ class CudaWriter(Writer):
         """The intrinsic that nvcc never contracts."""
         return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
+    def normal_cdf(self, code: str) -> str:
+        """A call of the helper, which is as good as the results' dtype asks for."""
+        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
+        return f"half_normal_cdf({code})"
+
     def _expression(self, number: int, value: Value) -> Text:
         text = super()._expression(number, value)
         if value.op == "load":
@@ -240,9 +246,13 @@ class CudaWriter(Writer):
             )
         if op == "erfc":
             if is_float32 and self.is_half:
-                self.helpers.add("half_erfc")
-                return Text(f"half_erfc({code})")
+                return Text(f"2.0f * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
             return Text(f"1.0f - erff({code})" if is_float32 else f"erfc({code})", SUM if is_float32 else ATOM)
+        if op == "normal_cdf":
+            return Text(self.normal_cdf(code))
+        if op == "tanh_cdf":
+            self.helpers.add("half_tanh_cdf")
+            return Text(f"half_tanh_cdf({code})")
         if op in ("sigmoid", "exp") and is_float32 and self.is_half:
             if op == "exp":
                 return Text(f"__expf({code})")

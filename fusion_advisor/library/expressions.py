@@ -69,9 +69,10 @@ class Writer:
         self._base_names: dict[str, str] = {}
         self._texts: dict[int, Text] = {}
         self._code: dict[int, str] = {}
+        self._live = self._find_live()
         self._users = self._count_users()
         self._nouns = self._name_all()
-        for number in range(len(plan.program.values)):
+        for number in sorted(self._live):
             self._write(number)
 
     helper_names: frozenset[str] = frozenset()
@@ -154,9 +155,22 @@ class Writer:
 
     # Naming and folding.
 
+    def _find_live(self) -> set[int]:
+        """What some store is made of: values that a rewriting left unused are not written."""
+        live: set[int] = set()
+        waiting = [store.value for store in self.plan.program.stores]
+        while waiting:
+            number = waiting.pop()
+            if number not in live:
+                live.add(number)
+                value = self.plan.program.values[number]
+                waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
+        return live
+
     def _count_users(self) -> list[list[int]]:
         users: list[list[int]] = [[] for _ in self.plan.program.values]
-        for number, value in enumerate(self.plan.program.values):
+        for number in sorted(self._live):
+            value = self.plan.program.values[number]
             for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
                 users[arg].append(number)
         return users

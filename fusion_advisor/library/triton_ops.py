@@ -44,7 +44,7 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
+        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
         | {"squares_about"}
     )
 
@@ -229,6 +229,12 @@ class TritonWriter(Writer):
         if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
             self.zero_past_end.add(number)
 
+    def normal_cdf(self, code: str) -> str:
+        """A call of the helper, which is as good as the results' dtype asks for."""
+        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
+        return f"half_normal_cdf({code})"
+
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
         op, code = value.op, [a.code for a in args]
@@ -272,9 +278,13 @@ class TritonWriter(Writer):
             return Text(f"tl.exp({code[0]})")
         if op == "erfc":
             if self.is_half and is_float32:
-                self.helpers.add("erfc")
-                return Text(f"erfc({code[0]})")
+                return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
             return Text(f"1.0 - tl.erf({code[0]})", SUM)
+        if op == "normal_cdf":
+            return Text(self.normal_cdf(code[0]))
+        if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):
+            self.helpers.add(f"half_{op}")
+            return Text(f"half_{op}({code[0]})")
         if op in _PLAIN:
             return Text(f"{_PLAIN[op]}({', '.join(code)})")
         if op in _HELPERS:

@@ -74,13 +74,6 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// One unit in the last place off; unlike __fdividef's, a quotient below 2^-126 keeps its value.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
 __device__ __forceinline__ float half_exp2(float x) {
     float y;
@@ -88,9 +81,12 @@ __device__ __forceinline__ float half_exp2(float x) {
     return y;
 }
 
-// Good to 20 bits and more, for results that are rounded to 11 at most.
+// Good to 20 bits, for results that are rounded to 11 at most. A reciprocal would need three more instructions, or lose what is
+// below 2^-126; the root of it cannot get there.
 __device__ __forceinline__ float half_sigmoid(float x) {
-    return approximate_reciprocal(1.0f + half_exp2(x * -1.4426950408889634f));
+    float root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + half_exp2(x * -1.4426950408889634f)));
+    return root * root;
 }
 
 struct Sum {
