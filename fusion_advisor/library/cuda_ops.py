@@ -108,8 +108,11 @@ class CudaWriter(Writer):
                 noun = access.operand.name if access.is_pair else self._nouns[number]
                 self.packs[min(pair)] = self.fresh(f"{noun}_pack" + ("" if is_shared else "s"))
             lane = f"2 * lane{' + 1' * (number == pair[1])}" if access.is_pair else "lane"
-            place = f"[{lane}]" if is_shared else f"[p][{lane}]"
-            return self.widened(f"{self.packs[min(pair)]}{place}", access.operand.dtype, value.dtype)
+            pack = self.packs[min(pair)] + ("" if is_shared else "[p]")
+            if access.operand.dtype == "bfloat16":
+                self.helpers.add("wide_pack")
+                return f"wide({pack}, {lane})" if value.dtype == "float32" else f"({COMPUTE[value.dtype]})wide({pack}, {lane})"
+            return self.widened(f"{pack}[{lane}]", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
             return code
