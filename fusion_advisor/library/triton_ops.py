@@ -44,7 +44,7 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
+        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
         | {"squares_about"}
     )
 
@@ -166,10 +166,12 @@ class TritonWriter(Writer):
             other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
         return f"tl.load({self.address(access, varies)}{other})"
 
-    @staticmethod
-    def _widened(code: str, access: Access, value: Value) -> str:
+    def _widened(self, code: str, access: Access, value: Value) -> str:
         if value.dtype == access.operand.dtype:
             return code
+        if access.operand.dtype == "bfloat16" and value.dtype == "float32":
+            self.helpers.add("wide")
+            return f"wide({code})"
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
 
     def _guard(self, number: int, access: Access) -> str:
