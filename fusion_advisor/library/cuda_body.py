@@ -9,7 +9,16 @@ from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_
 from fusion_advisor.library.expressions import Text
 from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
-from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
+from fusion_advisor.library.schedule import (
+    Access,
+    Pass,
+    Schedule,
+    column_passes,
+    kept,
+    late_loads,
+    needed_in_columns,
+    split_index,
+)
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -34,7 +43,8 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
-    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
+    is_resident = plan.kind == "rows" and not is_looped
+    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
@@ -94,6 +104,9 @@ def _step(
             lane.append(f"{pack}[{place}] = {code};")
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
+    if plan.kind == "rows" and not is_looped:
+        late = [n for n in writer.packs if n in late_loads(plan) and n in step.values]
+        head += [f"if (LATE) {writer.packs[n]}[p] = {_load(plan, writer, n, is_inside=True)};" for n in late]
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     tail += [line for sums in together for line in sums["count"]]
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
@@ -179,8 +192,9 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[in
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
     arrays = [n for n in packs if not shared_by_rows(plan, n)]
+    late = late_loads(plan) if plan.kind == "rows" and not is_looped else frozenset()
     lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
-    each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
+    each = [f"{'if (!LATE) ' if n in late else ''}{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
@@ -195,12 +209,13 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[in
     return lines
 
 
-def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
+def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = False) -> str:
     guard = plan.program.values[number].guard
-    conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
+    conditions = [] if is_inside or shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
+    function += "_or_nan" if number in writer.nan_filled else ""
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
@@ -288,8 +303,8 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
-        store_pack nan_max nan_min half_exp2 half_sigmoid half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+        load_pack_or_nan store_pack nan_max nan_min half_exp2 half_sigmoid half_tanh_cdf normal_cdf_half normal_cdf_bfloat16
+        sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
@@ -301,7 +316,7 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
-    wanted |= {name for name in ("load_pack", "store_pack") if name in text}
+    wanted |= {name for name in ("load_pack", "load_pack_or_nan", "store_pack") if f"{name}(" in text or f"{name}<" in text}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())

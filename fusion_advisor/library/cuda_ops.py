@@ -69,7 +69,7 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce", "lane", "first", "start",
+         "load_pack_or_nan", "LATE", "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged"}
@@ -116,8 +116,10 @@ class CudaWriter(Writer):
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
             return code
-        zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
-        return f"{self.text(value.guard).at(ATOM)} ? {code} : {zero}"
+        other = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
+        if number in self.nan_filled:
+            other = self.literal(Value(op="const", constant=math.nan, dtype=value.dtype))
+        return f"{self.text(value.guard).at(ATOM)} ? {code} : {other}"
 
     def pack_guard(self, number: int) -> str:
         """A guard that is the same for all columns of a pack, asked of the first; empty where it may change inside a pack.

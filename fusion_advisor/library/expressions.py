@@ -7,6 +7,7 @@ of the IR, and an operand of equal precedence on the right keeps its parentheses
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fusion_advisor.library.order import order_of
@@ -57,6 +58,7 @@ class Writer:
 
     Attributes:
         helpers: names of the helper functions that the text calls; the template prints those.
+        nan_filled: guarded loads that give NaN, not 0, where they may not read: nothing but the choice of a NaN there used them.
         bases: row pointers that addresses start from: name, expression, and an access that uses it.
     """
 
@@ -71,6 +73,7 @@ class Writer:
         self._code: dict[int, str] = {}
         self._live = self._find_live()
         self._users = self._count_users()
+        self.nan_filled = self._find_nan_filled()
         self._nouns = self._name_all()
         for number in sorted(self._live):
             self._write(number)
@@ -175,6 +178,18 @@ class Writer:
                 users[arg].append(number)
         return users
 
+    def _find_nan_filled(self) -> set[int]:
+        values = self.plan.program.values
+        chosen = {v.args[1]: v for v in values if v.op == "where" and v.dtype.startswith("float")}
+        return {
+            number
+            for number, choice in chosen.items()
+            if len(self._users[number]) == 1
+            and values[number].op == "load"
+            and values[number].guard == choice.args[0]
+            and math.isnan(float(values[choice.args[2]].constant or 0.0))
+        }
+
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
@@ -252,6 +267,8 @@ class Writer:
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
+        if value.op == "where" and value.args[1] in self.nan_filled:
+            return True
         if value.op in REDUCTIONS or value.op in ("load", "const", "dropout"):
             return False
         if len(self._users[number]) != 1 or any(s.value == number for s in self.plan.program.stores):
@@ -283,6 +300,8 @@ class Writer:
         if value.op == "size" and self.is_only_compared(number):
             return Text(self.plan.sizes[value.dim])
         args = [self._texts[a] for a in value.args]
+        if value.op == "where" and value.args[1] in self.nan_filled:
+            return args[1]
         if value.op in COMPARE:
             return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
         if value.op in LOGIC:

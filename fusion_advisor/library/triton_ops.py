@@ -44,7 +44,20 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
+        | {
+            "exp",
+            "half_sigmoid",
+            "half_tanh_cdf",
+            "half_normal_cdf",
+            "wide",
+            "maximum",
+            "minimum",
+            "philox",
+            "dropout_factor",
+            "add_exp",
+            "merge_exp_sums",
+            "add_moments",
+        }
         | {"squares_about"}
     )
 
@@ -147,7 +160,7 @@ class TritonWriter(Writer):
     def load(self, number: int, value: Value, access: Access) -> str:
         """A masked ``tl.load``; empty for one of a pair."""
         varies = self.plan.varies[number]
-        if self.plan.col_dim in varies:
+        if self.plan.col_dim in varies and number not in self.nan_filled:
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
@@ -157,12 +170,13 @@ class TritonWriter(Writer):
             masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
         elif value.guard is not None:
             masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
-        return self._widened(self._read(access, varies, masks), access, value)
+        return self._widened(self._read(access, varies, masks, is_nan=number in self.nan_filled), access, value)
 
-    def _read(self, access: Access, varies: frozenset[int], masks: list[str]) -> str:
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, is_nan: bool = False) -> str:
         other, wanted = "", " & ".join(filter(None, masks))
         if wanted:
             zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            zero = 'float("nan")' if is_nan else zero
             other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
         return f"tl.load({self.address(access, varies)}{other})"
 
