@@ -69,7 +69,8 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "load_pack_or_nan", "LATE", "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce", "lane", "first", "start",
+         "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
+         "LATE", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged"}

@@ -44,21 +44,8 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {
-            "exp",
-            "half_sigmoid",
-            "half_tanh_cdf",
-            "half_normal_cdf",
-            "wide",
-            "maximum",
-            "minimum",
-            "philox",
-            "dropout_factor",
-            "add_exp",
-            "merge_exp_sums",
-            "add_moments",
-        }
-        | {"squares_about"}
+        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
+        | {"add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:

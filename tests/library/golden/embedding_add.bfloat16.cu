@@ -64,7 +64,6 @@ __device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane)
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
 
-
 // For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {

@@ -66,7 +66,6 @@ __device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane)
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
 
-
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
