@@ -26,11 +26,12 @@ def with_cdfs(program: Program) -> Program:
     if program.beside or not all(o.dtype in ("float16", "bfloat16") for o in program.operands if o.is_output):
         return program
     values = list(program.values)
-    users = [sum(number in value.args for value in values) for number in range(len(values))]
+    stored = [store.value for store in program.stores]
+    users = [sum(number in value.args for value in values) + stored.count(number) for number in range(len(values))]
     for number, value in enumerate(program.values):
         if value.op != "mul" or value.dtype != "float32":
             continue
-        scale, factors = _factors(program.values, number, users)
+        scale, factors = _factors(program.values, number, users, is_whole=True)
         cdfs = [n for n in factors if program.values[n].op in ("erfc", "sigmoid") and users[n] == 1]
         if len(factors) != 2 or len(cdfs) != 1:
             continue
@@ -47,7 +48,10 @@ def with_cdfs(program: Program) -> Program:
 
 def _of_erfc(values: tuple[Value, ...], number: int) -> list[tuple[str, int, float]]:
     """Of ``erfc(-x / sqrt(2))``, which is twice the distribution function at x: the function, x, and how often it is taken."""
-    for variable, factor in _split(values, values[number].args[0]):
+    factor, variable = 1.0, values[number].args[0]
+    while step := _split(values, variable):
+        variable, times = step
+        factor *= times
         if math.isclose(factor, -math.sqrt(0.5), rel_tol=_EXACT):
             return [("normal_cdf", variable, 2.0)]
     return []
@@ -65,35 +69,36 @@ def _of_sigmoid(values: tuple[Value, ...], number: int) -> list[tuple[str, int, 
     return found
 
 
-def _split(values: tuple[Value, ...], number: int) -> list[tuple[int, float]]:
-    """Value and constant of a product with a constant."""
+def _split(values: tuple[Value, ...], number: int) -> tuple[int, float] | None:
+    """The value that this one is a constant times, and the constant."""
     value = values[number]
-    pairs = (value.args, value.args[::-1]) if value.op == "mul" else ()
-    return [(kept, float(values[c].constant or 0.0)) for kept, c in pairs if values[c].op == "const"]
+    if value.op == "neg":
+        return value.args[0], -1.0
+    for kept, other in (value.args, value.args[::-1]) if value.op == "mul" else (value.args,) if value.op == "div" else ():
+        if values[other].op == "const" and (constant := float(values[other].constant or 0.0)):
+            return kept, constant if value.op == "mul" else 1 / constant
+    return None
 
 
 def _scaled(values: tuple[Value, ...], number: int) -> tuple[float, int]:
     """A value as a constant times another one."""
-    for kept, factor in _split(values, number):
-        inner, rest = _scaled(values, kept)
-        return factor * inner, rest
-    return 1.0, number
+    step = _split(values, number)
+    if step is None:
+        return 1.0, number
+    inner, rest = _scaled(values, step[0])
+    return step[1] * inner, rest
 
 
-def _factors(values: tuple[Value, ...], number: int, users: list[int]) -> tuple[float, list[int]]:
-    """A product as a constant and values that are no product of their own."""
-    scale, found = 1.0, []
-    for arg in values[number].args:
-        value = values[arg]
-        if value.op == "const":
-            scale *= float(value.constant or 0.0)
-        elif value.op == "mul" and (users[arg] == 1 or _split(values, arg)):
-            inner, own = _factors(values, arg, users)
-            scale *= inner
-            found += own
-        else:
-            found.append(arg)
-    return scale, found
+def _factors(values: tuple[Value, ...], number: int, users: list[int], *, is_whole: bool = False) -> tuple[float, list[int]]:
+    """A value as a constant times others; a product that something else needs too is one of those, unless it is the whole."""
+    step, value = _split(values, number), values[number]
+    if step is not None:
+        scale, found = _factors(values, step[0], users)
+        return scale * step[1], found
+    if value.op == "mul" and (is_whole or users[number] == 1):
+        (left, ours), (right, theirs) = (_factors(values, arg, users) for arg in value.args)
+        return left * right, ours + theirs
+    return 1.0, [number]
 
 
 def _ancestors(values: tuple[Value, ...], number: int) -> set[int]:
