@@ -116,7 +116,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_additive_85a3d8(
+fa_masked_softmax_additive_ce8014(
     const bfloat16_bits* __restrict__ scores_ptr,
     const bfloat16_bits* __restrict__ mask_ptr,
     bfloat16_bits* __restrict__ out_ptr,
@@ -125,7 +125,7 @@ fa_masked_softmax_additive_85a3d8(
     index_t cols,
     index_t scores_stride0,
     index_t scores_stride1,
-    index_t mask_stride1,
+    index_t mask_stride0,
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
@@ -142,7 +142,7 @@ fa_masked_softmax_additive_85a3d8(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         scores_packs[p] = load_pack(scores_row + first, is_inside);
-        mask_packs[p] = load_pack(mask_ptr + i1 * mask_stride1 + first, is_inside);
+        mask_packs[p] = load_pack(mask_ptr + i0 * mask_stride0 + first, is_inside);
     }
 
     float total_max_part = -INF_VALUEF;
