@@ -1,7 +1,4 @@
-"""Norms (the interpreter is slow at maxima) and softmaxes over operands that some rows share.
-
-Run as a script: their Triton kernels in the interpreter.
-"""
+"""Norms and softmaxes over operands that some rows share. Run as a script: Triton kernels of the norms in the interpreter."""
 
 from __future__ import annotations
 
@@ -70,11 +67,12 @@ def main(folder):
 
     header = Header(title="case", summary="a test", origin="a test")
     for name, (function, *_) in CASES.items():
+        if function is not normed:  # the interpreter takes seconds for a maximum
+            continue
         inputs = make_inputs(name, torch.bfloat16)
         lowered = lower_function(function, *inputs)[0]
         expected = function(*(x.double() if x.is_floating_point() else x for x in inputs))
-        tunings = [Tuning(block_rows=4), *([Tuning()] if function is normed else [])]  # rows of several heads; one row
-        for number, tuning in enumerate(tunings):
+        for number, tuning in enumerate((Tuning(block_rows=4), Tuning())):  # rows of several heads; one row
             rendered = TritonBackend().render(lowered.program, header, tuning=tuning, fast_math=False)
             out = torch.zeros(expected.shape, dtype=torch.bfloat16)
             launch = TritonBackend().build(rendered, Path(folder) / f"{rendered.entry}_{number}.py").bind(lowered.program)
