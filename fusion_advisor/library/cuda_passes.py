@@ -40,13 +40,13 @@ class Hidden:
 def carried(plan: Schedule, passes: Sequence[Pass]) -> Carried | None:
     """Return the value that is worth a register per column; None where there is none, or more than one.
 
-    Without a mask the compiler finds it by itself.
+    Without a mask the compiler finds it by itself. All passes skip what is hidden then, so no column is taken that was not made.
 
     Args:
         plan: the schedule.
         passes: over columns that stay in registers.
     """
-    if not any(hidden(plan, step) for step in passes):
+    if not all(hidden(plan, step) for step in passes):
         return None
     values = plan.program.values
     made_in: dict[int, Pass] = {}
