@@ -12,7 +12,9 @@ from pathlib import Path
 import cuda_on_host
 import pytest
 import torch
+from evaluate import evaluate
 from lowered import check, lower_function
+from programs import Build
 from row_order_cases import CASES, make_inputs
 
 from fusion_advisor.library.backend_triton import compile_for
@@ -129,6 +131,20 @@ def test_the_library_kernel_is_found_in_either_order():
         assert found is not None and found.kernel == "masked_softmax_additive"
         texts.add(structure(program).text)
     assert len(texts) == 1
+
+
+def test_dropout_drops_what_it_dropped_in_the_other_order():
+    dims = 2, 3, 4, WIDE // 2
+    build = Build(dims, is_reduced=True)
+    total = build.add("add", build.load("x"), build.load("mask", (4 * dims[-1], 0, dims[-1], 1)))
+    row = build.add("index", dim=2, dtype="int64")
+    total = build.add("where", build.add("le", build.add("index", dim=3, dtype="int64"), row), total, build.const(0.0))
+    build.store("out", build.add("mul", build.add("sub", total, build.add("reduce_sum", total)), build.dropout(0.5)))
+    before = build.program()
+    after = share_rows(before)
+    assert (before.dims, after.dims) == (dims, (2, 4, 3, dims[-1]))
+    inputs = torch.randn(dims).flatten(), torch.randn(2, 4, dims[-1]).flatten(), torch.tensor([5])
+    torch.testing.assert_close(evaluate(after, *inputs), evaluate(before, *inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
