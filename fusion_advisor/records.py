@@ -2,7 +2,8 @@
 
 One direction only: ``capture`` makes a :class:`Capture`, ``chains`` turns it into :class:`Chain` rows, ``library`` answers each
 row with a :class:`Match` or a :class:`NoMatch`, ``fuse`` turns those into :class:`Fusion` rows with an outcome, ``report``
-shows a :class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop.
+shows a :class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop; a report
+alone finds its notebook view by itself, when one asks for it.
 
 Units: ``_ns`` is an integer number of nanoseconds, ``_bytes`` an integer number of bytes, ``share`` a fraction from 0 to 1,
 ``speedup`` before divided by after.
@@ -12,6 +13,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -638,6 +643,30 @@ class Report:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """How it was measured, in sentences."""
+
+    def to_frame(self, name: str | None = None) -> pandas.DataFrame:
+        """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.
+
+        Args:
+            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps`` or ``baselines``; when left out, the
+                table that the terminal prints: rewrites where any was tried, else chains. Units are in the columns' names.
+
+        Raises:
+            UsageError: there is no such table.
+        """
+        from fusion_advisor.report.notebook import to_frame
+
+        return to_frame(self, name)
+
+    def __repr__(self) -> str:
+        """One line: the whole holds every raw time."""
+        return f"<Report {self.run_id}: {self.workload.model_id!r}, {self.status}, {len(self.chains)} chains>"
+
+    def _repr_html_(self, *notes: str) -> str:
+        """What Jupyter shows; ``notes`` are sentences that the report does not know."""
+        from fusion_advisor.report.notebook import to_html
+
+        return to_html(self, *notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

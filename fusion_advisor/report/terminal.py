@@ -85,6 +85,11 @@ def result_table(report: Report, console: Console) -> RenderableType:
     return profile_table(report, console) if report.status == "profiled" else apply_table(report, console)
 
 
+def result_columns(report: Report) -> list[Column]:
+    """Return that table's columns, none of them dropped, for a view that wraps by itself."""
+    return _fusion_columns(report) if report.fusions or report.rewrites else _chain_columns(report)
+
+
 def is_ascii(console: Console) -> bool:
     """Whether the stream behind a console can show only ASCII."""
     return not (console.encoding or "").lower().replace("-", "").startswith("utf")
