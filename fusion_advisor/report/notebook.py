@@ -31,7 +31,7 @@ def to_html(report: Report, *notes: str) -> str:
         *notes: sentences that the report does not know, as whether the rewrites are in place now.
     """
     tried: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
-    columns = terminal.result_columns(report)
+    columns = sorted(terminal.result_columns(report), key=_place)
     count = len(columns[0].cells)
     shown: str = (
         environment()
@@ -68,6 +68,11 @@ def to_frame(report: Report, name: str | None = None) -> pandas.DataFrame:
     return pandas.DataFrame(
         {name: pandas.Series(column, dtype=_dtype(column)) for name, column in zip(table.columns, cells, strict=True)}
     )
+
+
+def _place(column: terminal.Column) -> int:
+    """The verdict stands beside the name: a table wider than the page scrolls, and its end is what one would miss."""
+    return 0 if column.head in ("ID", "#") else 1 if column.flex_min else 2 if column.head == "Verdict" else 3
 
 
 def _tone(column: terminal.Column, at: int) -> str:

@@ -94,6 +94,32 @@ def test_prefix_that_fits_several(run: Run) -> None:
     assert "known runs: `20300102-030406-bbbbbb`, `20300102-030405-aaaaaa`" in ran.err
 
 
+def test_a_copy_without_source_and_paths(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    source = "modeling_synthetic"
+    assert source in (directory / "report.json").read_text()
+    ran = run("report", "--redact", "paths", "--no-source", "-o", "copy", "--format", "html,md,json,csv")
+    assert ran.code == 0, ran.err
+    written = [path for path in Path("copy").rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"report.html", "report.md", "report.json", "rewrites.csv", "kernels.csv"}
+    assert not [path for path in written if source in path.read_text()]
+    assert not any(fusion.original_source for fusion in read_report(Path("copy/report.json")).fusions)
+    refused = run("report", "--redact", "paths")
+    assert refused.code == 2 and "pass -o DIR" in refused.err
+    assert run("report", "--redact", "names", "-o", "copy").code == 2
+
+
+def test_tables_as_csv_and_fewer_kernels(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    assert run("report", "--format", "csv,html", "--top-kernels", "2").code == 0
+    lines = (directory / "csv" / "kernels.csv").read_text().splitlines()
+    report = read_report(directory / "report.json")
+    assert lines[0] == "kernel,category,before_count,before_ns,after_count,after_ns"
+    assert len(lines) > 4 and str(report.before.kernels[0][3]) in lines[1]
+    assert f"{len(lines) - 3} more kernel names" in (directory / "report.html").read_text()
+    assert run("compare", "@last:eager", "@last", "--format", "csv").code == 2
+
+
 def test_damaged_reports(run: Run) -> None:
     directory = put_run("20300102-030405-7f3a9c")
     path = directory / "report.json"
