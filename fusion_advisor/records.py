@@ -309,6 +309,10 @@ class Status(enum.StrEnum):
     """It was kept, and then a kernel that computes more took its place."""
 
 
+ULP_ENDS = (0, 1, 2, 4, 16, 256)
+"""Upper ends of the bins in which distances are counted, in units in the last place; a last bin holds all beyond."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
@@ -328,6 +332,11 @@ class Numerics:
     """Positions where exactly one of fused and oracle is NaN or Inf."""
     inputs: str = ""
     """What was tried: ``the site's own tensors; random ×3``."""
+    fused_ulps: tuple[int, ...] = ()
+    """Elements by distance from the oracle rounded to their own dtype, in the bins of :data:`ULP_ENDS`; what is NaN or infinite
+    on either side is in none. Empty for integers and in reports that were written before they were counted."""
+    eager_ulps: tuple[int, ...] = ()
+    """The same of the original ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,6 +553,8 @@ class ModelCheck:
     cosine: float
     argmax_agreement: float | None
     """Share of positions where fused and eager choose the same token; None for non-logits."""
+    top5_agreement: float | None = None
+    """Share of positions where their five likeliest tokens are the same five, in any order; None as above."""
     nonfinite_mismatches: int
     limit: str
     is_passed: bool

@@ -209,7 +209,6 @@ OutputOpt = Annotated[
 FormatOpt = Annotated[
     list[str] | None,
     typer.Option("--format", metavar="LIST", help="html, md, json, csv; repeat or comma.", rich_help_panel=_OUTPUT),
-    typer.Option("--format", metavar="LIST", help="html, md, json, csv; repeat or comma.", rich_help_panel=_OUTPUT),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]

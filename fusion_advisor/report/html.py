@@ -100,6 +100,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS) -> str:
         roof=roofline(report),
         glossary=view.GLOSSARY,
         sections=SECTIONS,
+        ulp_rows={fusion.id: view.ulp_rows(fusion) for fusion in report.fusions},
         has_source=redact.has_source(report),
         is_timeline_left_out=shown is not report,
         fusions_by_chain=view.fusion_by_chain(report),
