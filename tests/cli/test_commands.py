@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from fusion_advisor.cli.console import build_console, stream_width, wants_color
 from fusion_advisor.cli.explain import error_classes, explanation
 from fusion_advisor.cli.explanations import TEXTS, TITLES
 from fusion_advisor.serialize import read_report
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CLEARED, Ran
 from tests.report.make_fixtures import DIRECTORY
 
 Run = Callable[..., Ran]
@@ -35,12 +37,46 @@ def test_help_needs_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
         "import sys; from fusion_advisor.cli.app import main\n"
         f"code = main({[*command, '--help']!r})\n"
-        "heavy = {'torch', 'transformers', 'pandas', 'triton', 'numpy', 'jinja2'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'pandas', 'triton', 'numpy', 'jinja2', 'rich', 'pygments', 'fusion_advisor.records'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def test_help_groups_options_and_keeps_to_the_terminals_width(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for command in ((), ("apply",), ("kernels",), ("kernels", "bench")):
+            lines = run(*command, "--help").out.splitlines()
+            assert max(map(len, lines)) <= width
+            assert "..." not in "".join(lines).replace("[ARGS]...", "").replace("@last ...", "")
+    lines = run("apply", "--help").out.splitlines()
+    heads = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert heads == ["Arguments:", "Input:", "Measure:", "Advise:", "Keep rule:", "Gate:", "Output:", "Options:"]
+    under = heads.index("Gate:"), heads.index("Output:")
+    gate = "\n".join(lines[lines.index(heads[under[0]]) : lines.index(heads[under[1]])])
+    assert "--fail-on GATE" in gate and "--absolute" in gate and "--json" not in gate
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("env", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+def test_help_is_coloured_in_a_terminal_that_takes_it(env: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "fusion_advisor", "report", "--help"]
+    clean = {name: value for name, value in os.environ.items() if name not in CLEARED.split()}
+    done = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**clean, **env}, cwd=ROOT)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux ends a terminal whose other side is closed with an error
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert done.wait(timeout=60) == 0
+    assert (b"\x1b[" in shown) is ("NO_COLOR" not in env)
+    assert b"--top-kernels" in shown
 
 
 def test_report_again(run: Run) -> None:
