@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ def report(
         typer.Option("--redact", metavar="LIST", help="Leave out paths, source, env; repeat or comma. Needs -o."),
     ] = None,
     no_source: Annotated[bool, typer.Option("--no-source", help="The same as --redact source.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print report.json's JSON Schema instead.")] = False,
     open_html: options.OpenOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -42,8 +44,11 @@ def report(
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
-    from fusion_advisor.serialize import dump_report, read_report
+    from fusion_advisor.serialize import dump_report, json_schema, read_report
 
+    if schema:
+        write_result(json.dumps(json_schema(), indent=1) + "\n")
+        return
     directory = run_dir.resolve(run)
     named = Path(run) if run else directory
     path = named if named.is_file() else directory / "report.json"

@@ -145,6 +145,12 @@ def test_a_copy_without_source_and_paths(run: Run) -> None:
     assert run("report", "--redact", "names", "-o", "copy").code == 2
 
 
+def test_the_schema_needs_no_run(run: Run) -> None:
+    ran = run("report", "--schema")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["title"] == "fusion-advisor/1"
+
+
 def test_tables_as_csv_and_fewer_kernels(run: Run) -> None:
     directory = put_run("20300102-030405-7f3a9c")
     assert run("report", "--format", "csv,html", "--top-kernels", "2").code == 0

@@ -1,4 +1,4 @@
-"""Draw the README's two pictures from a committed run: python -m tests.report.make_pictures (needs the `browser` extra, Chromium)."""
+"""Draw the README's two pictures from a committed run: python -m tests.report.make_pictures (needs Playwright and Chromium)."""
 
 from __future__ import annotations
 
