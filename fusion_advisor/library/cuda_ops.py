@@ -69,10 +69,9 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
-         "LATE", "lane", "first", "start",
-         "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
-         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
+         "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
+         "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
+         "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged"}
     )  # fmt: skip
 
@@ -207,7 +206,20 @@ class CudaWriter(Writer):
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
         return f"half_normal_cdf({code})"
 
+    def _is_folded(self, number: int, value: Value, text: Text) -> bool:
+        """What a causal mask chooses keeps its name: a pack that it hides takes another value for it."""
+        is_chosen = value.op == "where" and order_of(self.plan.program, value.args[0]) is not None
+        return not is_chosen and super()._is_folded(number, value, text)
+
+    def _is_below_maximum(self, number: int) -> bool:
+        """Whether a value is a difference from its row's maximum: some exponential is 1 then, and the smallest may be 0."""
+        values = self.plan.program.values
+        return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"
+
     def _expression(self, number: int, value: Value) -> Text:
+        order = order_of(self.plan.program, number)
+        if order is not None and order.column == self.plan.col_dim:  # with a number that the lanes share, not one for each
+            return Text(f"lane <= {self._texts[value.args[1]].at(SUM)} - first", LOOSE)
         text = super()._expression(number, value)
         if value.op == "load":
             return Text(text.code, LOOSE)
@@ -260,8 +272,11 @@ class CudaWriter(Writer):
             self.helpers.add("half_tanh_cdf")
             return Text(f"half_tanh_cdf({code})")
         if op in ("sigmoid", "exp") and is_float32 and self.is_half:
-            if op == "exp":
+            if op == "exp" and not self._is_below_maximum(value.args[0]):
                 return Text(f"__expf({code})")
+            if op == "exp":
+                self.helpers.add("half_exp")
+                return Text(f"half_exp({code})")
             self.helpers.add("half_sigmoid")
             return Text(f"half_sigmoid({code})")
         if op in _HELPERS:
