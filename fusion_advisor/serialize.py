@@ -145,7 +145,7 @@ def decode(data: object, hint: object, where: str = "") -> Any:
 
 
 def _decode_object(data: dict[str, object], options: tuple[Any, ...], where: str) -> Any:
-    classes = {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
+    classes = _classes(options)
     if _is_tagged(options):
         data = dict(data)
         tag = data.pop(_TAG, None)
@@ -228,6 +228,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
 def _options(hint: object) -> tuple[Any, ...]:
     """Return the members of a union, or the hint alone; a reference by name is looked up among the records."""
     if isinstance(hint, typing.ForwardRef):
@@ -239,6 +240,12 @@ def _options(hint: object) -> tuple[Any, ...]:
     return (hint,)
 
 
+@functools.cache
+def _classes(options: tuple[Any, ...]) -> dict[str, Any]:
+    return {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
+
+
+@functools.cache
 def _is_tagged(options: tuple[Any, ...]) -> bool:
     """Whether a JSON object alone would not tell which member of the union it is."""
     others = [option for option in options if option is not type(None)]

@@ -77,5 +77,6 @@ def test_a_run_without_its_files_is_refused(tmp_path):
 def test_the_first_difference_is_named():
     gpt2, qwen2 = profiled("gpt2")[1].ops, profiled("qwen2")[1].ops
     assert first_difference(gpt2, list(gpt2)) is None
-    assert "the plan" in first_difference(gpt2, list(qwen2))
-    assert first_difference(gpt2, list(gpt2[:-1])) == f"this graph has {len(gpt2) - 1} ops, the plan's has {len(gpt2)}"
+    index, text = first_difference(gpt2, list(qwen2))
+    assert text.startswith(f"op {index} ") and "the plan has" in text
+    assert first_difference(gpt2, list(gpt2[:-1]))[1] == f"this graph has {len(gpt2) - 1} ops, the plan's has {len(gpt2)}"
