@@ -73,9 +73,10 @@ def make_plan(
         sources: where each library kernel's idea comes from, for the rendered header.
     """
 
-    # Whatever `only` and `skip` say: a saved plan finds its chains again by their ranks.
+    # Queries and keys share no launch where the kernel for both is left out: each is then offered to the kernel for one.
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-        return find_match(lower(capture.ops, members, outputs).program, patterns) is not None
+        found = find_match(lower(capture.ops, members, outputs).program, patterns)
+        return found is not None and _left_out(found.kernel, only, skip) is None
 
     groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs), has_kernel)
     rows = rank_chains(capture, groups)[:top]
@@ -144,10 +145,15 @@ def _refusal(
         return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
     if chain.saving_bound_ns == 0:
         return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
-    if only and not any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in only):
-        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} is not among --only {', '.join(only)}")
-    if any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in skip):
-        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} was left out by --skip")
+    reason = _left_out(answer.kernel, only, skip)
+    return None if reason is None else NoMatch(chain_id=chain.id, code="FA607", reason=reason)
+
+
+def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | None:
+    if only and not any(fnmatch.fnmatchcase(kernel, pattern) for pattern in only):
+        return f"{kernel} is not among --only {', '.join(only)}"
+    if any(fnmatch.fnmatchcase(kernel, pattern) for pattern in skip):
+        return f"{kernel} was left out by --skip"
     return None
 
 
