@@ -145,8 +145,8 @@ def _refusal(
         return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
     if chain.saving_bound_ns == 0:
         return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
-    reason = _left_out(answer.kernel, only, skip)
-    return None if reason is None else NoMatch(chain_id=chain.id, code="FA607", reason=reason)
+    left_out = _left_out(answer.kernel, only, skip)
+    return None if left_out is None else NoMatch(chain_id=chain.id, code="FA607", reason=left_out)
 
 
 def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | None:
