@@ -71,6 +71,9 @@ class SavedPlan:
 def load_plan(run_dir: str | Path) -> SavedPlan:
     """Read what a run kept; needs no GPU.
 
+    The plan is complete: names of kernels from the run's ``--kernels`` directories, ``--fast-math`` and launch parameters are in
+    it, so none of them is given again, and a directory that is gone is not missed.
+
     Args:
         run_dir: a run directory of ``apply``, with its ``report.json`` and ``capture.json.gz``.
 
