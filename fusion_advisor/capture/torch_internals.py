@@ -251,3 +251,8 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     Entering it costs half a millisecond: use it around calls that compile, not around every call.
     """
     return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))
+
+
+def no_collection() -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo compile without looking for cycles after each frame: 0.25 s beside a model of 28 layers."""
+    return torch._dynamo.config.patch(run_gc_after_compile=False)

@@ -149,9 +149,9 @@ def rewrite_region(
 
 def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> None:
     members = {live[index] for index in site.members}
-    first_reader = next(
-        node for node in graph.nodes if node not in members and any(source in members for source in node.all_input_nodes)
-    )
+    first_reader = live[min(site.members)].next
+    while first_reader in members or members.isdisjoint(first_reader.all_input_nodes):
+        first_reader = first_reader.next
     originals = [live[index] for index in site.outputs]
     with graph.inserting_before(first_reader):
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))

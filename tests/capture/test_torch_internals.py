@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 
 import pytest
@@ -256,6 +257,16 @@ def test_a_recorded_gemm_outlives_the_workspaces_that_others_free():
     torch.cuda.synchronize()
     assert torch.equal(out, want)
     assert not guard.any()
+
+
+def test_dynamo_compiles_without_a_collection(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(generation))
+    for context, times in ((contextlib.nullcontext(), 1), (torch_internals.no_collection(), 0)):
+        collected.clear()
+        with context, torch.no_grad():
+            torch_internals.compiled_call(torch.nn.ReLU6(), lambda graph, _: graph.forward)(torch.ones(3))
+        assert len(collected) == times
 
 
 def test_without_a_device_there_is_no_workspace_to_free():

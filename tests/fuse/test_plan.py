@@ -48,6 +48,19 @@ def test_qwen2_gets_the_librarys_kernels_with_its_own_eps():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("left_out", [{"skip": ("rope_qk",)}, {"only": ("rope",)}])
+def test_what_a_skipped_kernel_would_take_together_is_offered_to_the_kernel_for_one(left_out):
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, **left_out)
+    assert sites(plan, "rope") == 2 * 2 and "rope_qk" not in kernels(plan)
+    assert not [answer for answer in plan.answers if "rope_qk" in getattr(answer, "reason", "")]
+
+
+def test_skipping_both_rotations_leaves_them_unfused():
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, skip=("rope*",))
+    reasons = [answer.reason for answer in plan.answers if isinstance(answer, NoMatch)]
+    assert "rope was left out by --skip" in reasons and not {"rope", "rope_qk"} & set(kernels(plan))
+
+
 @pytest.mark.parametrize("name", ["toy", "gpt2", "qwen2"])
 def test_every_row_has_an_answer_and_every_site_its_operands(name):
     plan = planned(name)
