@@ -22,14 +22,13 @@ _CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, t
 _MARK = "is_convolution_bias"
 
 
-def split_bias(
-    graph_module: GraphModule, is_added_after: Callable[..., bool] = torch_internals.adds_bias_after_convolution
-) -> int:
+def split_bias(graph_module: GraphModule, is_added_after: Callable[..., bool]) -> int:
     """Write out the additions of biases to convolutions; returns how many.
 
     Args:
         graph_module: traced on fake tensors; rewritten in place.
-        is_added_after: given a convolution's arguments, its tensors as fakes, says whether ATen adds the bias afterwards.
+        is_added_after: given a convolution's arguments, its tensors as fakes, says whether ATen adds the bias afterwards
+            (:func:`torch_internals.adds_bias_after_convolution`).
     """
     convolutions = [node for node in graph_module.graph.nodes if node.target in _CONVOLUTIONS and _has_bias(node)]
     chosen = [node for node in convolutions if is_added_after(*torch.fx.node.map_arg(node.args, lambda arg: arg.meta["val"]))]
@@ -74,7 +73,7 @@ def _split(graph_module: GraphModule, node: Node) -> bool:
     for made in (shown, bare, total):
         made.meta = {**origin, "val": torch_internals.fake_result(graph_module, made)}
     if {made.meta["val"].stride() for made in (bare, total)} != {node.meta["val"].stride()}:
-        # The addition in place keeps the convolution's strides; one that makes a tensor may choose others for dims of one element.
+        # ATen's addition in place keeps the convolution's strides; one that makes a tensor may choose others.
         for made in (total, bare, shown):
             graph.erase_node(made)
         return False

@@ -105,7 +105,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines; see also ``capture.conv_bias``."""
     interpreter = torch.fx.Interpreter(graph_module)
     traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
-    split_bias(traced)
+    split_bias(traced, torch_internals.adds_bias_after_convolution)
     return traced
 
 
