@@ -63,7 +63,7 @@ def _split(graph_module: GraphModule, node: Node) -> bool:
     graph = graph_module.graph
     origin: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
     x, weight, bias, *options = node.args
-    assert isinstance(weight, Node)
+    assert isinstance(weight, Node) and callable(node.target)
     to_channels = [-1, *[1] * (weight.meta["val"].dim() - 2)]
     with graph.inserting_before(node):
         # The bias is read before the convolution runs, so that whatever computes it still stands ahead of both.

@@ -114,7 +114,7 @@ def adds_bias_after_convolution(
             x, weight, bias=bias, stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=False,
             output_padding=[0] * spatial, groups=groups, bias_sizes=None,
         )  # fmt: skip
-    return backend == torch._C._ConvBackend.Cudnn
+    return bool(backend.name == "Cudnn")
 
 
 def storage_key(value: torch.Tensor) -> int:

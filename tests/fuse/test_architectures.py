@@ -232,7 +232,7 @@ def test_preset_architecture_in_bf16(model_id, patterns, tmp_path):
 CONVOLUTIONS = {
     # Behind each convolution of a block its norm, behind the three between stages the next convolution.
     "facebook/convnext-tiny-224": {"add_layer_norm_*": 5, "add_????": 3, "gelu_erf": 4},
-    "google/vit-base-patch16-224": {"gelu_erf": 2},
+    "google/vit-base-patch16-224": {"add_cat_add_layer_norm_*": 1, "gelu_erf": 2},
 }
 
 
