@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
-from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
+from fusion_advisor.library.expressions import PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
@@ -30,7 +31,8 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = iter(range(len(plan.program.values)))
-    steps = [_step(plan, writer, step, per_p, numbers, is_looped=is_looped) for step in passes]
+    kept_value = None if is_looped else carried(plan, passes)
+    steps = [_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped) for step in passes]
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
@@ -45,7 +47,14 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
 
 
 def _step(
-    plan: Schedule, writer: CudaWriter, step: Pass, per_p: tuple[int, ...], numbers: Iterator[int], *, is_looped: bool
+    plan: Schedule,
+    writer: CudaWriter,
+    step: Pass,
+    per_p: tuple[int, ...],
+    numbers: Iterator[int],
+    kept_value: Carried | None,
+    *,
+    is_looped: bool,
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
@@ -53,6 +62,7 @@ def _step(
     per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
     head: list[str] = []
     lane: list[str] = []
+    pack_lines: list[str] = []  # as in `lane`, where all columns of a pack are one number
     accumulators, after = [], []
     pairs = [_online(plan, writer, pair, numbers) for pair in step.online]
     for pair in pairs:
@@ -73,12 +83,14 @@ def _step(
         combine = {"reduce_sum": f"{part} += {arg.code}", "reduce_max": f"{part} = nan_max({part}, {arg.code})"}
         combine["reduce_min"] = f"{part} = nan_min({part}, {arg.code})"
         lane.append(f"{combine[values[n].op]};")
+        pack_lines.append(f"{part} += VEC * {arg.at(PRODUCT)};" if values[n].op == "reduce_sum" else lane[-1])
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     means = {pair.mean for pair in step.moments}
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail = []
+    accumulated = len(lane)
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
         if not access.is_vector:
@@ -93,10 +105,22 @@ def _step(
             code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
             lane.append(f"{pack}[{place}] = {code};")
         tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
+    skipped: list[str] = []
+    if not is_looped and (unseen := hidden(plan, step)) is not None:
+        written = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
+        skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *written, *tail])
+    if kept_value is not None and kept_value.number in step.values:
+        own = _declare(plan, writer, kept_value.number)
+        name, kind = writer.text(kept_value.number).code, COMPUTE[values[kept_value.number].dtype]
+        if step is kept_value.made_in:
+            accumulators.append(f"{kind} {name}_columns[PACKS][VEC];")
+            lane.append(f"{name}_columns[p][lane] = {name};")
+        else:
+            declared = [f"const {kind} {name} = {name}_columns[p][lane];" if line == own else line for line in declared]
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     tail += [line for sums in together for line in sums["count"]]
-    columns = [*head, *_loop("lane", "VEC", lane), *tail]
+    columns = [*skipped, *head, *_loop("lane", "VEC", lane), *tail]
     read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
     loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
@@ -113,6 +137,21 @@ def _step(
         "columns": over,
         "after": after,
     }
+
+
+def _hidden_pack(plan: Schedule, writer: CudaWriter, unseen: Hidden, lines: list[str]) -> list[str]:
+    """What is done instead with a pack that a causal mask hides: each value is computed once for all of its columns."""
+    values = plan.program.values
+    declared = []
+    for n in sorted((*unseen.chosen, *unseen.values)):
+        if n in unseen.chosen:
+            fill = writer.text(unseen.chosen[n]).code
+            declared.append(f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {fill};")
+        elif writer.is_named(n):
+            declared.append(_declare(plan, writer, n))
+    lines = [*kept(declared, lines), *lines, "continue;"]
+    limit = writer.text(unseen.limit).at(SUM)
+    return [f"if (first > {limit}) {{  // the mask hides all of the pack", *(f"    {line}" for line in lines), "}"]
 
 
 def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterator[int]) -> dict[str, list[str]]:
@@ -288,14 +327,14 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_exp half_sigmoid half_erfc sigmoid remainder_of sign_of
+        fast_tanh fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_erfc", "half_sigmoid"}:
+    if writer.helpers & {"half_erfc", "half_exp", "half_sigmoid"}:
         writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
