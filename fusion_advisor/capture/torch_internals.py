@@ -112,7 +112,7 @@ def adds_bias_after_convolution(
     with fake_mode_of([x, weight]):
         backend = torch._C._select_conv_backend(
             x, weight, bias=bias, stride=sizes[0], padding=sizes[1], dilation=sizes[2], transposed=False,
-            output_padding=[0] * spatial, groups=groups, bias_sizes=None,
+            output_padding=[0] * spatial, groups=groups,
         )  # fmt: skip
     return bool(backend.name == "Cudnn")
 
