@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.capture.conv_bias import join_bias
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
@@ -143,6 +144,7 @@ def rewrite_region(
     constants: dict[str, torch.Tensor] = {}
     changed = [run_pass(graph, region, constants) for run_pass in passes]
     graph.eliminate_dead_code(is_impure_node=_is_impure)
+    join_bias(graph)
     module = GraphModule(_attributes(region.graph, constants), graph, class_name="FusedRegion")
     return module, changed
 
