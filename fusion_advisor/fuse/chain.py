@@ -38,9 +38,19 @@ class OriginalChain:
     written: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
 
-    def apart(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the roots with copies of those that are written into, laid out alike, for one run."""
-        return [_copied(root) if number in self.written else root for number, root in enumerate(roots)]
+    def apart(self, roots: Sequence[torch.Tensor], spoilt: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+        """Return the roots with copies of those that are written into, laid out alike, for one run.
+
+        Args:
+            roots: one tensor per input operand.
+            spoilt: masks from :meth:`reach`: there the copies hold what nobody writes, so that an element left out cannot pass as
+                right because an earlier run has written it.
+        """
+        found = [_copied(root) if number in self.written else root for number, root in enumerate(roots)]
+        masks = [mask for mask in spoilt if mask is not None]
+        for number, mask in zip(self.written, masks, strict=False):
+            found[number].masked_fill_(mask, float("nan") if found[number].is_floating_point() else 1)
+        return found
 
     def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.

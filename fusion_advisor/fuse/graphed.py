@@ -3,11 +3,13 @@
 A graph repeats kernels on the addresses it was recorded with, so everything it takes for granted must hold at each call:
 
 - Dynamo's guards stay. They prove the module's attributes, hooks, train mode and submodules, grad mode and the layout of every
-  tensor. They cost 150 of the 193 µs that dynamo takes for Qwen2.5-7B's 341 inputs (28 layers, one CPU core), so where the step
-  writes to nothing but its own memory the graph is launched *first* and the guards are evaluated while the device works; a result
-  is handed out only after they held, and a replay that was launched in vain is thrown away. What is left in front of the launch
-  is the call's signature, one address per tensor (25 µs for 339 parameters) and the copies of the inputs. A step that writes to
-  memory that outlives it (a KV cache) is launched after the guards.
+  tensor. They cost 150 of the 193 µs that dynamo takes for Qwen2.5-7B's 341 inputs (28 layers, one CPU core; with a KV cache and
+  a slower core a millisecond), so the graph is launched *first* and the guards are evaluated while the device works. A result is
+  handed out only after they held, and a replay that was launched in vain is thrown away. What is left in front of the launch is
+  the call's signature, one address per tensor (25 µs for 339 parameters) and the copies of the inputs.
+- A step that writes to memory that outlives it is launched first only if a replay in vain can be undone. The graph begins with
+  copies of the small tensors that it writes to (a KV cache's counts), which are put back; what it appended behind such a count is
+  then beyond what counts. Any other such step is launched after the guards.
 - Tensors that the call passes are copied into static ones. All other inputs (parameters, buffers, what a cache object holds) are
   used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
   tensor of the call that the step writes to.
@@ -23,8 +25,10 @@ replayed. So a step that writes to a cache writes once per call, always.
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +51,15 @@ _MOST_MOVES = 3
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
+_UNDO_BYTES = 64 << 10
+"""Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
 _COPYING = frozenset({"_to_copy", "to", "copy_", "copy", "lift_fresh_copy", "cuda"})
 
 Outputs = Literal["clone", "static"]
+
+
+class HalfWritten(RuntimeError):
+    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 class Recorder(Protocol):
@@ -148,15 +158,17 @@ class Recording:
         play: launches the graph on the current stream.
         copies: inputs that are copied in.
         slots: places of the inputs that are read where they are, ``addresses`` their addresses and then those of ``own``.
-        held: those inputs, where the graph is launched before the guards and must find them alive. A step that writes to a KV
-            cache is launched after them, on the tensors of that call: holding the cache of an earlier ``generate`` would keep
-            its memory, and so keep the next one from getting the same addresses.
+        read: those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep its memory, and so keep
+            the next one from getting the same addresses.
         own: tensors of the rewritten graph itself.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         is_pure: whether it writes to nothing that outlives the call.
-        memories: the graph's own memory that results lie in.
+        saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
+        objects: what was read of the call's objects, whose tensors it writes to.
+        memories: the graph's own memory that results lie in, each with the format that it is copied out in: what the region
+            copies last, to give a result its strides, is left out of the graph and done by that copy.
         results: how each result is made of it.
         replays: how often it ran.
     """
@@ -164,7 +176,7 @@ class Recording:
     name: str
     play: Callable[[], None]
     copies: tuple[_Copy, ...]
-    held: tuple[torch.Tensor, ...]
+    read: tuple[weakref.ref[torch.Tensor], ...]
     own: tuple[torch.Tensor, ...]
     addresses: list[int]
     slots: tuple[int, ...]
@@ -172,18 +184,36 @@ class Recording:
     folded_from: tuple[tuple[torch.Tensor, int], ...]
     flags: tuple[Any, ...]
     is_pure: bool
-    memories: tuple[torch.Tensor, ...]
+    saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
+    objects: tuple[weakref.ref[Any], ...]
+    memories: tuple[tuple[torch.Tensor, torch.memory_format], ...]
     results: tuple[_Output, ...]
     kind: type
     replays: int = 0
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        return (
-            [tensor.data_ptr() for tensor in (*self.held, *self.own)] == self.addresses
-            and self.is_unwritten()
-            and backend_flags() == self.flags
-        )
+        try:
+            addresses = [reference().data_ptr() for reference in self.read]  # type: ignore[union-attr]
+        except AttributeError:  # one of them is no more
+            return False
+        addresses += [tensor.data_ptr() for tensor in self.own]
+        return addresses == self.addresses and self.is_unwritten() and backend_flags() == self.flags
+
+    def may_be_undone(self, objects: Sequence[Any]) -> bool:
+        """Whether it may be launched before the guards have held, by a call that passes these objects."""
+        if self.is_pure:
+            return True
+        known = [reference() for reference in self.objects]
+        return self.saved is not None and len(known) == len(objects) and all(map(operator.is_, known, objects))
+
+    def undo(self) -> None:
+        """Put back what a replay in vain has written to."""
+        pairs = [(reference(), copy) for reference, copy in self.saved or ()]
+        alive = [(tensor, copy) for tensor, copy in pairs if tensor is not None]
+        if alive:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor for tensor, _ in alive], [copy for _, copy in alive])
 
     def is_unwritten(self) -> bool:
         """Whether folded values are still those of their sources."""
@@ -209,7 +239,8 @@ class Recording:
 
     def give(self, args: Sequence[Any], outputs: Outputs) -> Any:
         """Return the results of the replay just launched."""
-        fresh = [memory.clone() for memory in self.memories] if outputs == "clone" else self.memories
+        is_copied = outputs == "clone"
+        fresh = [memory.clone(memory_format=form) if is_copied else memory for memory, form in self.memories]
         given = []
         for output in self.results:
             value = output.value
@@ -231,7 +262,14 @@ class _Call:
     thread: int
     key: Any
     leaves: Sequence[torch.Tensor]
+    objects: Sequence[Any]
     launched: Recording | None
+
+    def undo(self) -> None:
+        """Take back what was launched ahead, if anything was."""
+        launched, self.launched = self.launched, None
+        if launched is not None:
+            launched.undo()
 
 
 class Graphs:
@@ -253,6 +291,7 @@ class Graphs:
         self._latest: dict[Any, GraphedRegion] = {}
         self._lock = threading.Lock()
         self._call: _Call | None = None
+        self._may_run_ahead = True
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -269,13 +308,17 @@ class Graphs:
         self._recordings.clear()
         self._latest.clear()
 
-    def run(self, key: Any, leaves: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
+    def run(self, key: Any, leaves: Sequence[torch.Tensor], call: Callable[[], Any], objects: Sequence[Any] = ()) -> Any:
         """Run one call of the model.
 
         Args:
             key: its signature.
             leaves: the tensors that it passes, in the signature's order.
             call: runs it through dynamo, which calls the region below if the guards hold.
+            objects: what was read of the objects that it passes; the same ones as long as they hold the same.
+
+        Raises:
+            HalfWritten: the graph was launched ahead, and dynamo then ran the original ops without asking.
         """
         if not self.is_on:
             return call()
@@ -290,11 +333,21 @@ class Graphs:
             latest = self._latest.get(key)
             recording = None if latest is None else self._recordings.get(latest)
             launched = None
-            if recording is not None and recording.is_pure and recording.is_in_place():
+            if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
                 recording.replay(leaves)
                 launched = recording
-            self._call = _Call(threading.get_ident(), key, leaves, launched)
-            return call()
+            under_way = self._call = _Call(threading.get_ident(), key, leaves, objects, launched)
+            try:
+                result = call()
+            except BaseException:
+                under_way.undo()
+                raise
+            if under_way.launched is not None and not under_way.launched.is_pure:
+                self._may_run_ahead = False
+                raise HalfWritten(
+                    "the model's own ops ran after its CUDA graph had written to the cache: reset the cache and repeat"
+                )
+            return result
         finally:
             self._call = None
             self._lock.release()
@@ -304,11 +357,14 @@ class Graphs:
         call = self._call
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
+        recording = self._recordings.get(region)
+        if call.launched is not recording:
+            call.undo()
         if region.refusal is not None:
             self._say(region.refusal)
             return region.plain(*args)
-        recording = self._recordings.get(region)
         if recording is not None and not recording.fits(args, call.leaves):
+            call.undo()
             del self._recordings[region]
             # Folded values whose sources were written to are computed again by a plain call, outside any graph.
             region.is_warm = recording.is_unwritten()
@@ -322,7 +378,7 @@ class Graphs:
                 region.is_warm = True
                 return region.plain(*args)
             try:
-                recording = region.record(self._recorder, args, call.leaves)
+                recording = region.record(self._recorder, args, call.leaves, call.objects, outputs=self.outputs)
             except CannotRecord as error:
                 region.refusal = str(error)
                 self._say(region.refusal)
@@ -340,6 +396,16 @@ class Graphs:
             recording.replay(call.leaves)
         call.launched = None
         return recording.give(args, self.outputs)
+
+    def other(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a graph that is never recorded, which first takes back what was launched ahead in its place."""
+
+        def run(*args: Any) -> Any:
+            if self._call is not None and self._call.thread == threading.get_ident():
+                self._call.undo()
+            return forward(*args)
+
+        return run
 
     def _say(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -359,10 +425,13 @@ class GraphedRegion:
     moves: int = 0
     _written: frozenset[int] = field(init=False)
     _is_pure: bool = field(init=False)
+    _saved: tuple[int, ...] | None = field(init=False)
+    """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
 
     def __post_init__(self) -> None:
         self.refusal = host_work(self.module)
         self._written, self._is_pure = _writes(self.module)
+        self._saved = saved_inputs(self.module)
 
     def __call__(self, *args: Any) -> Any:
         """Run the region on dynamo's inputs."""
@@ -372,7 +441,15 @@ class GraphedRegion:
         """Run it launch by launch."""
         return self.module.forward(*args)
 
-    def record(self, recorder: Recorder, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> Recording:
+    def record(
+        self,
+        recorder: Recorder,
+        args: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        objects: Sequence[Any] = (),
+        *,
+        outputs: Outputs = "clone",
+    ) -> Recording:
         """Record the region for inputs like these.
 
         Raises:
@@ -393,20 +470,34 @@ class GraphedRegion:
         if len(devices) > 1:
             on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
             raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
-        runner = _Watched(self.module)
+        last = last_copies(self.module) if outputs == "clone" else {}
+        runner = _Watched(self.module, frozenset(last.values()))
+        written = [inputs[slot] for slot in self._saved or ()]
+        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
+        written = written if can_undo else []
+        with torch.inference_mode(False):
+            saved = [torch.empty_like(tensor) for tensor in written]
+
+        def step() -> Any:
+            if saved:
+                torch._foreach_copy_(saved, written)
+            return runner.run(*inputs)
+
         try:
-            play, result = recorder.record(lambda: runner.run(*inputs))
+            play, result = recorder.record(step)
         except CannotRecord as error:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
         read = tuple(args[slot] for slot in slots)
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
-        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs)
+        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs, frozenset(last))
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), held=read if self._is_pure else (), own=own,
+            play=play, copies=tuple(copies), read=tuple(map(weakref.ref, read)), own=own,
             addresses=[tensor.data_ptr() for tensor in (*read, *own)], slots=tuple(slots), others=tuple(others),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
+            objects=tuple(map(weakref.ref, objects)),
             memories=memories, results=results, kind=kind,
         )  # fmt: skip
 
@@ -416,19 +507,46 @@ def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
 
 
 class _Watched(torch.fx.Interpreter):
-    """Runs a region op by op and knows which op it is at: a failed recording is told with its line."""
+    """Runs a region op by op and knows which op it is at: a failed recording is told with its line.
 
-    def __init__(self, module: GraphModule) -> None:
+    Args:
+        module: the region.
+        skipped: ops that give their first operand instead.
+    """
+
+    def __init__(self, module: GraphModule, skipped: frozenset[Node] = frozenset()) -> None:
         super().__init__(module)
         self.extra_traceback = False
+        self._skipped = skipped
         self._at: Node | None = None
 
     def run_node(self, n: Node) -> Any:
         self._at = n
+        if n in self._skipped:
+            source = n.args[0]
+            assert isinstance(source, Node)
+            return self.env[source]
         return super().run_node(n)
 
     def where(self) -> str:
         return "no op had run" if self._at is None else _place(self._at)
+
+
+def last_copies(module: GraphModule) -> dict[int, Node]:
+    """Return the results, by place, that are copies of the region's own memory to plain strides and are used for nothing else."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    given = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
+    theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
+    return {
+        place: node
+        for place, node in enumerate(given)
+        if isinstance(node, Node)
+        and node.target is torch.ops.aten.clone.default
+        and node.kwargs == {"memory_format": torch.contiguous_format}
+        and len(node.users) == 1
+        and given.count(node) == 1
+        and not theirs & set(storages(node.all_input_nodes[0]))
+    }
 
 
 def host_work(module: GraphModule) -> str | None:
@@ -477,6 +595,43 @@ def _writes(module: GraphModule) -> tuple[frozenset[int], bool]:
     return slots, not slots and not any(written & set(storages(node)) for node in own)
 
 
+def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
+    """Return the inputs whose old contents must be known to undo a region, by place; None where they would not suffice.
+
+    What the region appends needs none: rows that ``index_copy_`` writes at places counted by an input that the region moves on.
+    With the count put back they lie where nothing is held yet, and the same call, run by the original ops, writes there again.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    appends: list[Node] = []
+    written: set[int] = set()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.index_copy_.default:
+            appends.append(node)
+        else:
+            written.update(written_storages(node))
+    if any(written & set(storages(node)) for node in module.graph.nodes if node.op == "get_attr"):
+        return None
+    saved = [slot for slot, node in enumerate(placeholders) if written & set(storages(node))]
+    counts = {placeholders[slot] for slot in saved}
+    given = {key for node in placeholders for key in storages(node)}
+    for node in appends:
+        outlives = given & set(written_storages(node))
+        if outlives and (outlives & written or not counts & _ancestors(node.args[2])):
+            return None
+    return tuple(saved)
+
+
+def _ancestors(value: Any) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [value] if isinstance(value, Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
 def _static(slot: int, leaf: int, value: torch.Tensor) -> _Copy:
     is_dense = extent(value) == value.numel()
     # A user may call in inference mode once and in no_grad the next time; a normal tensor may be written to in both.
@@ -494,27 +649,39 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
     return value.as_strided((extent(value),), (1,))
 
 
-def _results(values: list[Any], inputs: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], tuple[_Output, ...]]:
-    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once."""
+def _results(
+    values: list[Any], inputs: Sequence[Any], apart: frozenset[int]
+) -> tuple[tuple[tuple[torch.Tensor, torch.memory_format], ...], tuple[_Output, ...]]:
+    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
+
+    Args:
+        values: the results.
+        inputs: of the region.
+        apart: places of results that are memory of their own, with plain strides, once they are copied.
+    """
     slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
     sharing: dict[Any, list[torch.Tensor]] = {}
-    for value in values:
-        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of:
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
             sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
-    memories: list[torch.Tensor] = []
+    memories: list[tuple[torch.Tensor, torch.memory_format]] = []
     found: dict[Any, tuple[int, int | None]] = {}
     for key, tensors in sharing.items():
         only = tensors[0]
         if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
             found[key] = (len(memories), None)
-            memories.append(only)
+            memories.append((only, torch.preserve_format))
             continue
         first = min(int(tensor.storage_offset()) for tensor in tensors)
         last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
         found[key] = (len(memories), first)
-        memories.append(only.as_strided((last - first,), (1,), first))
+        memories.append((only.as_strided((last - first,), (1,), first), torch.preserve_format))
     results = []
-    for value in values:
+    for place, value in enumerate(values):
+        if place in apart:
+            results.append(_Output(memory=len(memories)))
+            memories.append((value, torch.contiguous_format))
+            continue
         if not isinstance(value, torch.Tensor):
             results.append(_Output(value=value))
             continue

@@ -15,7 +15,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,10 +23,11 @@ from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.cuda_body import body, ordered
 from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
+from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 
 _BLOCK = 256
@@ -56,7 +57,8 @@ class CudaBackend:
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
         try:
-            bodies = [body(f.plan, CudaWriter(f.plan, fast_math=fast_math), is_looped=is_looped) for f in functions]
+            plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
+            bodies = [body(own, CudaWriter(own, fast_math=fast_math), is_looped=is_looped) for own in plans]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
@@ -72,6 +74,8 @@ class CudaBackend:
         macros.append(("columns of a pack, a divisor of every row and stride", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
+            if any(late_loads(call.plan) for call in calls) and not is_looped:
+                macros.append(("1 where what rows share is read after the reductions", "LATE", 1))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
         common = {
             "heading": heading(
@@ -278,6 +282,9 @@ def launch_shape(
     height = min(height, 32)
     is_full = cols % (threads * each * width) == 0
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
+    if late_loads(plan) and not is_looped:
+        # A third of the registers, and all that a block waits for again: too much where few rows are under way.
+        macros["LATE"] = int(rows >= _MIN_BLOCKS)
     return macros, _grid(plan, macros)
 
 

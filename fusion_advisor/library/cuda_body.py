@@ -6,10 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
-from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
+from fusion_advisor.library.expressions import PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments, moments
 from fusion_advisor.library.online import OnlineSum, online_sums
-from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
+from fusion_advisor.library.schedule import (
+    Access,
+    Pass,
+    Schedule,
+    column_passes,
+    kept,
+    late_loads,
+    needed_in_columns,
+    split_index,
+)
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -30,13 +40,15 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = iter(range(len(plan.program.values)))
-    steps = [_step(plan, writer, step, per_p, numbers, is_looped=is_looped) for step in passes]
+    kept_value = None if is_looped else carried(plan, passes)
+    steps = [_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped) for step in passes]
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores: list[str] = []
     for position in row_stores:
         _add_guarded(stores, _store_element(plan, writer, position), writer, plan.program.stores[position].guard)
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
-    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
+    is_resident = plan.kind == "rows" and not is_looped
+    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
@@ -47,7 +59,14 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
 
 
 def _step(
-    plan: Schedule, writer: CudaWriter, step: Pass, per_p: tuple[int, ...], numbers: Iterator[int], *, is_looped: bool
+    plan: Schedule,
+    writer: CudaWriter,
+    step: Pass,
+    per_p: tuple[int, ...],
+    numbers: Iterator[int],
+    kept_value: Carried | None,
+    *,
+    is_looped: bool,
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
@@ -55,6 +74,7 @@ def _step(
     per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
     head: list[str] = []
     lane: list[str] = []
+    pack_lines: list[str] = []  # as in `lane`, where all columns of a pack are one number
     accumulators, after = [], []
     pairs = [_online(plan, writer, pair, numbers) for pair in step.online]
     for pair in pairs:
@@ -75,12 +95,14 @@ def _step(
         combine = {"reduce_sum": f"{part} += {arg.code}", "reduce_max": f"{part} = nan_max({part}, {arg.code})"}
         combine["reduce_min"] = f"{part} = nan_min({part}, {arg.code})"
         lane.append(f"{combine[values[n].op]};")
+        pack_lines.append(f"{part} += VEC * {arg.at(PRODUCT)};" if values[n].op == "reduce_sum" else lane[-1])
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     means = {pair.mean for pair in step.moments}
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail: list[str] = []
+    accumulated = len(lane)
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
         if not writer.is_packed(position):
@@ -96,10 +118,25 @@ def _step(
             lane.append(f"{pack}[{place}] = {code};")
         stored = f"store_pack({writer.operand_address(access, col='first')}, {pack});"
         _add_guarded(tail, stored, writer, plan.program.stores[position].guard)
+    skipped: list[str] = []
+    if not is_looped and (unseen := hidden(plan, step)) is not None:
+        written = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
+        skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *written, *tail])
+    if kept_value is not None and kept_value.number in step.values:
+        own = _declare(plan, writer, kept_value.number)
+        name, kind = writer.text(kept_value.number).code, COMPUTE[values[kept_value.number].dtype]
+        if step is kept_value.made_in:
+            accumulators.append(f"{kind} {name}_columns[PACKS][VEC];")
+            lane.append(f"{name}_columns[p][lane] = {name};")
+        else:
+            declared = [f"const {kind} {name} = {name}_columns[p][lane];" if line == own else line for line in declared]
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
+    if plan.kind == "rows" and not is_looped:
+        late = [n for n in writer.packs if n in late_loads(plan) and n in step.values]
+        head += [f"if (LATE) {writer.packs[n]}[p] = {_load(plan, writer, n, is_inside=True)};" for n in late]
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], [*lane, *tail])
     tail += [line for sums in together for line in sums["count"]]
-    columns = [*head, *_loop("lane", "VEC", lane), *tail]
+    columns = [*skipped, *head, *_loop("lane", "VEC", lane), *tail]
     read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
     loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
@@ -116,6 +153,21 @@ def _step(
         "columns": over,
         "after": after,
     }
+
+
+def _hidden_pack(plan: Schedule, writer: CudaWriter, unseen: Hidden, lines: list[str]) -> list[str]:
+    """What is done instead with a pack that a causal mask hides: each value is computed once for all of its columns."""
+    values = plan.program.values
+    declared = []
+    for n in sorted((*unseen.chosen, *unseen.values)):
+        if n in unseen.chosen:
+            fill = writer.text(unseen.chosen[n]).code
+            declared.append(f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {fill};")
+        elif writer.is_named(n):
+            declared.append(_declare(plan, writer, n))
+    lines = [*kept(declared, lines), *lines, "continue;"]
+    limit = writer.text(unseen.limit).at(SUM)
+    return [f"if (first > {limit}) {{  // the mask hides all of the pack", *(f"    {line}" for line in lines), "}"]
 
 
 def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterator[int]) -> dict[str, list[str]]:
@@ -182,8 +234,9 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[in
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
     arrays = [n for n in packs if not shared_by_rows(plan, n)]
+    late = late_loads(plan) if plan.kind == "rows" and not is_looped else frozenset()
     lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
-    each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
+    each = [f"{'if (!LATE) ' if n in late else ''}{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
@@ -198,12 +251,13 @@ def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[in
     return lines
 
 
-def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
+def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = False) -> str:
     guard = plan.program.values[number].guard
-    conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
+    conditions = [] if is_inside or shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
+    function += "_or_nan" if number in writer.nan_filled else ""
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
@@ -302,21 +356,22 @@ def _signature(plan: Schedule) -> list[str]:
 
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
-    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
+        load_pack_or_nan store_pack nan_max nan_min half_exp2 half_exp half_sigmoid half_tanh_cdf normal_cdf_half
+        normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits is_kept row_reduce
+        moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_erfc", "half_sigmoid"}:
-        writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
+    if writer.helpers & {"half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16"}:
+        writer.helpers.add("half_exp2")
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
-    wanted |= {name for name in ("load_pack", "store_pack") if name in text}
+    wanted |= {name for name in ("load_pack", "load_pack_or_nan", "store_pack") if f"{name}(" in text or f"{name}<" in text}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())

@@ -44,7 +44,8 @@ def scattered(lowering: Lowering, op: OpNode, where: Index) -> tuple[Index, int]
         where: the element among the rows.
 
     Raises:
-        CannotLower: the positions are no plain integers, or the rows are not the tensor's in dtype or shape.
+        CannotLower: the positions are no plain integers, the rows are not the tensor's in dtype or shape, or the tensor is a part
+            of another one.
     """
     target, dim, positions = lowering.meta(_ref(op, 0)), op.args[1], _ref(op, 2)
     rows, index = lowering.meta(rows_of(op)), lowering.meta(positions)
@@ -54,6 +55,11 @@ def scattered(lowering: Lowering, op: OpNode, where: Index) -> tuple[Index, int]
     dim %= rank
     if index.dtype not in ("int64", "int32") or rows.dtype != target.dtype:
         raise CannotLower("FA601", f"{op.target} of {rows.dtype} into {target.dtype} by {index.dtype} has no lowering")
+    owner = _ref(op, 0)
+    while (above := lowering.op(owner).alias_of) is not None:
+        owner = above
+    if lowering.meta(owner) != target:
+        raise CannotLower("FA603", f"{op.target} into a part of a tensor is left to torch")
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride, target.shape, strict=True)):
         raise CannotLower("FA603", f"{op.target} into a tensor whose elements share memory")
     number = lowering.at(positions, where[dim : dim + 1] if index.shape else ())

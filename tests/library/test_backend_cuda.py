@@ -17,7 +17,7 @@ from evaluate import allocate, evaluate
 
 from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width
 from fusion_advisor.library.heading import tuning_of
-from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 
@@ -132,6 +132,27 @@ def test_compiles_with_nvrtc(name, fast_math):
     program = CASES[name]
     cubin = compile_for(render(program, fast_math=fast_math), 90, program=program, compiler="nvrtc")
     assert cubin[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_machine_code_is_kept_for_the_next_process(monkeypatch, tmp_path):
+    utils = pytest.importorskip("cuda.core.utils")
+    if not hasattr(utils, "FileStreamProgramCache"):
+        pytest.skip("this cuda-core keeps none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def entries():
+        return [path for path in (tmp_path / "cuda-python/program-cache/entries").rglob("*") if path.is_file()]
+
+    rendered = render(CASES["gelu_tanh-bfloat16"])
+    compile_cubin(rendered, "sm_90", {}, compiler="nvrtc")
+    (kept,) = entries()
+    kept.write_bytes(b"what was kept")
+    assert compile_cubin(rendered, "sm_90", {}, compiler="nvrtc") == b"what was kept"
+    for other in ({"BLOCK": 64}, {"BLOCK": 128}):
+        assert compile_cubin(rendered, "sm_90", other, compiler="nvrtc")[:4] == b"\x7fELF"
+    assert compile_cubin(rendered, "sm_80", {}, compiler="nvrtc")[:4] == b"\x7fELF"
+    assert len(entries()) == 4
 
 
 @needs_nvrtc
@@ -274,3 +295,12 @@ def test_what_a_pack_shares_is_read_once_for_it():
     lane = max(n for n, line in enumerate(lines) if "int lane = 0" in line)
     reads = [n for n, line in enumerate(lines) if "x2_ptr[" in line or "x3_ptr[" in line or "first / " in line]
     assert len(reads) == 3 and max(reads) < lane
+
+
+def test_what_rows_share_is_read_late_where_rows_are_many():
+    def late(program):
+        return launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)[0].get("LATE")
+
+    assert late(p.add_layernorm(4096, 4096, "bfloat16")) == 1
+    assert late(p.add_layernorm(8, 4096, "bfloat16")) == 0
+    assert late(p.rmsnorm(4096, 4096, "bfloat16")) is None

@@ -56,6 +56,11 @@ def test_other_writes_are_refused(function, words):
         lower_function(function, CACHE, AT, ROWS)
 
 
+def test_a_part_of_a_tensor_is_refused():
+    with pytest.raises(CannotLower, match="part of a tensor"):
+        lower_function(lambda c, i, x: c[1].index_copy_(1, i, x), torch.zeros(2, 3, 9, 16), AT, ROWS)
+
+
 def test_a_cache_whose_rows_share_memory_is_refused():
     with pytest.raises(CannotLower, match="share memory"):
         lower_function(lambda c, i, x: c.index_copy_(1, i, x), torch.zeros(1, 9, 16).expand(3, 9, 16), AT, ROWS)

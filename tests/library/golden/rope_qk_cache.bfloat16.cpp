@@ -90,10 +90,14 @@ static void part2(const int64_t *__restrict position, const uint16_t *__restrict
         const float k_value_2 = fa_from_bf16(k_1_row[col]);
         const float product = k_value_2 * fa_from_bf16(cos_1_row[col]);
         if (both) {
-          k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] = fa_to_bf16(k_value * fa_from_bf16(cos[col]) + -k_value_2 * fa_from_bf16(sin[col]));
-          k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] = fa_to_bf16(product + k_value * fa_from_bf16(sin_1_row[col]));
-          v_cache[position_value * v_cache_0_step + row * v_cache_0_row_stride + col] = fa_to_bf16(fa_from_bf16(v_0_row[col]));
-          v_cache[v_cache_1_offset + position_value * v_cache_1_step + row * v_cache_1_row_stride + col] = fa_to_bf16(fa_from_bf16(v_1_row[col]));
+          k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
+              fa_to_bf16(k_value * fa_from_bf16(cos[col]) + -k_value_2 * fa_from_bf16(sin[col]));
+          k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =
+              fa_to_bf16(product + k_value * fa_from_bf16(sin_1_row[col]));
+          v_cache[position_value * v_cache_0_step + row * v_cache_0_row_stride + col] =
+              fa_to_bf16(fa_from_bf16(v_0_row[col]));
+          v_cache[v_cache_1_offset + position_value * v_cache_1_step + row * v_cache_1_row_stride + col] =
+              fa_to_bf16(fa_from_bf16(v_1_row[col]));
         }
       }
     }

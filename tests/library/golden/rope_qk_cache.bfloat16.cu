@@ -55,6 +55,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -113,12 +121,12 @@ __device__ __forceinline__ void part1(
             Pack<bfloat16_bits> q_out_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float q = wide(q_packs[p][lane]);
-                const float q_shifted = wide(q_shifted_packs[p][lane]);
-                const float cos_2 = wide(cos_pack[lane]);
-                const float cos_shifted = wide(cos_shifted_pack[lane]);
-                const float sin_2 = wide(sin_pack[lane]);
-                const float sin_shifted = wide(sin_shifted_pack[lane]);
+                const float q = wide(q_packs[p], lane);
+                const float q_shifted = wide(q_shifted_packs[p], lane);
+                const float cos_2 = wide(cos_pack, lane);
+                const float cos_shifted = wide(cos_shifted_pack, lane);
+                const float sin_2 = wide(sin_pack, lane);
+                const float sin_shifted = wide(sin_shifted_pack, lane);
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
                 const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
@@ -188,16 +196,16 @@ __device__ __forceinline__ void part2(
             Pack<bfloat16_bits> v_cache_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float k = wide(k_packs[p][lane]);
-                const float k_shifted = wide(k_shifted_packs[p][lane]);
-                const float cos_2 = wide(cos_pack[lane]);
-                const float cos_shifted = wide(cos_shifted_pack[lane]);
-                const float sin_2 = wide(sin_pack[lane]);
-                const float sin_shifted = wide(sin_shifted_pack[lane]);
+                const float k = wide(k_packs[p], lane);
+                const float k_shifted = wide(k_shifted_packs[p], lane);
+                const float cos_2 = wide(cos_pack, lane);
+                const float cos_shifted = wide(cos_shifted_pack, lane);
+                const float sin_2 = wide(sin_pack, lane);
+                const float sin_shifted = wide(sin_shifted_pack, lane);
                 const float k_cache = k * cos_2 + -k_shifted * sin_2;
                 const float k_cache_2 = k_shifted * cos_shifted + k * sin_shifted;
-                const float v = wide(v_packs[p][lane]);
-                const float v_shifted = wide(v_shifted_packs[p][lane]);
+                const float v = wide(v_packs[p], lane);
+                const float v_shifted = wide(v_shifted_packs[p], lane);
                 k_cache_pack[lane] = narrow<bfloat16_bits>(k_cache);
                 k_cache_pack_2[lane] = narrow<bfloat16_bits>(k_cache_2);
                 v_cache_pack[lane] = narrow<bfloat16_bits>(v);

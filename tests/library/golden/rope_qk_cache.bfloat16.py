@@ -12,6 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def part1(
     program,
     q_ptr, cos_ptr, sin_ptr, q_out_ptr,
@@ -26,12 +33,12 @@ def part1(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    q = tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    q_shifted = tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    cos_shifted = tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0).to(tl.float32)
+    q = wide(tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0))
+    q_shifted = wide(tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + -q_shifted * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
@@ -56,14 +63,14 @@ def part2(
     mask = row_mask & col_mask
 
     position = tl.load(position_ptr)
-    k = tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    k_shifted = tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    cos_shifted = tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    v_shifted = tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0).to(tl.float32)
+    k = wide(tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0))
+    k_shifted = wide(tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
+    v = wide(tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0))
+    v_shifted = wide(tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0))
     fits_k_cache = (position >= 0) & (position < k_cache_extent)
     k_cache = k * cos + -k_shifted * sin
     k_cache_2 = k_shifted * cos_shifted + k * sin_shifted

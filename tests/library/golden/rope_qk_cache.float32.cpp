@@ -64,10 +64,13 @@ static void part2(const int64_t *__restrict position, const float *__restrict k,
         const float k_value = k_0_row[col];
         const float k_value_2 = k_1_row[col];
         if (both) {
-          k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] = k_value * cos[col] + -k_value_2 * sin[col];
-          k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] = k_value_2 * cos_1_row[col] + k_value * sin_1_row[col];
+          k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
+              k_value * cos[col] + -k_value_2 * sin[col];
+          k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =
+              k_value_2 * cos_1_row[col] + k_value * sin_1_row[col];
           v_cache[position_value * v_cache_0_step + row * v_cache_0_row_stride + col] = v_0_row[col];
-          v_cache[v_cache_1_offset + position_value * v_cache_1_step + row * v_cache_1_row_stride + col] = v_1_row[col];
+          v_cache[v_cache_1_offset + position_value * v_cache_1_step + row * v_cache_1_row_stride + col] =
+              v_1_row[col];
         }
       }
     }
