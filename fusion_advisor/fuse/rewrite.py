@@ -160,8 +160,12 @@ def rewrite_region(
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(region.graph.graph, copies))
     live = {index_of[original]: copy for original, copy in copies.items()}
+    writes = [live[index] for site in sites for index in site.outputs if written_storages(live[index])]
     for site in sites:
         _replace_site(graph, site, live)
+    # An op that writes is never dead code. Until all sites are replaced it shows where what it read had to be ready.
+    for write in reversed(writes):
+        graph.erase_node(write)
     constants: dict[str, torch.Tensor] = {}
     changed = [run_pass(graph, region, constants) for run_pass in passes]
     graph.eliminate_dead_code(is_impure_node=_is_impure)
@@ -195,9 +199,6 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
                 replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
     for original, result in replaced.items():
         original.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
-    for original in reversed(originals):
-        if written_storages(original):  # no op that writes is ever dead code
-            graph.erase_node(original)
     for index, result in zip(site.outputs, results, strict=True):
         live[index] = result
 

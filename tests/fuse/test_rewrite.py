@@ -136,6 +136,34 @@ def test_a_call_that_writes_takes_the_place_of_the_write_and_is_never_dead_code(
     assert [user.args[1] for user in node.users] == [0]  # nobody reads the cache, and the call stays
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_a_write_reads_is_computed_where_the_write_stood(order):
+    """The position is a chain of its own and must be read off the count before that moves on, whichever is rewritten first."""
+
+    def function(x, count, cache):
+        at = count + 1
+        turned = torch.tanh(x)
+        cache.index_copy_(0, at, turned)
+        count.add_(1)
+        return cache.sum() + turned.sum()
+
+    def call(x, at, cache):
+        cache[at] = torch.tanh(x)
+        return [torch.tanh(x), cache]
+
+    inputs = torch.randn(1, 4), torch.tensor([2]), torch.zeros(6, 4)
+    region, ops, index_of = region_of(function, *inputs)
+    added, turned, written = [op.index for op in ops if op.target.startswith(("aten.add.T", "aten.tanh", "aten.index_copy_"))][:3]
+    sites = [
+        SiteRewrite(fusion_id="F1", members=(turned, written), inputs=(0, added, 2), outputs=(turned, written), call=call),
+        SiteRewrite(fusion_id="F2", members=(added,), inputs=(1,), outputs=(added,), call=lambda count: count + 1),
+    ]
+    module, _ = rewrite_region(region, index_of, [sites[n] for n in order], [])
+    ours, theirs = [[x.clone() for x in inputs] for _ in range(2)]
+    torch.testing.assert_close(module(*ours), function(*theirs))
+    assert all(map(torch.equal, ours, theirs)) and "index_copy_" not in module.code
+
+
 def test_what_is_written_in_place_is_given_and_given_back():
     cache, x = torch.zeros(3, 4), torch.ones(3, 4)
     call = fused_call("fa_k", lambda x, out, cache: (out.copy_(x), cache.copy_(x * 2)), [X, X], [X, X], in_place=[1])
