@@ -3,8 +3,8 @@
 Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
 16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
 allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
-between passes up to 16384 columns and are read again beyond. The launch shape (THREADS, ROWS, PACKS, VEC, FULL) and 64-bit
-indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``). The launch shape (THREADS, ROWS, PACKS,
+VEC, FULL, STAGED) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
@@ -24,18 +24,28 @@ from fusion_advisor.library.cuda_body import body, ordered
 from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
-from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
+from fusion_advisor.library.nvrtc import allow_shared_memory, compile_cubin, compile_loaded
 from fusion_advisor.library.program import ITEM_BYTES, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
+from fusion_advisor.library.staging import (
+    SharedMemory,
+    device_shared_memory,
+    pack_bytes,
+    shared_memory_of,
+    staged_cols,
+)
 
 _BLOCK = 256
 _LOOP_BLOCK = 512
 _PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
 """Registers for the packs that a thread loads at once. Pointwise threads are short: many of them serve better than much on
 each. Those of a row wait for one another, and hide that with loads of their own."""
+_WIDE_BLOCK_REGISTERS = 32
+"""The same for blocks of more than 512 threads, which have half the registers each."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
+_NO_SHARED_MEMORY = SharedMemory()
 
 
 class CudaBackend:
@@ -72,6 +82,8 @@ class CudaBackend:
         macros.append(("columns of a pack, a divisor of every row and stride", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
+        if any(context["is_staged"] for context in bodies):
+            macros.append(("columns that stay in dynamic shared memory, a multiple of 16", "STAGED", 0))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
         common = {
             "heading": heading(
@@ -146,15 +158,19 @@ class CudaKernel:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
-        macros, grids = launch_shapes([call.plan for call in calls], tuning, is_looped=_is_looped(self._rendered), width=width)
+        plans, is_looped = [call.plan for call in calls], _is_looped(self._rendered)
+        shared = device_shared_memory() if is_looped else SharedMemory()
+        macros, grids = launch_shapes(plans, tuning, is_looped=is_looped, width=width, shared=shared)
         blocks = [across for across, _, _ in grids]
         grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         if grid[0] >= 2**31:
             raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
+        shared_bytes = max(shared_bytes_of(plan, macros) for plan in plans)
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
         return CudaLaunch(
             kernel=self._variant(macros),
-            config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
+            config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1), shmem_size=shared_bytes),
+            shared_bytes=shared_bytes,
             scalars=[scalar(value) for _, value in [*starts(blocks), *(item for call in calls for item in call.arguments)]],
             text=" ".join(f"{name}={value}" for name, value in macros.items()),
         )
@@ -188,7 +204,7 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     if program is not None:
         plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], tuning_of(rendered.source)
         width = width or min(pack_width(plan)[0] for plan in plans)
-        macros, _ = launch_shapes(plans, tuning, is_looped=_is_looped(rendered), width=width)
+        macros, _ = launch_shapes(plans, tuning, is_looped=_is_looped(rendered), width=width, shared=shared_memory_of(arch))
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
@@ -233,7 +249,7 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
 
 
 def launch_shape(
-    plan: Schedule, tuning: Tuning, *, is_looped: bool, width: int = 0
+    plan: Schedule, tuning: Tuning, *, is_looped: bool, width: int = 0, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], tuple[int, int, int]]:
     """Macros and grid for a Program.
 
@@ -242,13 +258,14 @@ def launch_shape(
         tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
         is_looped: whether the kernel walks rows in parts.
         width: columns of a pack; what the Program allows by default.
+        shared: what a kernel that walks rows in parts keeps them in.
     """
     width = width or pack_width(plan)[0]
     cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
     wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
-    wanted = tuning.packs or _packs(plan, width)
+    wanted = tuning.packs or _packs(plan, width, _PACK_REGISTERS[plan.kind])
 
     def fewer_for(blocks: Callable[[int], int]) -> int:
         """Packs of a thread that leave blocks for every SM."""
@@ -272,17 +289,41 @@ def launch_shape(
         height = min(height, -(-rows // each))
         macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
         return macros, _grid(plan, macros)
-    threads = asked or (_LOOP_BLOCK if is_looped else min(1024, -(-packs // (32 * wanted)) * 32))
+    if is_looped:
+        macros = {**_looped_shape(plan, tuning, width, shared), **wide}
+        return macros, _grid(plan, macros)
+    threads = asked or min(1024, -(-packs // (32 * wanted)) * 32)
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
-    each = wanted if is_looped else -(-packs // threads)
+    each = -(-packs // threads)
     height = min(height, 32)
     is_full = cols % (threads * each * width) == 0
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
     return macros, _grid(plan, macros)
 
 
+def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory) -> dict[str, int]:
+    """Launch shape of rows that are walked in parts: as many at once as shared memory holds, with enough loads under way."""
+    cols, row_bytes = plan.program.dims[-1], -(-plan.program.dims[-1] // width) * pack_bytes(plan, width)
+    fitting = shared.sm_bytes // (row_bytes + shared.reserved_bytes)
+    is_alone = fitting < 2 or plan.row_count < _MIN_BLOCKS
+    threads = 32 * tuning.num_warps if tuning.num_warps else 1024 if is_alone else _LOOP_BLOCK
+    registers = _PACK_REGISTERS["rows"] if threads <= _LOOP_BLOCK else _WIDE_BLOCK_REGISTERS
+    packs = -(-cols // (width * threads))
+    each = tuning.packs or _packs(plan, width, registers)
+    if not tuning.packs:
+        most = max(1, min(8, registers // max(1, _registers(plan, width))))
+        # A row that has a multiprocessor for itself is read at one go; others in steps that are full.
+        steps = -(-packs // most) if plan.row_count < _MIN_BLOCKS else max(-(-packs // most), round(packs / each))
+        each = -(-packs // steps)
+    macros = {"THREADS": threads, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": int(cols % (threads * each * width) == 0)}
+    if not pack_bytes(plan, width):
+        return macros
+    blocks = max(1, min(tuning.block_rows or fitting, 2048 // threads))
+    return {**macros, "STAGED": staged_cols(plan, shared, width=width, threads=threads, blocks=blocks)}
+
+
 def launch_shapes(
-    plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool, width: int
+    plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool, width: int, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], list[tuple[int, int, int]]]:
     """Macros of a launch of several loop nests, which is shaped for the largest, and the grid of each; see :func:`launch_shape`.
 
@@ -291,15 +332,24 @@ def launch_shapes(
         tuning: overrides.
         is_looped: whether the kernel walks rows in parts.
         width: columns of a pack, that every nest allows.
+        shared: what a kernel that walks rows in parts keeps them in.
     """
     widest = max(plans, key=lambda plan: plan.row_count)
-    macros, _ = launch_shape(widest, tuning, is_looped=is_looped, width=width)
+    macros, _ = launch_shape(widest, tuning, is_looped=is_looped, width=width, shared=shared)
+    if is_looped:
+        held = [launch_shape(plan, tuning, is_looped=True, width=width, shared=shared)[0].get("STAGED") for plan in plans]
+        macros |= {"STAGED": min(cols for cols in held if cols is not None)} if "STAGED" in macros else {}
     if widest.kind == "tiled":
         while any(len(plan.sizes) > 2 and plan.program.dims[-2] % macros["PACKS"] for plan in plans):
             macros["PACKS"] -= 1
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
     return macros, [_grid(plan, macros) for plan in plans]
+
+
+def shared_bytes_of(plan: Schedule, macros: dict[str, int]) -> int:
+    """Dynamic shared memory of a block, for one of the nests that a launch serves."""
+    return macros["STAGED"] // macros["VEC"] * pack_bytes(plan, macros["VEC"]) if "STAGED" in macros else 0
 
 
 def _grid(plan: Schedule, macros: dict[str, int]) -> tuple[int, int, int]:
@@ -322,17 +372,21 @@ def _entry_signature(program: Program, calls: Sequence[Call]) -> list[str]:
     return [*pointers, *(f"index_t {name}" for name, _ in integers)]
 
 
-def _packs(plan: Schedule, width: int) -> int:
-    """Packs of a thread: as many loads under way as registers allow."""
+def _registers(plan: Schedule, width: int) -> int:
+    """Registers for a pack of every operand that a thread reads."""
     arrays = [
         access
         for n, access in plan.loads.items()
         if access.is_vector and n == plan.load_pair(n)[0] and not shared_by_rows(plan, n)
     ]
-    registers = sum(-(-access.col_bytes * width // 4) for access in arrays)
+    return sum(-(-access.col_bytes * width // 4) for access in arrays)
+
+
+def _packs(plan: Schedule, width: int, registers: int) -> int:
+    """Packs of a thread: as many loads under way as so many registers allow."""
     # Short of rows, more threads on each of them are faster than more packs on a thread.
     count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
-    while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:
+    while count > 1 and _registers(plan, width) * count > registers:
         count //= 2
     return count
 
@@ -345,6 +399,8 @@ class CudaLaunch:
     config: Any
     scalars: list[Any]
     text: str
+    shared_bytes: int = 0
+    """Dynamic shared memory of a block."""
 
 
 def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = None, alignment: int = 1) -> Launcher:
@@ -373,6 +429,8 @@ def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = No
         handle = raw_stream(device)
         stream = streams.get(handle)
         if stream is None:
+            if first.shared_bytes:  # of every device; once for a stream costs nothing
+                allow_shared_memory(first.kernel, first.shared_bytes, device)
             stream = streams[handle] = Stream.from_handle(handle)
         pointers = [tensor.data_ptr() for tensor in tensors]
         if unaligned is not None and functools.reduce(operator.or_, pointers) & mask:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
 from fusion_advisor.library.expressions import Text
-from fusion_advisor.library.moments import Moments, moments
-from fusion_advisor.library.online import OnlineSum, online_sums
+from fusion_advisor.library.moments import Moments
+from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
+from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -22,7 +24,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan, *((online_sums(plan.program), moments(plan.program)) if is_looped else ()))
+    before, passes = looped_passes(plan) if is_looped else column_passes(plan)
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -30,22 +32,34 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = iter(range(len(plan.program.values)))
-    steps = [_step(plan, writer, step, per_p, numbers, is_looped=is_looped) for step in passes]
+    arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
+    steps, written = [], set[int]()
+    for step in passes:
+        steps.append(_step(plan, writer, step, per_p, numbers, is_looped=is_looped, arrays=arrays, written=frozenset(written)))
+        written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
     loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
-        "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
-        "signature": _signature(plan),
+        "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
+        "stores": stores, "passes": steps, "signature": _signature(plan), "is_staged": bool(arrays),
     }  # fmt: skip
     context["helpers"] = _helpers(plan, writer, "\n".join(everything))
     return context
 
 
 def _step(
-    plan: Schedule, writer: CudaWriter, step: Pass, per_p: tuple[int, ...], numbers: Iterator[int], *, is_looped: bool
+    plan: Schedule,
+    writer: CudaWriter,
+    step: Pass,
+    per_p: tuple[int, ...],
+    numbers: Iterator[int],
+    *,
+    is_looped: bool,
+    arrays: dict[int, str],
+    written: frozenset[int],
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
@@ -97,8 +111,9 @@ def _step(
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     tail += [line for sums in together for line in sums["count"]]
     columns = [*head, *_loop("lane", "VEC", lane), *tail]
-    read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
-    loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
+    packs = packs_of(plan, writer, step)
+    loads = _loads(plan, writer, packs, per_p, is_looped=is_looped, arrays={n: arrays[n] for n in packs if n in written})
+    loads += _staged_stores(plan, writer, {n: arrays[n] for n in packs if n in arrays and n not in written})
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
@@ -123,6 +138,9 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     part, raised, sum_part = (writer.fresh(name) for name in (f"{highest}_part", f"{highest}_raised", f"{total}_part"))
     row_highest, row_total = writer.fresh(f"row_{highest}"), writer.fresh(f"row_{total}")
     exp = writer.call(values[pair.exponential], [Text("@")]).code
+    if is_float32 and writer.is_half:  # beside the 1 that the largest element adds, what is flushed to 0 does not show
+        writer.helpers.add("half_exp2")
+        exp = "half_exp2((@) * 1.4426950408889634f)"
     infinity, nan = ("INF_VALUEF", "NAN_VALUEF") if is_float32 else ("INF_VALUE", "NAN_VALUE")
     writer.helpers |= {"row_reduce", "nan_max", infinity, *(() if pair.is_finite else (nan,))}
     declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
@@ -170,29 +188,77 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
     }
 
 
-def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[int, ...], *, is_looped: bool) -> list[str]:
+def _loads(
+    plan: Schedule,
+    writer: CudaWriter,
+    packs: list[int],
+    per_p: tuple[int, ...],
+    *,
+    is_looped: bool,
+    arrays: Mapping[int, str] = MappingProxyType({}),
+) -> list[str]:
     """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last.
 
     A pack that is gathered needs its row's number here already. There is no branch around that read, for the same reason.
     What dropout keeps is decided next: it needs no operand but the seed, and that work is done while the loads are under way.
     """
+
+    def filled(number: int, code: str) -> list[str]:
+        target = f"{writer.packs[number]}[p] ="
+        if number not in arrays:
+            return [f"{target} {code};"]
+        return [f"{target} first < STAGED ? {_from_staged(plan, number, arrays[number])}", f"    : {code};"]
+
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
-    arrays = [n for n in packs if not shared_by_rows(plan, n)]
-    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
-    each = [f"{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
+    own = [n for n in packs if not shared_by_rows(plan, n)]
+    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in own]
+    each = [line for n in own for line in filled(n, _load(plan, writer, n))]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
-    shared = [n for n in packs if n not in arrays]
+    shared = [n for n in packs if n not in own]
     lines += [f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
     lines += [f"const unsigned {writer.packs[n]} = {writer.kept_bits(n)};" for n in decided if shared_by_rows(plan, n)]
-    arrays = [n for n in decided if not shared_by_rows(plan, n)]
-    if arrays:
-        lines += [f"unsigned {writer.packs[n]}[PACKS];  // a bit for each column" for n in arrays]
-        each = [f"{writer.packs[n]}[p] = {writer.kept_bits(n)};" for n in arrays]
+    own = [n for n in decided if not shared_by_rows(plan, n)]
+    if own:
+        lines += [f"unsigned {writer.packs[n]}[PACKS];  // a bit for each column" for n in own]
+        each = [line for n in own for line in filled(n, writer.kept_bits(n))]
         lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
     return lines
+
+
+def _staged_name(writer: CudaWriter, number: int) -> str:
+    return writer.fresh(f"{writer.packs[number].removesuffix('_packs')}_staged")
+
+
+def _staged_arrays(plan: Schedule, arrays: dict[int, str]) -> list[str]:
+    """Where each pack that is needed again stays: arrays one behind another, indexed as the row is."""
+    lines, start = [], "staged"
+    for number, name in arrays.items():
+        kind = "unsigned char" if number in plan.numbers else SCALARS[plan.loads[number].operand.dtype]
+        lines.append(f"{kind}* const {name} = ({kind}*){start};")
+        start = f"({name} + {'2 * ' if number in plan.loads and plan.loads[number].is_pair else ''}STAGED)"
+    return ["extern __shared__ uint4 staged[];", *lines] if arrays else []
+
+
+def _staged_place(plan: Schedule, number: int, name: str) -> str:
+    return f"{name} + {'2 * ' if plan.loads[number].is_pair else ''}first"
+
+
+def _from_staged(plan: Schedule, number: int, name: str) -> str:
+    if number in plan.numbers:
+        return f"{name}[first / VEC]"
+    return f"load_pack{'<2>' if plan.loads[number].is_pair else ''}({_staged_place(plan, number, name)})"
+
+
+def _staged_stores(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> list[str]:
+    lines = []
+    for number, name in arrays.items():
+        pack = f"{writer.packs[number]}[p]"
+        is_bits = number in plan.numbers
+        lines.append(f"{name}[first / VEC] = {pack};" if is_bits else f"store_pack({_staged_place(plan, number, name)}, {pack});")
+    return _over_packs(plan, writer, ["if (first >= STAGED) continue;", *lines], is_looped=True, skips=False) if lines else []
 
 
 def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:

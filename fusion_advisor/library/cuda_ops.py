@@ -72,7 +72,7 @@ class CudaWriter(Writer):
          "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged"}
+         "merged", "staged", "STAGED"}
     )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool) -> None:

@@ -15,7 +15,7 @@ from math import ceil
 
 import torch
 
-from fusion_advisor.library.backend_cuda import pack_width
+from fusion_advisor.library.backend_cuda import pack_width, shared_bytes_of
 from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Rendered
@@ -29,6 +29,7 @@ using namespace std;
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __shared__
 #define __launch_bounds__(n)
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -62,6 +63,8 @@ class Launch:
     outputs: Sequence[torch.Tensor]
     width: int = 0
     """Columns of a pack; the widest that the program allows by default."""
+    staged: int | None = None
+    """Columns that stay in shared memory, where the row is walked in parts; half of them by default."""
 
 
 def run(rendered, program, tensors, outputs, folder, width=0):
@@ -113,6 +116,9 @@ def _unit(number, launch):
     macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
+    if "STAGED" in source:
+        macros["STAGED"] = min(plan.program.dims[-1] for plan in plans) // 32 * 16 if launch.staged is None else launch.staged
+    staged_bytes = max(shared_bytes_of(plan, macros) for plan in plans)
     # The source may define more of them, and the next kernel must see none.
     defined = {**macros, **dict.fromkeys(re.findall(r"^ *#define (\w+)", source, re.MULTILINE), 1)}
     before = "\n".join(f"#define {name} {value}" for name, value in macros.items())
@@ -121,6 +127,7 @@ def _unit(number, launch):
 namespace kernel_{number} {{
 #line 1 "{rendered.entry}.cu"
 {source.replace('extern "C" ', "").replace("__restrict__", "")}
+alignas(16) uint4 staged[{staged_bytes // 16 + 1}];  // the block's dynamic shared memory
 extern "C" void run_{number}(void** args, const long long* ints) {{
     gridDim = {{{grid[0]}u, {grid[1]}u, 1u}};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)

@@ -175,6 +175,7 @@ def _unit(number, launch):
     source = rendered.source
     for head, body in _BODIES.items():
         source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
+    source = source.replace("extern __shared__ uint4 staged[]", "alignas(16) static uint4 staged[1 << 14]")
     source = re.sub(r"asm volatile\(\"ld\.global.*?\);", "word = *(const uint4*)from;", source, flags=re.DOTALL)
     kind = "of_half" if ".f16.f16" in source else "of_bfloat16"
     mma = rf"    host_mma<{kind}>(sums, {{a0, a1, a2, a3, b0, b1}});\n}}"

@@ -83,6 +83,13 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 }
 #endif
 
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 struct Sum {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
@@ -103,9 +110,17 @@ __device__ __forceinline__ T row_reduce(T value) {
         __shared__ T partial[THREADS / 32];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        value = partial[0];
-        #pragma unroll
-        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+        constexpr int warps = THREADS / 32;
+        if (warps >= 8 && (warps & (warps - 1)) == 0) {
+            value = partial[threadIdx.x % warps];
+            #pragma unroll
+            for (int distance = warps / 2; distance > 0; distance /= 2)
+                value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+        } else {
+            value = partial[0];
+            #pragma unroll
+            for (int warp = 1; warp < warps; ++warp) value = combine(value, partial[warp]);
+        }
     }
     return value;
 }
@@ -125,10 +140,11 @@ fa_cross_entropy_2144e0(
     const long long targets = targets_ptr[row];
     const bool has_logits = (targets >= 0) & (targets < logits_extent);
     const float logits_2 = has_logits ? wide(logits_ptr[targets + row * logits_stride0_2]) : 0.0f;
+    constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;
     float exp_logits_shifted_sum_part = 0;
-    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+    for (index_t start = 0; start < cols; start += step) {
         Pack<bfloat16_bits> logits_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -148,7 +164,7 @@ fa_cross_entropy_2144e0(
                 logits_max_raised = nan_max(logits_max_raised, logits);
             }
         }
-        exp_logits_shifted_sum_part *= __expf(logits_max_part - logits_max_raised);
+        exp_logits_shifted_sum_part *= half_exp2((logits_max_part - logits_max_raised) * 1.4426950408889634f);
         logits_max_part = logits_max_raised;
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -158,12 +174,12 @@ fa_cross_entropy_2144e0(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float logits = wide(logits_packs[p][lane]);
-                exp_logits_shifted_sum_part += __expf(logits - logits_max_part);
+                exp_logits_shifted_sum_part += half_exp2((logits - logits_max_part) * 1.4426950408889634f);
             }
         }
     }
     const float row_logits_max = row_reduce<Max, 0>(logits_max_part);
-    exp_logits_shifted_sum_part *= __expf(logits_max_part - row_logits_max);
+    exp_logits_shifted_sum_part *= half_exp2((logits_max_part - row_logits_max) * 1.4426950408889634f);
     const float row_exp_logits_shifted_sum = row_reduce<Sum, 1>(exp_logits_shifted_sum_part);
     // Only a row of -inf alone leaves the sum at 0.
     const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;
