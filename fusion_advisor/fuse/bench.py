@@ -14,6 +14,7 @@ from fusion_advisor.fuse.chain import Observer, OriginalChain, original_chain
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.counters import batch_counters
 from fusion_advisor.fuse.passes.fold import fold_constants
+from fusion_advisor.fuse.passes.pad import pad_linears
 from fusion_advisor.fuse.passes.shared import share_values
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import GraphPass, SiteRewrite, fused_call, rewrite_region
@@ -26,6 +27,7 @@ PASSES: dict[str, tuple[str, GraphPass]] = {
     "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
     "share_values": ("values that layers compute alike are computed once", share_values),
     "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
+    "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
 }
 """Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""

@@ -18,6 +18,7 @@ from fusion_advisor.fuse.passes.attention import mask_meanings
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.steps import attention_of
 from fusion_advisor.records import Arg, Capture, Chain, Finding, Match, OpClass, OpNode, Ref
+from fusion_advisor.workload.adjacent import GEMM_MULTIPLE
 
 MIN_SHARE = 0.005
 """Of the captured step's device time: what saves less is not listed."""
@@ -68,6 +69,7 @@ def find_findings(capture: Capture, plan: Plan, settings: TorchSettings, masks: 
     seen = _Seen(capture)
     found = [
         *_tf32(capture, seen, settings),
+        *_odd_gemms(capture, seen),
         *_slow_attention(capture, seen),
         *_traced_mask(capture, seen, masks),
         *_written_out_attention(seen),
@@ -136,6 +138,26 @@ def _tf32(capture: Capture, seen: _Seen, settings: TorchSettings) -> Iterator[Fi
             'torch.backends.cuda.matmul.fp32_precision = "tf32"',
             seen.above_floor(gemms),
         )
+
+
+def _odd_gemms(capture: Capture, seen: _Seen) -> Iterator[Finding]:
+    if capture.environment.device_kind != "cuda":
+        return
+    linears = [
+        op for op in seen.of_class(OpClass.GEMM) if op.outputs and seen.dtype(op) in _HALF and seen.reads_weights(op.index)
+    ]
+    odd = [op for op in linears if op.outputs[0].shape[-1] % GEMM_MULTIPLE]
+    if not odd:
+        return
+    dearest = max(odd, key=lambda op: seen.ns[op.index])
+    width = dearest.outputs[0].shape[-1]
+    yield seen.finding(
+        "a GEMM of an odd width runs on a kernel for unaligned operands",
+        f"{len(odd)} GEMMs take {_share(seen.time(odd), seen)} of device time, the dearest with {width:,} columns at "
+        f"{dearest.source_file}:{dearest.source_line}: no multiple of {GEMM_MULTIPLE}",
+        f"fusion-advisor apply pads it; for a vocabulary, model.resize_token_embeddings(pad_to_multiple_of={8 * GEMM_MULTIPLE})",
+        seen.above_floor(odd),
+    )
 
 
 def _slow_attention(capture: Capture, seen: _Seen) -> Iterator[Finding]:

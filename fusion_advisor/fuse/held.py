@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.workload.adjacent import has_room
 
 Compute = Callable[..., torch.Tensor]
 
@@ -87,6 +88,34 @@ def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Te
         view, known = None, ()  # a fallback for good must not keep old weights alive
         view = _view(now)
         known = tuple((source, source.data_ptr()) for source in now)
+        return view
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def extended(name: str, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of a tensor that views it with more rows, taken from the memory behind it; nothing is copied.
+
+    Args:
+        name: stands in the graph's code.
+        rows: that the view has; what the further ones hold is whatever lies there.
+
+    Raises:
+        LayoutChanged: (when called) there is not that much memory behind the tensor.
+    """
+    view: torch.Tensor | None = None
+    known: tuple[torch.Tensor, int] | None = None
+
+    def call(now: torch.Tensor) -> torch.Tensor:
+        nonlocal view, known
+        if view is not None and known is not None and known[0] is now and known[1] == now.data_ptr():
+            return view
+        view, known = None, None
+        if not has_room(now, rows):
+            raise LayoutChanged("a weight that had room for more rows behind it has none now")
+        view = now.detach().as_strided((rows, *now.shape[1:]), now.stride(), now.storage_offset())
+        known = (now, now.data_ptr())
         return view
 
     call.__name__ = call.__qualname__ = name

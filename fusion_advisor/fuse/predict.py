@@ -7,14 +7,16 @@ tokens, 0.2 µs in a GPT-2 one of 1024, H200: kernels that are long hide it). It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.steps import attention_of
-from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch
+from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpNode, Ref
 
 _MASKS = "drop_masks"
+_PADS = "pad_linears"
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int) -> int:
@@ -51,7 +53,8 @@ def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
-    Where a mask goes, attention is expected to run as long as eager's, which builds none.
+    Where a mask goes, attention is expected to run as long as eager's, which builds none. A padded GEMM is expected to be as
+    quick per multiplication as the quickest of the step's other linears, and its result to be copied once.
 
     Args:
         rewrites: of a run.
@@ -75,9 +78,31 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         if name == _MASKS:
             traced, eager = (sum(ns for _, _, ns in attention_of(side)) for side in (capture.launches, capture.eager_launches))
             saving_ns += max(0, traced - eager)
+        if name == _PADS:
+            saving_ns = max(0, saving_ns - _padded_ns(capture, now - gone) - 2 * row.sites * cost_ns)
         gone = now
         priced.append(replace(row, predicted_saving_ns=saving_ns))
     return tuple(priced)
+
+
+def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
+    """What linears take once they are padded: their products at the best rate of the others, and a copy of their results."""
+    took: dict[int, int] = {}
+    for launch in capture.launches:
+        if launch.op_index is not None:
+            took[launch.op_index] = took.get(launch.op_index, 0) + launch.duration_ns
+    linears = [op for op in capture.ops if op.target == "aten.linear.default" and took.get(op.index)]
+    ns_per_product = min((took[op.index] / _products(capture, op) for op in linears if op.index not in removed), default=0.0)
+    padded = [op for op in linears if op.index in removed]
+    copied_bytes = sum(2 * math.prod(op.outputs[0].shape) * 2 for op in padded)  # 16-bit elements, read and written
+    products_ns = sum(_products(capture, op) for op in padded) * ns_per_product
+    return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _products(capture: Capture, linear: OpNode) -> int:
+    source = linear.args[0]
+    width = capture.ops[source.index].outputs[0].shape[-1] if isinstance(source, Ref) else 1
+    return math.prod(linear.outputs[0].shape) * int(width)
 
 
 def removed_ops(bench: Bench, variant: Variant) -> set[int]:

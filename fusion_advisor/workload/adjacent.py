@@ -1,8 +1,10 @@
-"""Lay out the weights of sibling linears one after the other in memory, while a model is being loaded.
+"""Lay out weights for the GEMMs that can run on them, while a model is being loaded.
 
-Linears that read one input (q/k/v, gate/up) can then run as one GEMM on a view of their weights, with no second copy of them. The
-model is the same otherwise: names, values, dtypes and the state_dict do not change, and no weight is laid out twice. This is done
-to models that we make or load, before anybody holds their parameters; a user's live model is never touched.
+Linears that read one input (q/k/v, gate/up) can run as one GEMM on a view of their weights, with no second copy of them, when
+those lie one after the other. A weight of an odd number of rows (a vocabulary of 50,257) gets room for a few more behind it, so
+that its GEMM can run on a rounded size. The model is the same otherwise: names, values, dtypes, ties and the state_dict do not
+change, and no weight is laid out twice. This is done to models that we make or load, before anybody holds their parameters; a
+user's live model is never touched.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from torch import nn
 
 _ALIGNMENT_BYTES = 16
 """What cuBLAS asks of an operand's address to load 128 bits at once: a weight that starts elsewhere would slow its own GEMM."""
+GEMM_MULTIPLE = _ALIGNMENT_BYTES // 2
+"""Elements of 16 bits in that: widths that are no multiple of it get a GEMM for operands aligned to nothing."""
 
 
 def lay_out_siblings(model: nn.Module) -> int:
@@ -47,6 +51,50 @@ def lay_out_siblings(model: nn.Module) -> int:
             if linears[0].weight.is_cuda:
                 torch.cuda.empty_cache()  # what they left fits nothing that comes after, and would stay reserved
     return groups
+
+
+def leave_room(model: nn.Module) -> int:
+    """Give 16-bit weights and biases of linears memory for the rows up to the next multiple of eight.
+
+    Tied weights stay tied: every module that held the parameter gets the new one. The further rows are zeros.
+
+    Args:
+        model: owned by the caller; its linears get new parameter objects over the same values.
+
+    Returns:
+        How many parameters were moved.
+    """
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, name))
+    moved = 0
+    for linear in [module for module in model.modules() if type(module) is nn.Linear]:
+        for parameter in list(linear.parameters(recurse=False)):
+            rows = padded_rows(parameter.shape[0])
+            fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+            if parameter.element_size() != 2 or has_room(parameter, rows) or not (parameter.is_contiguous() and fills_storage):
+                continue
+            memory = parameter.detach().new_zeros((rows, *parameter.shape[1:]))
+            memory[: parameter.shape[0]] = parameter.detach()
+            replacement = nn.Parameter(memory[: parameter.shape[0]], requires_grad=parameter.requires_grad)
+            replacement.__dict__.update(parameter.__dict__)
+            for module, name in holders[id(parameter)]:
+                setattr(module, name, replacement)
+            moved += 1
+    return moved
+
+
+def padded_rows(rows: int) -> int:
+    """Round a width up to what a GEMM of 16-bit elements runs well on."""
+    return -(-rows // GEMM_MULTIPLE) * GEMM_MULTIPLE
+
+
+def has_room(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether a contiguous tensor's storage holds this many rows from where it starts."""
+    each = tensor.stride(0) if tensor.dim() > 1 else 1
+    end = (tensor.storage_offset() + rows * each) * tensor.element_size()
+    return tensor.is_contiguous() and end <= tensor.untyped_storage().nbytes()
 
 
 def _is_aligned(parameter: nn.Parameter) -> bool:

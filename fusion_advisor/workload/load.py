@@ -12,7 +12,7 @@ from torch import nn
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import TensorMeta, Workload
-from fusion_advisor.workload.adjacent import lay_out_siblings
+from fusion_advisor.workload.adjacent import lay_out_siblings, leave_room
 from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
 from fusion_advisor.workload.device import (
     TORCH_DTYPES,
@@ -106,6 +106,7 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
     else:
         model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
     lay_out_siblings(model)
+    leave_room(model)
     model.eval()
     new_tokens = (request.new_tokens or NEW_TOKENS) if request.phase == "generate" else 0
     inputs = make_inputs(model, request, device=device, dtype=dtype)

@@ -50,6 +50,21 @@ def test_fp32_gemms_without_tf32_are_bounded_by_their_time_above_the_bytes():
     assert "tf32" in found.change
 
 
+def test_a_gemm_of_an_odd_width_is_told_once_its_width_is_odd():
+    capture, plan = qwen_h200()
+    assert titled(find_findings(capture, plan, ALL_ON, {}), "odd width") == []
+    linears = [op for op in capture.ops if op.op_class is OpClass.GEMM and op.target == "aten.linear.default"]
+    head, (out,) = linears[-1], linears[-1].outputs
+    odd = replace(head, outputs=(replace(out, shape=(*out.shape[:-1], out.shape[-1] - 7)),))
+    changed = replace(capture, ops=tuple(odd if op is head else op for op in capture.ops))
+    (found,) = titled(find_findings(changed, plan, ALL_ON, {}), "odd width")
+    taken = sum(launch.duration_ns for launch in capture.launches if launch.op_index == head.index)
+    assert 0 < found.gain_ns < taken
+    assert f"{out.shape[-1] - 7:,} columns" in found.reason
+    on_cpu = replace(changed, environment=replace(capture.environment, device_kind="cpu"))
+    assert titled(find_findings(on_cpu, plan, ALL_ON, {}), "odd width") == []
+
+
 def test_tf32_is_not_advised_where_it_is_on_or_impossible_or_nothing_is_fp32():
     capture, plan = gpt2_h200()
     assert titled(find_findings(capture, plan, ALL_ON, {}), "TF32") == []

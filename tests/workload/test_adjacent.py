@@ -1,0 +1,50 @@
+"""Room behind weights: the same model, with memory for the rows that a padded GEMM reads."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from fusion_advisor.workload.adjacent import has_room, lay_out_siblings, leave_room, padded_rows
+
+
+class Tied(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(13, 16, dtype=dtype)
+        self.head = nn.Linear(16, 13, bias=False, dtype=dtype)
+        self.head.weight = self.words.weight
+        self.odd = nn.Linear(16, 3, dtype=dtype)
+        self.even = nn.Linear(16, 8, dtype=dtype)
+
+
+def test_odd_weights_get_room_and_the_model_stays_the_same():
+    model = Tied(torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    even = model.even.weight
+    assert leave_room(model) == 3  # the tied weight once, odd's weight and bias
+    assert model.head.weight is model.words.weight and model.even.weight is even
+    for tensor, rows in ((model.head.weight, 16), (model.odd.weight, 8), (model.odd.bias, 8)):
+        assert has_room(tensor, rows) and not has_room(tensor, rows + 1)
+        assert tensor.is_contiguous() and tensor.requires_grad
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+    assert leave_room(model) == 0
+
+
+def test_wide_dtypes_and_weights_that_lie_in_a_common_storage_stay():
+    assert leave_room(Tied(torch.float32)) == 0
+    model = nn.ModuleDict({name: nn.Linear(16, 12, bias=False, dtype=torch.float16) for name in "qk"})
+    assert lay_out_siblings(model) == 1
+    storage = model["q"].weight.untyped_storage().data_ptr()
+    assert leave_room(model) == 0
+    assert model["k"].weight.untyped_storage().data_ptr() == storage
+
+
+def test_rows_are_rounded_up():
+    assert [padded_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
