@@ -15,7 +15,7 @@ from math import ceil
 
 import torch
 
-from fusion_advisor.library.backend_cuda import pack_width, shared_bytes_of
+from fusion_advisor.library.backend_cuda import is_split, pack_width, shared_bytes_of
 from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Rendered
@@ -97,7 +97,7 @@ def _unit(number, launch):
     calls = calls_of(launch.program, flatten_rows=True)
     plans = [call.plan for call in calls]
     kind = plans[0].kind
-    width = launch.width or min(pack_width(plan)[0] for plan in plans)
+    width = launch.width or min(pack_width(plan, is_split=is_split(rendered))[0] for plan in plans)
     packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
     is_looped = "index_t start = 0" in rendered.source
     each = packs[0] if kind == "rows" and not is_looped else 3

@@ -15,11 +15,12 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width
+from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width, pays_to_split, shared_bytes_of
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
+from fusion_advisor.library.staging import shared_memory_of
 
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
 CASES = cases()
@@ -267,6 +268,56 @@ def test_unaligned_tensors_are_read_column_by_column(tmp_path):
 )  # fmt: skip
 def test_packs_lie_in_one_row_of_a_table_and_in_one_channel(name, width):
     assert pack_width(schedule(CASES[name], flatten_rows=True))[0] == width
+
+
+def test_packs_cross_a_border_where_those_inside_a_channel_are_narrow():
+    plans = {name: schedule(CASES[f"gathered_group_norm{name}"], flatten_rows=True) for name in ("_split", "", "_narrow", "_odd")}
+    assert [pays_to_split(plan) for plan in plans.values()] == [True, False, False, False]
+    assert pack_width(plans["_split"])[0] == 1
+    assert pack_width(plans["_split"], is_split=True) == (8, 16)
+    assert pack_width(plans["_narrow"], is_split=True)[0] == 2  # wider ones would meet two borders
+    assert launch_shape(plans["_split"], Tuning(), is_looped=False)[0]["VEC"] == 8
+
+
+def test_rows_in_shared_memory_fit_beside_each_other():
+    shapes = []
+    for program in (p.softmax(2048, 128256, "bfloat16"), p.softmax(2048, 50264, "bfloat16"), p.softmax(16, 50264, "bfloat16"),
+                    p.dropout_add_rmsnorm(4, 20000), p.normed_pairs(2, 16390, "float16"), p.logsumexp(4, 20000)):  # fmt: skip
+        plan = schedule(program, flatten_rows=True)
+        macros, _ = launch_shape(plan, Tuning(), is_looped=True, shared=shared_memory_of(90))
+        shapes.append((macros["THREADS"], macros.get("STAGED"), shared_bytes_of(plan, macros)))
+    assert shapes == [
+        (1024, 115968, 2 * 115968),  # nine tenths of a row; two rows of 50,264 are under way on a multiprocessor
+        (512, 50272, 2 * 50272),
+        (1024, 50272, 2 * 50272),
+        (1024, 20000, (4 + 4) * 20000 + 20000 // 4),  # both operands, and a byte for the dropout of four columns
+        (1024, 16400, 2 * 2 * 16400),  # two neighbours each
+        (1024, None, 0),  # walked once
+    ]
+
+
+def test_a_device_without_room_reads_the_row_again():
+    plan = schedule(p.softmax(4, 20000), flatten_rows=True)
+    macros, _ = launch_shape(plan, Tuning(), is_looped=True)
+    assert macros["STAGED"] == 0 and shared_bytes_of(plan, macros) == 0
+    assert [shared_memory_of(arch).block_bytes >> 10 for arch in (75, 80, 86, 90, 100, 999)] == [64, 163, 99, 227, 227, 48]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+@pytest.mark.parametrize("staged", [0, 20000])
+def test_what_is_held_and_what_is_read_again_are_the_same(tmp_path, staged):
+    names = ("looped_softmax-1x20000", "looped_add_layernorm-1x20000", "dropout_add_rmsnorm-2x20000")
+    launches = [
+        cuda_on_host.Launch(
+            rendered=render(CASES[name]), program=CASES[name], inputs=inputs(name, CASES[name]), outputs=allocate(CASES[name]),
+            staged=staged,
+        )
+        for name in names
+    ]  # fmt: skip
+    cuda_on_host.run_all(launches, tmp_path)
+    for name, launch in zip(names, launches, strict=True):
+        for got, oracle in zip(launch.outputs, evaluate(launch.program, *launch.inputs), strict=True):
+            assert distance(name, got, oracle) <= 4
 
 
 def test_what_a_pack_shares_is_read_once_for_it():
