@@ -48,6 +48,21 @@ _MIN_BLOCKS = 512
 _NO_SHARED_MEMORY = SharedMemory()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a kernel is written for sizes and strides like those of the Program that it was rendered for; it serves any others."""
+
+    is_looped: bool = False
+    """Rows are walked in parts."""
+    is_split: bool = False
+    """A pack may lie across a border between channels."""
+    is_shifted: bool = False
+    """A row's packs start where its addresses allow it, not at its first column."""
+
+
+_PLAIN = Form()
+
+
 class CudaBackend:
     """Renders and builds CUDA C++ kernels."""
 
@@ -61,15 +76,15 @@ class CudaBackend:
         """
         calls = calls_of(program, flatten_rows=True)
         plan = calls[0].plan
-        is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
-        is_split = any(pays_to_split(call.plan) for call in calls)
-        kinds = {"looped": is_looped, "split": is_split, "fast_math": fast_math}
+        form = form_for([call.plan for call in calls])
+        kinds = {"looped": form.is_looped, "split": form.is_split, "shifted": form.is_shifted, "fast_math": fast_math}
         extra = ["cuda", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
         try:
-            writers = [CudaWriter(f.plan, fast_math=fast_math, is_split=is_split) for f in functions]
-            bodies = [body(f.plan, writer, is_looped=is_looped) for f, writer in zip(functions, writers, strict=True)]
+            given = {"fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted}
+            writers = [CudaWriter(f.plan, **given) for f in functions]
+            bodies = [body(f.plan, writer, is_looped=form.is_looped) for f, writer in zip(functions, writers, strict=True)]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
@@ -79,10 +94,11 @@ class CudaBackend:
         elif is_reduced:
             macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
         is_divisor = plan.kind == "tiled" and any(len(call.plan.sizes) > 2 for call in calls)
-        covers = " at a time" if is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
+        covers = " at a time" if form.is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
         covers = f": neighbouring rows{', a divisor of their count' * is_divisor}" if plan.kind == "tiled" else covers
         macros.append((f"packs of a thread{covers}", "PACKS", 1 if is_divisor else 4))
-        macros.append(("columns of a pack, a divisor of every row and stride", "VEC", min(vector_width(c.plan) for c in calls)))
+        divides = "" if form.is_shifted else ", a divisor of every row and stride"
+        macros.append((f"columns of a pack{divides}", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
         if any(context["is_staged"] for context in bodies):
@@ -92,7 +108,8 @@ class CudaBackend:
             "heading": heading(
                 [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
             ),
-            "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": is_looped,
+            "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": form.is_looped,
+            "is_shifted": form.is_shifted,
             "bits": 64 if any(v.dtype == "float64" for call in calls for v in call.plan.program.values) else 32,
             "bounds": "THREADS" if plan.kind == "flat" else "THREADS * ROWS",
             "has_pairs": any(call.plan.has_pairs for call in calls), "has_row": plan.kind != "flat",
@@ -151,7 +168,7 @@ class CudaKernel:
         if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
         tuning = tuning or tuning_of(self._rendered.source)
-        widths = [pack_width(call.plan, is_split=is_split(self._rendered)) for call in calls]
+        widths = [pack_width(call.plan, form_of(self._rendered)) for call in calls]
         width, alignment = min(width for width, _ in widths), max(alignment for _, alignment in widths)
         first = self._launch_of(calls, tuning, width)
         self.tuning = first.text
@@ -161,9 +178,9 @@ class CudaKernel:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
-        plans, is_looped = [call.plan for call in calls], _is_looped(self._rendered)
-        shared = device_shared_memory() if is_looped else SharedMemory()
-        macros, grids = launch_shapes(plans, tuning, is_looped=is_looped, width=width, shared=shared)
+        plans, form = [call.plan for call in calls], form_of(self._rendered)
+        shared = device_shared_memory() if form.is_looped else SharedMemory()
+        macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared)
         blocks = [across for across, _, _ in grids]
         grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         if grid[0] >= 2**31:
@@ -206,36 +223,62 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     macros: dict[str, int] = {}
     if program is not None:
         plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], tuning_of(rendered.source)
-        width = width or min(pack_width(plan, is_split=is_split(rendered))[0] for plan in plans)
-        macros, _ = launch_shapes(plans, tuning, is_looped=_is_looped(rendered), width=width, shared=shared_memory_of(arch))
+        form = form_of(rendered)
+        width = width or min(pack_width(plan, form)[0] for plan in plans)
+        macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared_memory_of(arch))
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
-def _is_looped(rendered: Rendered) -> bool:
-    return "for (index_t start = 0;" in rendered.source
+def form_for(plans: Sequence[Schedule]) -> Form:
+    """The form that is best for some loop nests.
 
-
-def is_split(rendered: Rendered) -> bool:
-    """Whether the packs of a kernel may lie across a border between channels."""
-    return "+ lane >= " in rendered.source
-
-
-def pays_to_split(plan: Schedule) -> bool:
-    """Whether packs that lie inside a channel are so narrow that it pays to look for the border in wider ones.
-
-    Groups of 512 channels of 7 by 7 in bfloat16 take 21 instructions a column in packs across borders, and 54 in single columns.
+    Packs inside the channels of 7 by 7 elements, or inside rows of 50,257, are single columns, which costs two or three times the
+    instructions. The other forms cost more than packs of half or a quarter of the width that they gain.
     """
-    return pack_width(plan)[0] <= min(vector_width(plan), pack_width(plan, is_split=True)[0]) // 4
+
+    def widens(plan: Schedule, form: Form) -> bool:
+        return pack_width(plan)[0] <= min(vector_width(plan), pack_width(plan, form)[0]) // 4
+
+    split, shifted = Form(is_split=True), Form(is_shifted=True)
+    is_looped = plans[0].kind == "rows" and max(plan.program.dims[-1] for plan in plans) > MAX_RESIDENT_COLS
+    return Form(
+        is_looped=is_looped,
+        is_split=any(widens(plan, split) for plan in plans),
+        # In narrow rows the packs at the edges, which are moved element by element, are too many.
+        is_shifted=is_looped and all(_may_shift(plan) and widens(plan, shifted) for plan in plans),
+    )
 
 
-def pack_width(plan: Schedule, *, is_split: bool = False) -> tuple[int, int]:
+def form_of(rendered: Rendered) -> Form:
+    """The form that a kernel was written in."""
+    return Form(
+        is_looped="for (index_t start = " in rendered.source, is_split="+ lane >= " in rendered.source,
+        is_shifted="index_t shift = " in rendered.source,
+    )  # fmt: skip
+
+
+def _may_shift(plan: Schedule) -> bool:
+    """Whether all that varies by column is plain packs: then nothing but loads, stores and sums asks where the row starts."""
+    values = plan.program.values
+    loads = [n for n, value in enumerate(values) if value.op == "load" and plan.has_col(n)]
+    is_plain = all(plan.loads[n].is_vector and values[n].guard is None and not values[n].args for n in loads)
+    is_plain = is_plain and all(plan.stores[n].is_vector for n in range(len(plan.stores)) if plan.stores_col(n))
+    return (
+        plan.kind == "rows"
+        and bool(loads)
+        and is_plain
+        and not (plan.has_pairs or plan.numbers or any(value.op in ("quotient", "index") for value in values))
+    )
+
+
+def pack_width(plan: Schedule, form: Form = _PLAIN) -> tuple[int, int]:
     """The widest pack that sizes, strides and offsets allow, and the alignment that it asks of base addresses, in bytes.
 
     Alignment is 1 where every tensor has it: an element is aligned to itself.
 
     Args:
         plan: the schedule.
-        is_split: whether a pack may lie across a border between channels, one at most.
+        form: of the kernel.
     """
     program, width = plan.program, vector_width(plan)
     places: list[tuple[Access, tuple[int, ...], tuple[int, ...]]] = [
@@ -258,11 +301,16 @@ def pack_width(plan: Schedule, *, is_split: bool = False) -> tuple[int, int]:
         ]
         # A pack's elements take whole calls of the random numbers, which make four.
         is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
-        is_whole = is_whole and program.dims[-1] % width == 0
-        is_whole = is_whole and all(border % width == 0 or (is_split and border >= width) for border in borders)
-        is_aligned = all(
+        is_whole = is_whole and all(border % width == 0 or (form.is_split and border >= width) for border in borders)
+        is_aligned = program.dims[-1] % width == 0 and all(
             move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
         )
+        if form.is_shifted:  # every address may miss a pack's border by as much as all others do
+            phases = {
+                (*(s % width for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1), own[0] % width)
+                for _, strides, own in along
+            }
+            is_aligned = len(phases) == 1
         if is_whole and is_aligned:
             return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
@@ -270,18 +318,18 @@ def pack_width(plan: Schedule, *, is_split: bool = False) -> tuple[int, int]:
 
 
 def launch_shape(
-    plan: Schedule, tuning: Tuning, *, is_looped: bool, width: int = 0, shared: SharedMemory = _NO_SHARED_MEMORY
+    plan: Schedule, tuning: Tuning, *, form: Form = _PLAIN, width: int = 0, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], tuple[int, int, int]]:
     """Macros and grid for a Program.
 
     Args:
         plan: the Program's schedule.
         tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
-        is_looped: whether the kernel walks rows in parts.
+        form: of the kernel.
         width: columns of a pack; what the Program allows by default.
         shared: what a kernel that walks rows in parts keeps them in.
     """
-    width = width or pack_width(plan, is_split=pays_to_split(plan))[0]
+    width = width or pack_width(plan, form)[0]
     cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
@@ -310,21 +358,26 @@ def launch_shape(
         height = min(height, -(-rows // each))
         macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
         return macros, _grid(plan, macros)
-    if is_looped:
-        macros = {**_looped_shape(plan, tuning, width, shared), **wide}
+    if form.is_shifted:
+        cols += width - 1
+        packs = -(-cols // width)
+    if form.is_looped:
+        macros = {**_looped_shape(plan, tuning, width, shared, is_shifted=form.is_shifted), **wide}
         return macros, _grid(plan, macros)
     threads = asked or min(1024, -(-packs // (32 * wanted)) * 32)
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
     each = -(-packs // threads)
     height = min(height, 32)
-    is_full = cols % (threads * each * width) == 0
+    is_full = cols % (threads * each * width) == 0 and not form.is_shifted
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
     return macros, _grid(plan, macros)
 
 
-def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory) -> dict[str, int]:
+def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory, *, is_shifted: bool) -> dict[str, int]:
     """Launch shape of rows that are walked in parts: as many at once as shared memory holds, with enough loads under way."""
-    cols, row_bytes = plan.program.dims[-1], -(-plan.program.dims[-1] // width) * pack_bytes(plan, width)
+    before = width - 1 if is_shifted else 0
+    cols = plan.program.dims[-1] + before
+    row_bytes = -(-cols // width) * pack_bytes(plan, width)
     fitting = shared.sm_bytes // (row_bytes + shared.reserved_bytes)
     is_alone = fitting < 2 or plan.row_count < _MIN_BLOCKS
     threads = 32 * tuning.num_warps if tuning.num_warps else 1024 if is_alone else _LOOP_BLOCK
@@ -336,29 +389,30 @@ def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemo
         # A row that has a multiprocessor for itself is read at one go; others in steps that are full.
         steps = -(-packs // most) if plan.row_count < _MIN_BLOCKS else max(-(-packs // most), round(packs / each))
         each = -(-packs // steps)
-    macros = {"THREADS": threads, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": int(cols % (threads * each * width) == 0)}
+    macros = {"THREADS": threads, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
+    macros["FULL"] = int(cols % (threads * each * width) == 0 and not is_shifted)
     if not pack_bytes(plan, width):
         return macros
     blocks = max(1, min(tuning.block_rows or fitting, 2048 // threads))
-    return {**macros, "STAGED": staged_cols(plan, shared, width=width, threads=threads, blocks=blocks)}
+    return {**macros, "STAGED": staged_cols(plan, shared, width=width, threads=threads, blocks=blocks, before=before)}
 
 
 def launch_shapes(
-    plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool, width: int, shared: SharedMemory = _NO_SHARED_MEMORY
+    plans: Sequence[Schedule], tuning: Tuning, *, form: Form, width: int, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], list[tuple[int, int, int]]]:
     """Macros of a launch of several loop nests, which is shaped for the largest, and the grid of each; see :func:`launch_shape`.
 
     Args:
         plans: the nests; one alone gets what it gets by itself.
         tuning: overrides.
-        is_looped: whether the kernel walks rows in parts.
+        form: of the kernel.
         width: columns of a pack, that every nest allows.
         shared: what a kernel that walks rows in parts keeps them in.
     """
     widest = max(plans, key=lambda plan: plan.row_count)
-    macros, _ = launch_shape(widest, tuning, is_looped=is_looped, width=width, shared=shared)
-    if is_looped:
-        held = [launch_shape(plan, tuning, is_looped=True, width=width, shared=shared)[0].get("STAGED") for plan in plans]
+    macros, _ = launch_shape(widest, tuning, form=form, width=width, shared=shared)
+    if form.is_looped:
+        held = [launch_shape(plan, tuning, form=form, width=width, shared=shared)[0].get("STAGED") for plan in plans]
         macros |= {"STAGED": min(cols for cols in held if cols is not None)} if "STAGED" in macros else {}
     if widest.kind == "tiled":
         while any(len(plan.sizes) > 2 and plan.program.dims[-2] % macros["PACKS"] for plan in plans):

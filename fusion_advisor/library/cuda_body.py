@@ -106,21 +106,24 @@ def _step(
             value = plan.program.stores[member].value
             code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
             lane.append(f"{pack}[{place}] = {code};")
-        tail.append(f"store_pack({writer.operand_address(access, col='first')}, {pack});")
+        address = writer.operand_address(access, col="first")
+        tail.append(f"store_part({address}, {pack}, inside);" if writer.is_shifted else f"store_pack({address}, {pack});")
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
+    # What is only stored is not looked at outside the row; what is added up must not be.
+    skipped = ["if (!(inside >> lane & 1)) continue;"] if writer.is_shifted and (step.reductions or pairs or together) else []
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     tail += [line for sums in together for line in sums["count"]]
-    columns = [*head, *_loop("lane", "VEC", lane), *tail]
+    columns = [*head, *_loop("lane", "VEC", [*skipped, *lane]), *tail]
     packs = packs_of(plan, writer, step)
     loads = _loads(plan, writer, packs, per_p, is_looped=is_looped, arrays={n: arrays[n] for n in packs if n in written})
     loads += _staged_stores(plan, writer, {n: arrays[n] for n in packs if n in arrays and n not in written})
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", pair["sum"]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*skipped, *pair["sum"]]), is_looped=is_looped, skips=True)
     for sums in together:
         over = [*sums["start"], *over, *sums["mean"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", sums["squares"]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*skipped, *sums["squares"]]), is_looped=is_looped, skips=True)
         over += sums["merge"]
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
@@ -176,7 +179,7 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
         "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
         "start": [f"Moments<{kind}> {step} = {{}};"],
         "sum": [f"{step}.sum += {element};"],
-        "count": [f"{step}.count += VEC;"],
+        "count": [f"{step}.count += {'__popc(inside)' if writer.is_shifted else 'VEC'};"],
         "mean": [f"{step}.set_mean();"],
         "squares": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
         "merge": [f"{seen} = merged({seen}, {step});"],
@@ -207,7 +210,8 @@ def _loads(
         target = f"{writer.packs[number]}[p] ="
         if number not in arrays:
             return [f"{target} {code};"]
-        return [f"{target} first < STAGED ? {_from_staged(plan, number, arrays[number])}", f"    : {code};"]
+        held = _from_staged(plan, writer, number, arrays[number])
+        return [f"{target} {_staged_first(writer)} < STAGED ? {held}", f"    : {code};"]
 
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
@@ -242,23 +246,30 @@ def _staged_arrays(plan: Schedule, arrays: dict[int, str]) -> list[str]:
     return ["extern __shared__ uint4 staged[];", *lines] if arrays else []
 
 
-def _staged_place(plan: Schedule, number: int, name: str) -> str:
-    return f"{name} + {'2 * ' if plan.loads[number].is_pair else ''}first"
+def _staged_first(writer: CudaWriter) -> str:
+    return "first + shift" if writer.is_shifted else "first"
 
 
-def _from_staged(plan: Schedule, number: int, name: str) -> str:
+def _staged_place(plan: Schedule, writer: CudaWriter, number: int, name: str) -> str:
+    return f"{name} + {'2 * ' if plan.loads[number].is_pair else ''}{_staged_first(writer)}"
+
+
+def _from_staged(plan: Schedule, writer: CudaWriter, number: int, name: str) -> str:
     if number in plan.numbers:
         return f"{name}[first / VEC]"
-    return f"load_pack{'<2>' if plan.loads[number].is_pair else ''}({_staged_place(plan, number, name)})"
+    return f"load_pack{'<2>' if plan.loads[number].is_pair else ''}({_staged_place(plan, writer, number, name)})"
 
 
 def _staged_stores(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> list[str]:
     lines = []
     for number, name in arrays.items():
         pack = f"{writer.packs[number]}[p]"
-        is_bits = number in plan.numbers
-        lines.append(f"{name}[first / VEC] = {pack};" if is_bits else f"store_pack({_staged_place(plan, number, name)}, {pack});")
-    return _over_packs(plan, writer, ["if (first >= STAGED) continue;", *lines], is_looped=True, skips=False) if lines else []
+        if number in plan.numbers:
+            lines.append(f"{name}[first / VEC] = {pack};")
+        else:
+            lines.append(f"store_pack({_staged_place(plan, writer, number, name)}, {pack});")
+    skip = f"if ({_staged_first(writer)} >= STAGED) continue;"
+    return _over_packs(plan, writer, [skip, *lines], is_looped=True, skips=False) if lines else []
 
 
 def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
@@ -266,6 +277,8 @@ def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
     conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
+    if writer.is_shifted:
+        return f"load_part({address}, inside)"
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
@@ -285,10 +298,12 @@ def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_loop
         place = ["const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;"]
         place.append(f"const bool is_inside = first < {plan.sizes[-1]};")
     else:
-        place = [f"const index_t first = {'start + ' if is_looped else ''}((index_t)p * THREADS + threadIdx.x) * VEC;"]
+        start, shift = "start + " if is_looped else "", " - shift" if writer.is_shifted else ""
+        place = [f"const index_t first = {start}((index_t)p * THREADS + threadIdx.x) * VEC{shift};"]
         place.append(f"const bool is_inside = FULL || first < {plan.sizes[-1]};")
+        place.append(f"const unsigned inside = columns_inside(first, {plan.sizes[-1]});")
     if skips:
-        lines = ["if (!is_inside) continue;", *lines]
+        lines = ["if (!inside) continue;" if writer.is_shifted else "if (!is_inside) continue;", *lines]
     return _loop("p", "PACKS", [*kept(place, lines), *lines])
 
 
@@ -323,6 +338,11 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
     outer = _outer_indices(plan, name)[is_tiled:]
     bases = [line for line, access in _bases(writer) if not is_tiled or access.strides[-2] == "0"]
     declared = kept([*(f"const index_t {line};" for line in outer), *bases], lines)
+    if writer.is_shifted:
+        access = next(plan.loads[n] for n in writer.packs)
+        scalar, address = SCALARS[access.operand.dtype], writer.operand_address(access, col="0").removesuffix(" + 0")
+        declared.append("// Packs start where all rows' addresses allow: the row's first column is not the first of its pack.")
+        declared.append(f"const index_t shift = (unsigned long long)({address}) / sizeof({scalar}) % VEC;")
     row = "(index_t)blockIdx.x * ROWS + threadIdx.y"
     place = f"const index_t {name} = " + (f"({row}) * PACKS;  // the thread's first row" if is_tiled else f"{row};")
     return [place, f"if ({name} >= rows) return;", *declared]
@@ -354,7 +374,8 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc sigmoid remainder_of sign_of fast_tanh
+        store_pack columns_inside load_part store_part nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc
+        sigmoid remainder_of sign_of fast_tanh
         fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
@@ -367,7 +388,8 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
-    wanted |= {name for name in ("load_pack", "store_pack") if name in text}
+    wanted |= {name for name in ("load_pack", "store_pack", "columns_inside", "load_part", "store_part") if name in text}
+    wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())

@@ -66,6 +66,7 @@ class CudaWriter(Writer):
             the one that comes first; and the dropouts that are decided for a pack at once, with the name of its bits.
         per_pack: the values that all columns of a pack share, though others have their own.
         is_split: whether a pack may lie across a border between channels: nothing is shared then.
+        is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
     """
 
     helper_names = frozenset(
@@ -73,11 +74,12 @@ class CudaWriter(Writer):
          "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
          "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
          "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged", "staged", "STAGED"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
-    def __init__(self, plan: Schedule, *, fast_math: bool, is_split: bool = False) -> None:
+    def __init__(self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False) -> None:
         self.packs: dict[int, str] = {}
+        self.is_shifted = is_shifted
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)

@@ -80,7 +80,7 @@ def pack_bytes(plan: Schedule, width: int) -> int:
     return sum(1 if n in plan.numbers else plan.loads[n].col_bytes * width for n in staged)
 
 
-def staged_cols(plan: Schedule, shared: SharedMemory, *, width: int, threads: int, blocks: int) -> int:
+def staged_cols(plan: Schedule, shared: SharedMemory, *, width: int, threads: int, blocks: int, before: int = 0) -> int:
     """Columns that a block holds when as many rows are under way on a multiprocessor.
 
     Args:
@@ -89,8 +89,9 @@ def staged_cols(plan: Schedule, shared: SharedMemory, *, width: int, threads: in
         width: columns of a pack.
         threads: of a block.
         blocks: of a multiprocessor.
+        before: columns that the first pack may start before the row.
     """
-    each, cols = pack_bytes(plan, width), plan.program.dims[-1]
+    each, cols = pack_bytes(plan, width), plan.program.dims[-1] + before
     # Reductions have memory of their own: a number for each warp, of 8 bytes at most.
     partials = 8 * (threads // 32) * sum(value.op in REDUCTIONS for value in plan.program.values)
     free = min(shared.block_bytes, shared.sm_bytes // blocks - shared.reserved_bytes) - partials

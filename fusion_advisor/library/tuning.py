@@ -214,21 +214,21 @@ def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
 
 
 def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.library.backend_cuda import launch_shape
+    from fusion_advisor.library.backend_cuda import form_for, launch_shape
     from fusion_advisor.library.cuda_ops import vector_width
 
-    plan = largest(calls_of(program, flatten_rows=True))
-    is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
+    calls = calls_of(program, flatten_rows=True)
+    plan, form = largest(calls), form_for([call.plan for call in calls])
 
     def shape_of(tuning: Tuning) -> str:
-        macros, _ = launch_shape(plan, tuning, is_looped=is_looped, shared=shared)
+        macros, _ = launch_shape(plan, tuning, form=form, shared=shared)
         return " ".join(f"{name}={value}" for name, value in macros.items())
 
     if plan.kind == "flat":
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (4, 4), (2, 2), (1, 8), (8, 4))]
     if plan.kind == "tiled":
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (8, 8))]
-    if is_looped:
+    if form.is_looped:
         around = [Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32))]
         return shape_of, [Tuning(num_warps=16, block_rows=2), *around, Tuning(packs=2, num_warps=16)]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.

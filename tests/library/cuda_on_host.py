@@ -15,7 +15,7 @@ from math import ceil
 
 import torch
 
-from fusion_advisor.library.backend_cuda import is_split, pack_width, shared_bytes_of
+from fusion_advisor.library.backend_cuda import form_of, pack_width, shared_bytes_of
 from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Rendered
@@ -38,6 +38,7 @@ static Dim blockIdx, threadIdx, gridDim;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
 #define __expf(x) exp2f((x) * 1.4426950408889634f)
@@ -97,10 +98,10 @@ def _unit(number, launch):
     calls = calls_of(launch.program, flatten_rows=True)
     plans = [call.plan for call in calls]
     kind = plans[0].kind
-    width = launch.width or min(pack_width(plan, is_split=is_split(rendered))[0] for plan in plans)
-    packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
-    is_looped = "index_t start = 0" in rendered.source
-    each = packs[0] if kind == "rows" and not is_looped else 3
+    width = launch.width or min(pack_width(plan, form_of(rendered))[0] for plan in plans)
+    form = form_of(rendered)
+    packs = [max(1, ceil((plan.program.dims[-1] + form.is_shifted * (width - 1)) / width)) for plan in plans]
+    each = packs[0] if kind == "rows" and not form.is_looped else 3
     if kind == "tiled":
         heights = [plan.program.dims[-2] for plan in plans if len(plan.sizes) > 2]
         each = max(count for count in (1, 2, 3) if all(height % count == 0 for height in heights))

@@ -38,6 +38,7 @@ static Dim blockIdx, threadIdx;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static int min(int a, int b) { return a < b ? a : b; }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 static ucontext_t scheduler;

@@ -15,7 +15,15 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width, pays_to_split, shared_bytes_of
+from fusion_advisor.library.backend_cuda import (
+    CudaBackend,
+    Form,
+    compile_for,
+    form_for,
+    launch_shape,
+    pack_width,
+    shared_bytes_of,
+)
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.schedule import schedule
@@ -84,7 +92,7 @@ def test_packs_of_any_width_do_what_the_widest_do(tmp_path):
         (p.rmsnorm(4, 4096, "float32"), (4, 16)),
         (p.rmsnorm(4, 24, row_stride=37), (1, 1)),
         (p.rmsnorm(1, 24, row_stride=37), (4, 16)),
-        (p.swiglu(4, 33, "bfloat16", is_split=True), (1, 1)),
+        (p.swiglu(4, 33, "bfloat16", Form(is_split=True)), (1, 1)),
         (p.gelu_tanh((100,), strides=(3,)), (4, 16)),
         (p.rope(1, 2, 70, 128, "bfloat16"), (8, 16)),
         (p.rope_pairs(1, 2, 70, 64, "bfloat16"), (8, 16)),
@@ -113,13 +121,13 @@ def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
 @pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])
 def test_what_is_empty_has_a_launch_shape(program):
     """`kernels check` compiles such a case too where there is no device."""
-    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning())
     assert min(value for name, value in macros.items() if name != "FULL") > 0
 
 
 def test_the_rows_of_a_thread_share_what_no_head_changes():
     plan = schedule(p.rope(1, 28, 2048, 128, "bfloat16"), flatten_rows=True)
-    macros, _ = launch_shape(plan, Tuning(), is_looped=False)
+    macros, _ = launch_shape(plan, Tuning())
     assert plan.program.dims[-2] % macros["PACKS"] == 0
     source = render(p.bias_gelu_erf(4096, 4096, "bfloat16")).source
     assert source.index("bias_pack = ") > source.index("x_packs[p] = ")
@@ -151,7 +159,7 @@ def test_compiles_with_nvcc(name):
 @needs_nvrtc
 def test_wide_indices_compile():
     program = p.rmsnorm(3, 1024, row_stride=2**30)
-    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning())
     assert macros["WIDE_INDEX"] == 1
     assert compile_for(render(program), 90, program=program)
 
@@ -165,7 +173,7 @@ def test_single_columns_compile(name):
 def test_launch_shapes_cover_every_column_once():
     for cols in (1, 31, 128, 1536, 4096, 5000, 16384):
         plan = schedule(p.rmsnorm(4096, cols, "bfloat16"), flatten_rows=True)
-        macros, grid = launch_shape(plan, Tuning(), is_looped=False)
+        macros, grid = launch_shape(plan, Tuning())
         reached = macros["PACKS"] * macros["THREADS"] * macros["VEC"]
         assert reached >= cols
         assert macros["FULL"] == (reached == cols)
@@ -272,11 +280,29 @@ def test_packs_lie_in_one_row_of_a_table_and_in_one_channel(name, width):
 
 def test_packs_cross_a_border_where_those_inside_a_channel_are_narrow():
     plans = {name: schedule(CASES[f"gathered_group_norm{name}"], flatten_rows=True) for name in ("_split", "", "_narrow", "_odd")}
-    assert [pays_to_split(plan) for plan in plans.values()] == [True, False, False, False]
+    assert [form_for([plan]).is_split for plan in plans.values()] == [True, False, False, False]
     assert pack_width(plans["_split"])[0] == 1
-    assert pack_width(plans["_split"], is_split=True) == (8, 16)
-    assert pack_width(plans["_narrow"], is_split=True)[0] == 2  # wider ones would meet two borders
-    assert launch_shape(plans["_split"], Tuning(), is_looped=False)[0]["VEC"] == 8
+    assert pack_width(plans["_split"], Form(is_split=True)) == (8, 16)
+    assert pack_width(plans["_narrow"], Form(is_split=True))[0] == 2  # wider ones would meet two borders
+    assert launch_shape(plans["_split"], Tuning(), form=Form(is_split=True))[0]["VEC"] == 8
+
+
+def test_packs_of_wide_rows_start_where_addresses_allow():
+    def forms(*programs):
+        return [form_for([schedule(program, flatten_rows=True)]) for program in programs]
+
+    odd, even = p.softmax(4, 50257, "bfloat16"), p.softmax(4, 50264, "bfloat16")
+    # Narrow rows are mostly edges; a weight starts at another address than each row; dropout's numbers are counted from the row.
+    others = (p.softmax(4, 4097, "bfloat16"), p.add_layernorm(2, 16385, "float16"), p.dropout_add_rmsnorm(2, 16385))
+    assert [form.is_shifted for form in forms(odd, even, *others)] == [True, False, False, False, False]
+    plan, shifted = schedule(odd, flatten_rows=True), Form(is_looped=True, is_shifted=True)
+    assert pack_width(plan, shifted) == (8, 16)
+    assert pack_width(schedule(p.rmsnorm(4, 24, row_stride=37), flatten_rows=True), shifted) == (1, 1)
+    macros, _ = launch_shape(plan, Tuning(), form=shifted, shared=shared_memory_of(90))
+    assert macros["STAGED"] >= 50257 + 7
+    assert not macros["FULL"]
+    wide = launch_shape(schedule(p.softmax(4, 8 * 8192, "float32"), flatten_rows=True), Tuning(packs=1), form=shifted)[0]
+    assert not wide["FULL"]  # a multiple of the step, but the row may start inside of one
 
 
 def test_rows_in_shared_memory_fit_beside_each_other():
@@ -284,7 +310,7 @@ def test_rows_in_shared_memory_fit_beside_each_other():
     for program in (p.softmax(2048, 128256, "bfloat16"), p.softmax(2048, 50264, "bfloat16"), p.softmax(16, 50264, "bfloat16"),
                     p.dropout_add_rmsnorm(4, 20000), p.normed_pairs(2, 16390, "float16"), p.logsumexp(4, 20000)):  # fmt: skip
         plan = schedule(program, flatten_rows=True)
-        macros, _ = launch_shape(plan, Tuning(), is_looped=True, shared=shared_memory_of(90))
+        macros, _ = launch_shape(plan, Tuning(), form=Form(is_looped=True), shared=shared_memory_of(90))
         shapes.append((macros["THREADS"], macros.get("STAGED"), shared_bytes_of(plan, macros)))
     assert shapes == [
         (1024, 115968, 2 * 115968),  # nine tenths of a row; two rows of 50,264 are under way on a multiprocessor
@@ -298,7 +324,7 @@ def test_rows_in_shared_memory_fit_beside_each_other():
 
 def test_a_device_without_room_reads_the_row_again():
     plan = schedule(p.softmax(4, 20000), flatten_rows=True)
-    macros, _ = launch_shape(plan, Tuning(), is_looped=True)
+    macros, _ = launch_shape(plan, Tuning(), form=Form(is_looped=True))
     assert macros["STAGED"] == 0 and shared_bytes_of(plan, macros) == 0
     assert [shared_memory_of(arch).block_bytes >> 10 for arch in (75, 80, 86, 90, 100, 999)] == [64, 163, 99, 227, 227, 48]
 

@@ -48,6 +48,7 @@ def test_triton(tmp_path):
         ("layernorm-bfloat16", COLS, 96, 2, 5008),  # some less, and of one step a part is held
         ("layernorm-bfloat16", COLS, 256, 2, 0),
         ("std-float32", COLS, 1024, 5, 0),  # one step; some threads have nothing
+        ("std-float32", 16387, 128, 4, 0),  # rows start at any address
         ("mean_where_no_variance-float32", COLS, 64, 4, 0),
     ],
 )
