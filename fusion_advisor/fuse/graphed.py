@@ -3,11 +3,13 @@
 A graph repeats kernels on the addresses it was recorded with, so everything it takes for granted must hold at each call:
 
 - Dynamo's guards stay. They prove the module's attributes, hooks, train mode and submodules, grad mode and the layout of every
-  tensor. They cost 150 of the 193 µs that dynamo takes for Qwen2.5-7B's 341 inputs (28 layers, one CPU core), so where the step
-  writes to nothing but its own memory the graph is launched *first* and the guards are evaluated while the device works; a result
-  is handed out only after they held, and a replay that was launched in vain is thrown away. What is left in front of the launch
-  is the call's signature, one address per tensor (25 µs for 339 parameters) and the copies of the inputs. A step that writes to
-  memory that outlives it (a KV cache) is launched after the guards.
+  tensor. They cost 150 of the 193 µs that dynamo takes for Qwen2.5-7B's 341 inputs (28 layers, one CPU core; with a KV cache and
+  a slower core a millisecond), so the graph is launched *first* and the guards are evaluated while the device works. A result is
+  handed out only after they held, and a replay that was launched in vain is thrown away. What is left in front of the launch is
+  the call's signature, one address per tensor (25 µs for 339 parameters) and the copies of the inputs.
+- A step that writes to memory that outlives it is launched first only if a replay in vain can be undone. The graph begins with
+  copies of the small tensors that it writes to (a KV cache's counts), which are put back; what it appended behind such a count is
+  then beyond what counts. Any other such step is launched after the guards.
 - Tensors that the call passes are copied into static ones. All other inputs (parameters, buffers, what a cache object holds) are
   used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
   tensor of the call that the step writes to.
@@ -23,8 +25,10 @@ replayed. So a step that writes to a cache writes once per call, always.
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +51,15 @@ _MOST_MOVES = 3
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
+_UNDO_BYTES = 64 << 10
+"""Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
 _COPYING = frozenset({"_to_copy", "to", "copy_", "copy", "lift_fresh_copy", "cuda"})
 
 Outputs = Literal["clone", "static"]
+
+
+class HalfWritten(RuntimeError):
+    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 class Recorder(Protocol):
@@ -148,14 +158,15 @@ class Recording:
         play: launches the graph on the current stream.
         copies: inputs that are copied in.
         slots: places of the inputs that are read where they are, ``addresses`` their addresses and then those of ``own``.
-        held: those inputs, where the graph is launched before the guards and must find them alive. A step that writes to a KV
-            cache is launched after them, on the tensors of that call: holding the cache of an earlier ``generate`` would keep
-            its memory, and so keep the next one from getting the same addresses.
+        read: those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep its memory, and so keep
+            the next one from getting the same addresses.
         own: tensors of the rewritten graph itself.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         is_pure: whether it writes to nothing that outlives the call.
+        saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
+        objects: what was read of the call's objects, whose tensors it writes to.
         memories: the graph's own memory that results lie in.
         results: how each result is made of it.
         replays: how often it ran.
@@ -164,7 +175,7 @@ class Recording:
     name: str
     play: Callable[[], None]
     copies: tuple[_Copy, ...]
-    held: tuple[torch.Tensor, ...]
+    read: tuple[weakref.ref[torch.Tensor], ...]
     own: tuple[torch.Tensor, ...]
     addresses: list[int]
     slots: tuple[int, ...]
@@ -172,6 +183,8 @@ class Recording:
     folded_from: tuple[tuple[torch.Tensor, int], ...]
     flags: tuple[Any, ...]
     is_pure: bool
+    saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
+    objects: tuple[weakref.ref[Any], ...]
     memories: tuple[torch.Tensor, ...]
     results: tuple[_Output, ...]
     kind: type
@@ -179,11 +192,27 @@ class Recording:
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        return (
-            [tensor.data_ptr() for tensor in (*self.held, *self.own)] == self.addresses
-            and self.is_unwritten()
-            and backend_flags() == self.flags
-        )
+        try:
+            addresses = [reference().data_ptr() for reference in self.read]  # type: ignore[union-attr]
+        except AttributeError:  # one of them is no more
+            return False
+        addresses += [tensor.data_ptr() for tensor in self.own]
+        return addresses == self.addresses and self.is_unwritten() and backend_flags() == self.flags
+
+    def may_be_undone(self, objects: Sequence[Any]) -> bool:
+        """Whether it may be launched before the guards have held, by a call that passes these objects."""
+        if self.is_pure:
+            return True
+        known = [reference() for reference in self.objects]
+        return self.saved is not None and len(known) == len(objects) and all(map(operator.is_, known, objects))
+
+    def undo(self) -> None:
+        """Put back what a replay in vain has written to."""
+        pairs = [(reference(), copy) for reference, copy in self.saved or ()]
+        alive = [(tensor, copy) for tensor, copy in pairs if tensor is not None]
+        if alive:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor for tensor, _ in alive], [copy for _, copy in alive])
 
     def is_unwritten(self) -> bool:
         """Whether folded values are still those of their sources."""
@@ -231,7 +260,14 @@ class _Call:
     thread: int
     key: Any
     leaves: Sequence[torch.Tensor]
+    objects: Sequence[Any]
     launched: Recording | None
+
+    def undo(self) -> None:
+        """Take back what was launched ahead, if anything was."""
+        launched, self.launched = self.launched, None
+        if launched is not None:
+            launched.undo()
 
 
 class Graphs:
@@ -253,6 +289,7 @@ class Graphs:
         self._latest: dict[Any, GraphedRegion] = {}
         self._lock = threading.Lock()
         self._call: _Call | None = None
+        self._may_run_ahead = True
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -269,13 +306,17 @@ class Graphs:
         self._recordings.clear()
         self._latest.clear()
 
-    def run(self, key: Any, leaves: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
+    def run(self, key: Any, leaves: Sequence[torch.Tensor], call: Callable[[], Any], objects: Sequence[Any] = ()) -> Any:
         """Run one call of the model.
 
         Args:
             key: its signature.
             leaves: the tensors that it passes, in the signature's order.
             call: runs it through dynamo, which calls the region below if the guards hold.
+            objects: what was read of the objects that it passes; the same ones as long as they hold the same.
+
+        Raises:
+            HalfWritten: the graph was launched ahead, and dynamo then ran the original ops without asking.
         """
         if not self.is_on:
             return call()
@@ -290,11 +331,21 @@ class Graphs:
             latest = self._latest.get(key)
             recording = None if latest is None else self._recordings.get(latest)
             launched = None
-            if recording is not None and recording.is_pure and recording.is_in_place():
+            if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
                 recording.replay(leaves)
                 launched = recording
-            self._call = _Call(threading.get_ident(), key, leaves, launched)
-            return call()
+            under_way = self._call = _Call(threading.get_ident(), key, leaves, objects, launched)
+            try:
+                result = call()
+            except BaseException:
+                under_way.undo()
+                raise
+            if under_way.launched is not None and not under_way.launched.is_pure:
+                self._may_run_ahead = False
+                raise HalfWritten(
+                    "the model's own ops ran after its CUDA graph had written to the cache: reset the cache and repeat"
+                )
+            return result
         finally:
             self._call = None
             self._lock.release()
@@ -304,11 +355,14 @@ class Graphs:
         call = self._call
         if call is None or call.thread != threading.get_ident():
             return region.plain(*args)
+        recording = self._recordings.get(region)
+        if call.launched is not recording:
+            call.undo()
         if region.refusal is not None:
             self._say(region.refusal)
             return region.plain(*args)
-        recording = self._recordings.get(region)
         if recording is not None and not recording.fits(args, call.leaves):
+            call.undo()
             del self._recordings[region]
             # Folded values whose sources were written to are computed again by a plain call, outside any graph.
             region.is_warm = recording.is_unwritten()
@@ -322,7 +376,7 @@ class Graphs:
                 region.is_warm = True
                 return region.plain(*args)
             try:
-                recording = region.record(self._recorder, args, call.leaves)
+                recording = region.record(self._recorder, args, call.leaves, call.objects)
             except CannotRecord as error:
                 region.refusal = str(error)
                 self._say(region.refusal)
@@ -340,6 +394,16 @@ class Graphs:
             recording.replay(call.leaves)
         call.launched = None
         return recording.give(args, self.outputs)
+
+    def other(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a graph that is never recorded, which first takes back what was launched ahead in its place."""
+
+        def run(*args: Any) -> Any:
+            if self._call is not None and self._call.thread == threading.get_ident():
+                self._call.undo()
+            return forward(*args)
+
+        return run
 
     def _say(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -359,10 +423,13 @@ class GraphedRegion:
     moves: int = 0
     _written: frozenset[int] = field(init=False)
     _is_pure: bool = field(init=False)
+    _saved: tuple[int, ...] | None = field(init=False)
+    """Places of the inputs that must be put back after a replay in vain; None where that would not undo it."""
 
     def __post_init__(self) -> None:
         self.refusal = host_work(self.module)
         self._written, self._is_pure = _writes(self.module)
+        self._saved = saved_inputs(self.module)
 
     def __call__(self, *args: Any) -> Any:
         """Run the region on dynamo's inputs."""
@@ -372,7 +439,9 @@ class GraphedRegion:
         """Run it launch by launch."""
         return self.module.forward(*args)
 
-    def record(self, recorder: Recorder, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> Recording:
+    def record(
+        self, recorder: Recorder, args: Sequence[Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any] = ()
+    ) -> Recording:
         """Record the region for inputs like these.
 
         Raises:
@@ -394,8 +463,19 @@ class GraphedRegion:
             on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
             raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
         runner = _Watched(self.module)
+        written = [inputs[slot] for slot in self._saved or ()]
+        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
+        written = written if can_undo else []
+        with torch.inference_mode(False):
+            saved = [torch.empty_like(tensor) for tensor in written]
+
+        def step() -> Any:
+            if saved:
+                torch._foreach_copy_(saved, written)
+            return runner.run(*inputs)
+
         try:
-            play, result = recorder.record(lambda: runner.run(*inputs))
+            play, result = recorder.record(step)
         except CannotRecord as error:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
@@ -404,9 +484,11 @@ class GraphedRegion:
         memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs)
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), held=read if self._is_pure else (), own=own,
+            play=play, copies=tuple(copies), read=tuple(map(weakref.ref, read)), own=own,
             addresses=[tensor.data_ptr() for tensor in (*read, *own)], slots=tuple(slots), others=tuple(others),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
+            saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
+            objects=tuple(map(weakref.ref, objects)),
             memories=memories, results=results, kind=kind,
         )  # fmt: skip
 
@@ -475,6 +557,43 @@ def _writes(module: GraphModule) -> tuple[frozenset[int], bool]:
     own = [node for node in module.graph.nodes if node.op == "get_attr"]
     slots = frozenset(slot for slot, node in enumerate(placeholders) if written & set(storages(node)))
     return slots, not slots and not any(written & set(storages(node)) for node in own)
+
+
+def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
+    """Return the inputs whose old contents must be known to undo a region, by place; None where they would not suffice.
+
+    What the region appends needs none: rows that ``index_copy_`` writes at places counted by an input that the region moves on.
+    With the count put back they lie where nothing is held yet, and the same call, run by the original ops, writes there again.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    appends: list[Node] = []
+    written: set[int] = set()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.index_copy_.default:
+            appends.append(node)
+        else:
+            written.update(written_storages(node))
+    if any(written & set(storages(node)) for node in module.graph.nodes if node.op == "get_attr"):
+        return None
+    saved = [slot for slot, node in enumerate(placeholders) if written & set(storages(node))]
+    counts = {placeholders[slot] for slot in saved}
+    given = {key for node in placeholders for key in storages(node)}
+    for node in appends:
+        outlives = given & set(written_storages(node))
+        if outlives and (outlives & written or not counts & _ancestors(node.args[2])):
+            return None
+    return tuple(saved)
+
+
+def _ancestors(value: Any) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [value] if isinstance(value, Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _static(slot: int, leaf: int, value: torch.Tensor) -> _Copy:

@@ -23,14 +23,10 @@ from torch.fx import GraphModule
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.graphed import GraphedRegion, Graphs
+from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.records import Report
-
-
-class HalfWritten(RuntimeError):
-    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 class FusedModel:
@@ -134,17 +130,18 @@ class FusedModel:
         """Run the rewritten graphs if this call was verified, the original ops if not.
 
         Raises:
-            HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified. Later
-                calls run the original ops.
+            HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
+                calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
         leaves: list[torch.Tensor] = []
-        key = signature(args, kwargs, leaves, self._objects)
+        objects: list[_Seen] = []
+        key = signature(args, kwargs, leaves, self._objects, objects)
         refusal = self._refusal(key)
         if refusal is None:
             try:
                 if self.graphs is None:
                     return self._run_compiled(key, args, kwargs)
-                return self.graphs.run(key, leaves, lambda: self._run_compiled(key, args, kwargs))
+                return self.graphs.run(key, leaves, lambda: self._run_compiled(key, args, kwargs), objects)
             except LayoutChanged as change:
                 self._is_broken = True
                 if key in self._writing:
@@ -198,14 +195,16 @@ class FusedModel:
         found = self._modules_by_code.get((graph_module.code, _input_layouts(example_inputs)))
         if found is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
-            return graph_module.forward
+            return graph_module.forward if self.graphs is None else self.graphs.other(graph_module.forward)
         module, names, is_whole = found
         self._chosen += 1
         return self._runner(module, names, is_whole=is_whole)
 
     def _runner(self, module: GraphModule, names: tuple[str, ...], *, is_whole: bool) -> Callable[..., Any]:
-        if self.graphs is None or not is_whole:
+        if self.graphs is None:
             return module.forward
+        if not is_whole:
+            return self.graphs.other(module.forward)
         return GraphedRegion(module, names, self.graphs)
 
     # ------------------------------------------------------------------ other shapes
@@ -296,6 +295,7 @@ def signature(
     kwargs: Mapping[str, Any],
     leaves: list[torch.Tensor] | None = None,
     objects: dict[int, _Seen] | None = None,
+    passed: list[_Seen] | None = None,
 ) -> tuple[Any, ...]:
     """Return what must be equal for a call to be one that was verified.
 
@@ -305,16 +305,18 @@ def signature(
         leaves: gets the tensors that are passed as such, not those that objects hold.
         objects: what is remembered of objects seen before: a KV cache of 28 layers takes longer to read than the rest of the
             call, so it is read again only when an attribute or a length in it has changed.
+        passed: gets what is remembered of each object of the call: another one as soon as the object was read again.
     """
-    reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects)
+    reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects, [] if passed is None else passed)
     return (*map(reader.key, args), *((name, reader.key(kwargs[name])) for name in sorted(kwargs)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Seen:
     """An object that was read: what its key was made of, to see cheaply whether it still holds the same."""
 
-    value: weakref.ref[Any]
+    value: Callable[[], Any]
+    """A weak reference."""
     key: Any = None
     items: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
@@ -331,9 +333,10 @@ class _Seen:
 class _Reader:
     """Turns values into hashable keys."""
 
-    def __init__(self, leaves: list[torch.Tensor], objects: dict[int, _Seen]) -> None:
+    def __init__(self, leaves: list[torch.Tensor], objects: dict[int, _Seen], passed: list[_Seen]) -> None:
         self.leaves = leaves
         self.objects = objects
+        self.passed = passed
 
     def key(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -347,14 +350,17 @@ class _Reader:
             return (dict, *((name, self.key(item)) for name, item in value.items()))
         seen = self.objects.get(id(value))
         if seen is not None and seen.is_same(value):
+            self.passed.append(seen)
             return seen.key
         objects, number = self.objects, id(value)
         try:
             seen = _Seen(weakref.ref(value, lambda _: objects.pop(number, None)))
         except TypeError:  # cannot be referred to weakly: read each time
+            self.passed.append(_Seen(_nobody))
             return (_OBJECT, _state(value, 0, None))
         seen.key = (_OBJECT, _state(value, 0, seen))
         objects[number] = seen
+        self.passed.append(seen)
         return seen.key
 
 
@@ -378,6 +384,10 @@ def _state(value: Any, depth: int, seen: _Seen | None) -> Any:
         root = seen.value()  # referred to from its own parts, it would never be freed
         seen.items += [(held, name, item) for name, item in held.items() if item is not root]
     return (type(value), *((str(name), _state(item, depth + 1, seen)) for name, item in held.items()))
+
+
+def _nobody() -> None:
+    """Stand for a reference to what can have none."""
 
 
 _OBJECT = "object"

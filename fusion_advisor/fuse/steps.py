@@ -139,6 +139,11 @@ def walls(
         rewind: called ahead of each run, untimed.
     """
 
+    def from_rest() -> None:
+        rewind()
+        if on_cuda:
+            torch.cuda.synchronize()
+
     def waiting(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
             call()
@@ -148,5 +153,5 @@ def walls(
         return run
 
     with torch.no_grad():
-        times = interleave([waiting(call) for call in calls], rounds=runs, budget_s=budget_s, on_cuda=False, before=rewind)
+        times = interleave([waiting(call) for call in calls], rounds=runs, budget_s=budget_s, on_cuda=False, before=from_rest)
     return [as_timing(series, "wall") for series in times]

@@ -23,6 +23,10 @@ class FakeRecorder:
         self.recorded = 0
         self.replayed = 0
 
+    def protect(self, *tensors):
+        """Add tensors that recorded calls write to."""
+        self.protected = (*self.protected, *tensors)
+
     def refusal(self):
         return self.why_not
 

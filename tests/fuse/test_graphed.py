@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import graphed
 from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, host_work
+from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten, host_work
 from fusion_advisor.fuse.model import FusedModel, signature
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
@@ -60,7 +60,7 @@ def test_the_first_call_is_plain_the_second_is_recorded_and_every_later_one_repl
     assert fused.fallbacks == {} and fused.graphs.refusals == {}
     (recording,) = fused.graphs.recordings
     assert recording.is_pure and recording.replays == 4
-    assert len(recording.copies) == 1 and len(recording.held) == len([*fused.model.parameters(), *fused.model.buffers()])
+    assert len(recording.copies) == 1 and len(recording.read) == len([*fused.model.parameters(), *fused.model.buffers()])
 
 
 def test_a_result_is_not_overwritten_by_later_calls(fused, x):
@@ -329,7 +329,7 @@ class Counter(torch.nn.Module):
         return self.total * self.factor + x
 
 
-def test_a_step_that_writes_to_a_buffer_writes_once_per_call_and_is_launched_after_the_guards():
+def test_a_step_that_writes_to_a_small_buffer_writes_once_per_call_also_when_it_was_launched_in_vain():
     model, plain = Counter().eval(), Counter().eval()
     x = torch.randn(3, 4)
     recorder = FakeRecorder(model.total)
@@ -347,7 +347,129 @@ def test_a_step_that_writes_to_a_buffer_writes_once_per_call_and_is_launched_aft
             warnings.simplefilter("ignore")
             fused(x)
         torch.testing.assert_close(model.total, before + x.sum(0))
-        assert recorder.replayed == 4
+        assert recorder.replayed == 5  # in vain
+
+
+class Memory:
+    """Rows appended one call after the other, as a static KV cache holds them."""
+
+    def __init__(self, rows=40):
+        self.rows = torch.zeros(rows, 4)
+        self.count = torch.zeros(1, dtype=torch.int64)
+
+
+class Appender(torch.nn.Module):
+    """Appends its input to a memory and sums up what that holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x, memory):
+        place = memory.count + torch.arange(x.shape[0])
+        memory.rows.index_copy_(0, place, x)
+        memory.count.add_(x.shape[0])
+        is_held = torch.arange(memory.rows.shape[0]) < memory.count
+        return (memory.rows * is_held[:, None]).sum(0) * self.factor
+
+
+@pytest.fixture
+def appending():
+    model, memory, recorder = Appender().eval(), Memory(), FakeRecorder()
+    recorder.protect(memory.rows, memory.count)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused = graphed_model(model, (torch.randn(2, 4), memory), recorder=recorder)
+        memory.rows.zero_()
+        memory.count.zero_()
+        for value in [torch.randn(2, 4) for _ in range(3)]:
+            fused(value, memory)
+        yield fused, memory, recorder
+
+
+def test_a_step_that_appends_is_launched_before_the_guards(appending, monkeypatch):
+    fused, memory, recorder = appending
+    (recording,) = fused.graphs.recordings
+    ((saved, _),) = recording.saved
+    assert not recording.is_pure and saved() is memory.count
+    at = []
+    real = fused._compiled
+    monkeypatch.setattr(fused, "_compiled", lambda *args: (at.append(recorder.replayed), real(*args))[1])
+    x, held = torch.randn(2, 4), memory.rows[:6].clone()
+    torch.testing.assert_close(fused(x, memory), torch.cat((held, x)).sum(0) * 2)
+    assert at == [3] == [recorder.replayed] and int(memory.count) == 8
+
+
+@pytest.mark.parametrize("is_seen_before", [False, True])
+def test_an_append_in_vain_is_undone(appending, is_seen_before):
+    fused, memory, recorder = appending
+    if is_seen_before:  # dynamo then has a graph for it, and does not ask for one
+        fused.model.factor = 3.0
+        fused(torch.randn(2, 4), memory)
+        fused.model.factor = 2.0
+        fused(torch.randn(2, 4), memory)
+    replayed, count, held = recorder.replayed, int(memory.count), memory.rows.clone()
+    fused.model.factor = 3.0
+    x = torch.randn(2, 4)
+    found = fused(x, memory)
+    torch.testing.assert_close(found, torch.cat((held[:count], x)).sum(0) * 3)
+    assert (int(memory.count), recorder.replayed) == (count + 2, replayed + 1)
+
+
+def test_another_memory_is_not_written_to_ahead(appending):
+    fused, memory, recorder = appending
+    before, other = memory.rows.clone(), Memory()
+    recorder.protect(other.rows, other.count)
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        held = other.rows[: int(other.count)].clone()
+        torch.testing.assert_close(fused(x, other), torch.cat((held, x)).sum(0) * 2)
+    assert torch.equal(memory.rows, before)
+    assert int(memory.count) == 6 and int(other.count) == 6
+
+
+def test_tensors_put_into_the_memory_are_found(appending):
+    fused, memory, recorder = appending
+    old_rows, old_count = memory.rows, memory.count
+    memory.rows, memory.count = old_rows.clone(), old_count.clone()
+    recorder.protect(memory.rows, memory.count)
+    before, x = old_rows.clone(), torch.randn(2, 4)
+    torch.testing.assert_close(fused(x, memory), torch.cat((before[:6], x)).sum(0) * 2)
+    assert torch.equal(old_rows, before)
+    assert int(old_count) == 6
+
+
+def test_original_ops_behind_an_append_ahead_are_an_error_once(appending, monkeypatch):
+    fused, memory, _ = appending
+    monkeypatch.setattr(fused, "_compiled", fused._original)  # dynamo gave up: it asks no backend
+    x = torch.randn(2, 4)
+    with pytest.raises(HalfWritten, match="reset the cache"):
+        fused(x, memory)
+    count, held = int(memory.count), memory.rows.clone()
+    torch.testing.assert_close(fused(x, memory), torch.cat((held[:count], x)).sum(0) * 2)
+
+
+class Overwriting(torch.nn.Module):
+    """Writes rows where its input says: an old row is lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(90, 4))
+
+    def forward(self, x, place):
+        self.rows.index_copy_(0, place, x)
+        return self.rows.sum(0)
+
+
+def test_a_step_that_overwrites_is_launched_after_the_guards():
+    model, x, place = Overwriting().eval(), torch.randn(2, 4), torch.tensor([3, 5])
+    recorder = FakeRecorder(model.rows)
+    with torch.no_grad():
+        fused = graphed_model(model, (x, place), recorder=recorder)
+        for _ in range(4):
+            fused(torch.randn(2, 4), place)
+        (recording,) = fused.graphs.recordings
+        assert recording.saved is None and not recording.may_be_undone(())
 
 
 class Many(torch.nn.Module):
