@@ -302,6 +302,7 @@ def test_packs_of_wide_rows_start_where_addresses_allow():
     assert macros["STAGED"] >= 50257 + 7
     assert not macros["FULL"]
     wide = launch_shape(schedule(p.softmax(4, 8 * 8192, "float32"), flatten_rows=True), Tuning(packs=1), form=shifted)[0]
+    assert "store_pack(x_staged + first + shift, x_packs[p]);" in render(odd).source  # before it is what no one may write
     assert not wide["FULL"]  # a multiple of the step, but the row may start inside of one
 
 
