@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusion_advisor.fuse.saved import SavedPlan
     from fusion_advisor.records import Report
 
-__all__ = ["apply", "load_plan", "profile"]
+__all__ = ["apply", "load_plan", "load_report", "profile"]
 
 
 def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
@@ -97,6 +97,23 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     from fusion_advisor.fuse import saved
 
     return saved.load_plan(run_dir)
+
+
+def load_report(run: str | Path) -> Report:
+    """Read the report of an earlier run; no torch is imported and no device is needed.
+
+    Args:
+        run: a run directory, or its ``report.json``.
+
+    Raises:
+        UnreadableReport: the file is missing, truncated or not one of ours.
+    """
+    from pathlib import Path
+
+    from fusion_advisor.serialize import read_report
+
+    path = Path(run)
+    return read_report(path / "report.json" if path.is_dir() else path)
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 One direction only: ``capture`` makes a :class:`Capture`, ``chains`` turns it into :class:`Chain` rows, ``library`` answers each
 row with a :class:`Match` or a :class:`NoMatch`, ``fuse`` turns those into :class:`Fusion` rows with an outcome, ``report``
-shows a :class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop.
+shows a :class:`Report`. Nothing here imports torch or anything else of ours, so every record can be read on a laptop; a report
+alone finds its notebook view by itself, when one asks for it.
 
 Units: ``_ns`` is an integer number of nanoseconds, ``_bytes`` an integer number of bytes, ``share`` a fraction from 0 to 1,
 ``speedup`` before divided by after.
@@ -12,6 +13,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +309,10 @@ class Status(enum.StrEnum):
     """It was kept, and then a kernel that computes more took its place."""
 
 
+ULP_ENDS = (0, 1, 2, 4, 16, 256)
+"""Upper ends of the bins in which distances are counted, in units in the last place; a last bin holds all beyond."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
@@ -323,6 +332,11 @@ class Numerics:
     """Positions where exactly one of fused and oracle is NaN or Inf."""
     inputs: str = ""
     """What was tried: ``the site's own tensors; random ×3``."""
+    fused_ulps: tuple[int, ...] = ()
+    """Elements by distance from the oracle rounded to their own dtype, in the bins of :data:`ULP_ENDS`; what is NaN or infinite
+    on either side is in none. Empty for integers and in reports that were written before they were counted."""
+    eager_ulps: tuple[int, ...] = ()
+    """The same of the original ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -539,6 +553,8 @@ class ModelCheck:
     cosine: float
     argmax_agreement: float | None
     """Share of positions where fused and eager choose the same token; None for non-logits."""
+    top5_agreement: float | None = None
+    """Share of positions where their five likeliest tokens are the same five, in any order; None as above."""
     nonfinite_mismatches: int
     limit: str
     is_passed: bool
@@ -638,6 +654,30 @@ class Report:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """How it was measured, in sentences."""
+
+    def to_frame(self, name: str | None = None) -> pandas.DataFrame:
+        """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.
+
+        Args:
+            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps`` or ``baselines``; when left out, the
+                table that the terminal prints: rewrites where any was tried, else chains. Units are in the columns' names.
+
+        Raises:
+            UsageError: there is no such table.
+        """
+        from fusion_advisor.report.notebook import to_frame
+
+        return to_frame(self, name)
+
+    def __repr__(self) -> str:
+        """One line: the whole holds every raw time."""
+        return f"<Report {self.run_id}: {self.workload.model_id!r}, {self.status}, {len(self.chains)} chains>"
+
+    def _repr_html_(self, *notes: str) -> str:
+        """What Jupyter shows; ``notes`` are sentences that the report does not know."""
+        from fusion_advisor.report.notebook import to_html
+
+        return to_html(self, *notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_advisor import records
+from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
 from fusion_advisor.records import Capture, Launch, OpClass, OpNode, Ref, Report, Status
 from fusion_advisor.serialize import (
@@ -20,6 +26,7 @@ from fusion_advisor.serialize import (
     dump_capture,
     dump_report,
     encode,
+    json_schema,
     load_capture,
     load_report,
     read_capture,
@@ -30,6 +37,8 @@ from fusion_advisor.serialize import (
 )
 from tests.report.fixtures import ALL, applied, failed_numbers, profiled, timing
 from tests.report.make_fixtures import DIRECTORY
+
+EXAMPLES = content_dir("reports") / "examples"
 
 
 def capture(ops: tuple[OpNode, ...] = ()) -> Capture:
@@ -214,3 +223,44 @@ def test_reading_needs_no_torch() -> None:
 
 def test_report_type_is_what_the_hint_says() -> None:
     assert isinstance(load_report(dump_report(applied()).encode()), Report)
+
+
+def schema_errors(text: str) -> list[str]:
+    found = jsonschema.Draft202012Validator(json_schema()).iter_errors(json.loads(text))
+    return [f"{error.json_path}: {error.message[:100]}" for error in found]
+
+
+@pytest.mark.parametrize("name", [*ALL, "qwen2.5-7b-bf16-1x512-h200", "gpt2-fp32-1x1024-h200"])
+def test_every_report_follows_the_schema_that_is_printed(name: str) -> None:
+    text = dump_report(ALL[name]()) if name in ALL else (EXAMPLES / name / "report.json").read_text()
+    assert schema_errors(text) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda data: data.update(schema="fusion-advisor/2"), "$.schema"),
+        (lambda data: data.update(extra=1), "$"),
+        (lambda data: data.pop("chains"), "$"),
+        (lambda data: data["fusions"][0].update(status="splendid"), "$.fusions[0].status"),
+        (lambda data: data["answers"][0].pop("kind"), "$.answers[0]"),
+        (lambda data: data["before"].update(device_ns="12"), "$.before.device_ns"),
+        (lambda data: data["fusions"][0].update(step_delta_ci_ns=[1]), "$.fusions[0].step_delta_ci_ns"),
+    ],
+)
+def test_the_schema_refuses_what_reading_refuses(change: Callable[[Any], object], where: str) -> None:
+    data = json.loads(dump_report(applied()))
+    assert schema_errors(json.dumps(data)) == []
+    change(data)
+    assert [error for error in schema_errors(json.dumps(data)) if error.startswith(f"{where}:")]
+    with pytest.raises((UnreadableReport, UnknownSchema)):
+        load_report(json.dumps(data))
+
+
+def test_the_schema_is_one_itself_and_names_every_field() -> None:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(schema["properties"]) == {"schema", *(item.name for item in dataclasses.fields(records.Report))}
+    assert schema["$defs"]["Numerics"]["required"] == [
+        item.name for item in dataclasses.fields(records.Numerics) if item.default is dataclasses.MISSING
+    ]

@@ -14,6 +14,7 @@ import typer
 
 from fusion_advisor.cli import apply, compare, doctor, explain, kernels, profile, report
 from fusion_advisor.cli.console import Settings, annotate, silence_stdout, write_result
+from fusion_advisor.cli.help import Command, Group
 from fusion_advisor.cli.run_dir import tool_version
 from fusion_advisor.errors import AdvisorError
 
@@ -23,17 +24,19 @@ INTERRUPTED = 130
 app = typer.Typer(
     name="fusion-advisor",
     help="Profile a PyTorch model, fuse its op chains into readable kernels, keep only what measurably pays.",
+    cls=Group,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,  # typer's own prints source lines of the frame; a user's mistake deserves a sentence
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("profile")(profile.profile)
-app.command("apply")(apply.apply)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
+app.command("profile", cls=Command)(profile.profile)
+app.command("apply", cls=Command)(apply.apply)
+app.command("report", cls=Command)(report.report)
+app.command("compare", cls=Command)(compare.compare)
 app.add_typer(kernels.app, name="kernels")
-app.command("doctor")(doctor.doctor)
-app.command("explain")(explain.explain)
+app.command("doctor", cls=Command)(doctor.doctor)
+app.command("explain", cls=Command)(explain.explain)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -55,7 +55,7 @@ def compare(
     from fusion_advisor.report import gate
 
     rules = gate.parse_rules(fail_on or (), absolute=absolute)
-    wanted = run_dir.parse_formats(formats) if formats else ()
+    wanted = run_dir.parse_formats(formats, extra=()) if formats else ()
     (a_report, a_state, _), (b_report, b_state, b_directory) = (_read(name) for name in (a, b))
     if a_state is None and b_state is None and a_report == b_report and a_report.after is not None:
         a_state = "eager"

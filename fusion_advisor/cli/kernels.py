@@ -13,16 +13,19 @@ import typer
 
 from fusion_advisor.cli import bench, completion, core, options
 from fusion_advisor.cli.console import Settings, write_result
+from fusion_advisor.cli.help import Command, Group
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CannotWrite, KernelCheckFailed, UsageError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check, bench.")
-app.command("bench")(bench.bench_command)
+app = typer.Typer(
+    cls=Group, no_args_is_help=True, rich_markup_mode=None, help="The kernel library: list, show, new, check, bench."
+)
+app.command("bench", cls=Command)(bench.bench_command)
 
 NameArg = Annotated[str, typer.Argument(metavar="NAME", help="A kernel's name.", autocompletion=completion.kernels)]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_command(
     context: typer.Context,
     kernels: options.KernelsOpt = None,
@@ -40,7 +43,7 @@ def list_command(
     _print_rows(settings, ("Kernel", "Backends", "Computes"), rows, "The library is empty.")
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show_command(
     context: typer.Context,
     name: NameArg,
@@ -70,7 +73,7 @@ def show_command(
     write_result("\n".join(parts))
 
 
-@app.command("new")
+@app.command("new", cls=Command)
 def new_command(
     name: NameArg,
     directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the kernel's folder is made.")] = Path(
@@ -88,7 +91,7 @@ def new_command(
     write_result(f"wrote: {made}\nnext: {command}\n")
 
 
-@app.command("check")
+@app.command("check", cls=Command)
 def check_command(
     context: typer.Context,
     *,

@@ -89,17 +89,22 @@ _INPUT, _MEASURE, _ADVISE, _KEEP, _GATE, _OUTPUT = "Input", "Measure", "Advise",
 RevisionOpt = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.", rich_help_panel=_INPUT)]
 DtypeOpt = Annotated[Dtype | None, typer.Option("--dtype", help="auto: 16 bits on a GPU, fp32 on a CPU.", rich_help_panel=_INPUT)]
 DeviceOpt = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_INPUT)]
-BatchOpt = Annotated[int | None, typer.Option("--batch", min=1, help="Examples in a step.", rich_help_panel=_INPUT)]
-SeqLenOpt = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)]
+BatchOpt = Annotated[int | None, typer.Option("--batch", metavar="N", min=1, help="Examples in a step.", rich_help_panel=_INPUT)]
+SeqLenOpt = Annotated[
+    int | None, typer.Option("--seq-len", metavar="N", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)
+]
 PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
-ContextOpt = Annotated[int | None, typer.Option("--context", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)]
+ContextOpt = Annotated[
+    int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)
+]
 NewTokensOpt = Annotated[
-    int | None, typer.Option("--new-tokens", min=1, help="Tokens to make (generate).", rich_help_panel=_INPUT)
+    int | None, typer.Option("--new-tokens", metavar="N", min=1, help="Tokens to make (generate).", rich_help_panel=_INPUT)
 ]
 LayersOpt = Annotated[
-    int | None, typer.Option("--layers", min=1, help="Keep only the first N layers, for a quick look.", rich_help_panel=_INPUT)
+    int | None,
+    typer.Option("--layers", metavar="N", min=1, help="Keep only the first N layers, for a quick look.", rich_help_panel=_INPUT),
 ]
-SeedOpt = Annotated[int | None, typer.Option("--seed", help="Of weights and inputs.", rich_help_panel=_INPUT)]
+SeedOpt = Annotated[int | None, typer.Option("--seed", metavar="N", help="Of weights and inputs.", rich_help_panel=_INPUT)]
 WeightsOpt = Annotated[
     Weights | None, typer.Option("--weights", help="random: seeded, from the configuration alone.", rich_help_panel=_INPUT)
 ]
@@ -108,8 +113,10 @@ TrustOpt = Annotated[
 ]
 OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub.", rich_help_panel=_INPUT)]
 
-WarmupOpt = Annotated[int, typer.Option("--warmup", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)]
-RunsOpt = Annotated[int, typer.Option("--runs", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
+WarmupOpt = Annotated[
+    int, typer.Option("--warmup", metavar="N", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)
+]
+RunsOpt = Annotated[int, typer.Option("--runs", metavar="N", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
 NvtxOpt = Annotated[
     bool,
     typer.Option(
@@ -122,7 +129,7 @@ NvtxOpt = Annotated[
 MinShareOpt = Annotated[
     str, typer.Option("--min-share", metavar="SHARE", help="Leave smaller chains out.", rich_help_panel=_ADVISE)
 ]
-TopOpt = Annotated[int, typer.Option("--top", min=1, help="At most N chains.", rich_help_panel=_ADVISE)]
+TopOpt = Annotated[int, typer.Option("--top", metavar="N", min=1, help="At most N chains.", rich_help_panel=_ADVISE)]
 OnlyOpt = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="PATTERN", help="Only these kernels, ops or modules.", rich_help_panel=_ADVISE),
@@ -207,7 +214,8 @@ OutputOpt = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of ./fusion-runs/<run id>.", rich_help_panel=_OUTPUT)
 ]
 FormatOpt = Annotated[
-    list[str] | None, typer.Option("--format", metavar="LIST", help="html, md, json; repeat or comma.", rich_help_panel=_OUTPUT)
+    list[str] | None,
+    typer.Option("--format", metavar="LIST", help="html, md, json, csv; repeat or comma.", rich_help_panel=_OUTPUT),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,13 @@ def report(
     formats: options.FormatOpt = None,
     as_json: options.JsonOpt = False,
     md_limit: Annotated[int, typer.Option("--md-limit", min=1000, help="Most characters of the markdown.")] = 60_000,
+    top_kernels: Annotated[int, typer.Option("--top-kernels", min=1, help="Most rows of the HTML's kernel table.")] = 500,
+    redact: Annotated[
+        list[str] | None,
+        typer.Option("--redact", metavar="LIST", help="Leave out paths, source, env; repeat or comma. Needs -o."),
+    ] = None,
+    no_source: Annotated[bool, typer.Option("--no-source", help="The same as --redact source.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print report.json's JSON Schema instead.")] = False,
     open_html: options.OpenOpt = False,
     quiet: options.QuietOpt = False,
     verbose: options.VerboseOpt = 0,
@@ -36,17 +44,28 @@ def report(
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
-    from fusion_advisor.serialize import dump_report, read_report
+    from fusion_advisor.serialize import dump_report, json_schema, read_report
 
+    if schema:
+        write_result(json.dumps(json_schema(), indent=1) + "\n")
+        return
     directory = run_dir.resolve(run)
     named = Path(run) if run else directory
     path = named if named.is_file() else directory / "report.json"
     shown = read_report(path)
     wanted = run_dir.parse_formats(formats)
     target = output or directory
+    hidden = _hidden(redact, no_source=no_source)
+    if hidden:
+        from fusion_advisor.report import redact as redacting
+
+        if target.resolve() == path.parent.resolve():
+            detail = "a redacted report would lie beside the run's own report.json, which holds everything"
+            raise UsageError(detail=detail, help="pass -o DIR for a copy that can be given away")
+        shown = redacting.redact(shown, hidden)
     if target.exists() and not target.is_dir():
         raise UsageError(detail=f"--output {target} is a file", help="pass a directory")
-    written = run_dir.write_views(shown, target, wanted, md_limit=md_limit)
+    written = run_dir.write_views(shown, target, wanted, md_limit=md_limit, top_kernels=top_kernels)
     if "json" in wanted and target.resolve() != path.parent.resolve():
         from fusion_advisor.serialize import write_report
 
@@ -71,3 +90,15 @@ def report(
         if verbose:
             console.print(details(shown, console, with_source=verbose > 1))
     write_result(captured.get() + "".join(f"wrote: {path}\n" for path in written))
+
+
+def _hidden(redact: list[str] | None, *, no_source: bool) -> tuple[str, ...]:
+    """Return what is to be left out."""
+    from fusion_advisor.report.redact import PARTS
+
+    asked = [part.strip() for value in redact or () for part in value.split(",") if part.strip()]
+    asked += ["source"] if no_source else []
+    for part in asked:
+        if part not in PARTS:
+            raise UsageError(detail=f"--redact {part} is not known", help=f"use {', '.join(PARTS[:-1])} or {PARTS[-1]}")
+    return tuple(part for part in PARTS if part in asked)

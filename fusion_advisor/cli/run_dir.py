@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RUNS = Path("fusion-runs")
 FORMATS = ("html", "md", "json")
+EXTRA = ("csv",)
+"""Only where asked for."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
 """Options that name a run rather than describe it."""
@@ -145,32 +147,42 @@ def resolve(name: str | None) -> Path:
     raise UnknownRun(name=name, detail=detail, known=known)
 
 
-def parse_formats(values: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the formats asked for, repeated or separated by commas."""
+def parse_formats(values: Iterable[str] | None, *, extra: tuple[str, ...] = EXTRA) -> tuple[str, ...]:
+    """Return the formats asked for, repeated or separated by commas; without any, all but the ``extra`` ones."""
+    known = (*FORMATS, *extra)
     asked = [part.strip() for value in values or () for part in value.split(",") if part.strip()]
     for part in asked:
-        if part not in FORMATS:
-            raise UsageError(detail=f"--format {part} is not known", help=f"use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+        if part not in known:
+            raise UsageError(detail=f"--format {part} is not known", help=f"use {', '.join(known[:-1])} or {known[-1]}")
     return tuple(dict.fromkeys(asked)) or FORMATS
 
 
-def write_views(report: Report, directory: Path, formats: tuple[str, ...], *, md_limit: int | None = None) -> list[Path]:
+def write_views(
+    report: Report, directory: Path, formats: tuple[str, ...], *, md_limit: int | None = None, top_kernels: int | None = None
+) -> list[Path]:
     """Write the views of a report that were asked for, and return their paths."""
     from fusion_advisor.serialize import write_atomic
 
     written = []
     try:
         if "html" in formats:
-            from fusion_advisor.report.html import render_html
+            from fusion_advisor.report.html import MAX_KERNELS, render_html
 
             written.append(directory / "report.html")
-            write_atomic(written[-1], render_html(report))
+            write_atomic(written[-1], render_html(report, top_kernels=top_kernels or MAX_KERNELS))
         if "md" in formats:
             from fusion_advisor.report.markdown import LIMIT, render_markdown
 
             text = render_markdown(report, md_limit or LIMIT)
             written.append(directory / "report.md")
             write_atomic(written[-1], text)
+        if "csv" in formats:
+            from fusion_advisor.report.tables import csv_text, tables
+
+            (directory / "csv").mkdir(parents=True, exist_ok=True)
+            for name, table in tables(report).items():
+                written.append(directory / "csv" / f"{name}.csv")
+                write_atomic(written[-1], csv_text(table))
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
     return written

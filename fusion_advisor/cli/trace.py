@@ -11,7 +11,6 @@ from fusion_advisor.cli.console import Settings, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.cli.run_dir import tool_version
 from fusion_advisor.errors import UsageError
-from fusion_advisor.serialize import TRACE_SCHEMA, dump_record
 
 _TAKEN = frozenset({"trace_file", "min_share", "top", "kernels", "as_json", "quiet", "verbose", "color"})
 
@@ -45,6 +44,8 @@ def run_trace(
     with TerminalProgress(settings) as progress:
         found = core.profile_trace(path, progress, min_share=min_share, top=top, kernel_dirs=kernel_dirs, tool=tool_version())
     if as_json:
+        from fusion_advisor.serialize import TRACE_SCHEMA, dump_record
+
         write_result(dump_record(found, TRACE_SCHEMA))
         return
     from fusion_advisor.report.terminal import plain

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
@@ -113,14 +114,14 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
         min_gain: share of the step that it must save.
     """
     threshold = max(min_gain * step_ns, noise_ns)
-    span = f"{change.median_ns / 1e3:+.1f} µs [{change.low_ns / 1e3:+.1f}, {change.high_ns / 1e3:+.1f}] per step"
+    span = f"{units.delta(change.median_ns)} {units.delta_interval(change.low_ns, change.high_ns)} per step"
     if change.high_ns < -threshold:
-        status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {-threshold / 1e3:.1f} µs"
+        status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {units.delta(-threshold)}"
     elif change.low_ns > noise_ns:
         status, reason = Status.SLOWER, f"{span}: the step became slower"
     else:
         status = Status.WITHIN_NOISE
-        reason = f"{span}: not past the threshold of {-threshold / 1e3:.1f} µs (A/A noise {noise_ns / 1e3:.1f} µs)"
+        reason = f"{span}: not past the threshold of {units.delta(-threshold)} (A/A noise {units.duration(noise_ns)})"
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
 
 

@@ -167,7 +167,8 @@ class Recording:
         is_pure: whether it writes to nothing that outlives the call.
         saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
         objects: what was read of the call's objects, whose tensors it writes to.
-        memories: the graph's own memory that results lie in.
+        memories: the graph's own memory that results lie in, each with the format that it is copied out in: what the region
+            copies last, to give a result its strides, is left out of the graph and done by that copy.
         results: how each result is made of it.
         replays: how often it ran.
     """
@@ -185,7 +186,7 @@ class Recording:
     is_pure: bool
     saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
     objects: tuple[weakref.ref[Any], ...]
-    memories: tuple[torch.Tensor, ...]
+    memories: tuple[tuple[torch.Tensor, torch.memory_format], ...]
     results: tuple[_Output, ...]
     kind: type
     replays: int = 0
@@ -238,7 +239,8 @@ class Recording:
 
     def give(self, args: Sequence[Any], outputs: Outputs) -> Any:
         """Return the results of the replay just launched."""
-        fresh = [memory.clone() for memory in self.memories] if outputs == "clone" else self.memories
+        is_copied = outputs == "clone"
+        fresh = [memory.clone(memory_format=form) if is_copied else memory for memory, form in self.memories]
         given = []
         for output in self.results:
             value = output.value
@@ -376,7 +378,7 @@ class Graphs:
                 region.is_warm = True
                 return region.plain(*args)
             try:
-                recording = region.record(self._recorder, args, call.leaves, call.objects)
+                recording = region.record(self._recorder, args, call.leaves, call.objects, outputs=self.outputs)
             except CannotRecord as error:
                 region.refusal = str(error)
                 self._say(region.refusal)
@@ -440,7 +442,13 @@ class GraphedRegion:
         return self.module.forward(*args)
 
     def record(
-        self, recorder: Recorder, args: Sequence[Any], leaves: Sequence[torch.Tensor], objects: Sequence[Any] = ()
+        self,
+        recorder: Recorder,
+        args: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        objects: Sequence[Any] = (),
+        *,
+        outputs: Outputs = "clone",
     ) -> Recording:
         """Record the region for inputs like these.
 
@@ -462,7 +470,8 @@ class GraphedRegion:
         if len(devices) > 1:
             on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
             raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
-        runner = _Watched(self.module)
+        last = last_copies(self.module) if outputs == "clone" else {}
+        runner = _Watched(self.module, frozenset(last.values()))
         written = [inputs[slot] for slot in self._saved or ()]
         can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
         written = written if can_undo else []
@@ -481,7 +490,7 @@ class GraphedRegion:
         own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
         read = tuple(args[slot] for slot in slots)
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
-        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs)
+        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs, frozenset(last))
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
             play=play, copies=tuple(copies), read=tuple(map(weakref.ref, read)), own=own,
@@ -498,19 +507,46 @@ def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
 
 
 class _Watched(torch.fx.Interpreter):
-    """Runs a region op by op and knows which op it is at: a failed recording is told with its line."""
+    """Runs a region op by op and knows which op it is at: a failed recording is told with its line.
 
-    def __init__(self, module: GraphModule) -> None:
+    Args:
+        module: the region.
+        skipped: ops that give their first operand instead.
+    """
+
+    def __init__(self, module: GraphModule, skipped: frozenset[Node] = frozenset()) -> None:
         super().__init__(module)
         self.extra_traceback = False
+        self._skipped = skipped
         self._at: Node | None = None
 
     def run_node(self, n: Node) -> Any:
         self._at = n
+        if n in self._skipped:
+            source = n.args[0]
+            assert isinstance(source, Node)
+            return self.env[source]
         return super().run_node(n)
 
     def where(self) -> str:
         return "no op had run" if self._at is None else _place(self._at)
+
+
+def last_copies(module: GraphModule) -> dict[int, Node]:
+    """Return the results, by place, that are copies of the region's own memory to plain strides and are used for nothing else."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    given = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
+    theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
+    return {
+        place: node
+        for place, node in enumerate(given)
+        if isinstance(node, Node)
+        and node.target is torch.ops.aten.clone.default
+        and node.kwargs == {"memory_format": torch.contiguous_format}
+        and len(node.users) == 1
+        and given.count(node) == 1
+        and not theirs & set(storages(node.all_input_nodes[0]))
+    }
 
 
 def host_work(module: GraphModule) -> str | None:
@@ -613,27 +649,39 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
     return value.as_strided((extent(value),), (1,))
 
 
-def _results(values: list[Any], inputs: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], tuple[_Output, ...]]:
-    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once."""
+def _results(
+    values: list[Any], inputs: Sequence[Any], apart: frozenset[int]
+) -> tuple[tuple[tuple[torch.Tensor, torch.memory_format], ...], tuple[_Output, ...]]:
+    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
+
+    Args:
+        values: the results.
+        inputs: of the region.
+        apart: places of results that are memory of their own, with plain strides, once they are copied.
+    """
     slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
     sharing: dict[Any, list[torch.Tensor]] = {}
-    for value in values:
-        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of:
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
             sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
-    memories: list[torch.Tensor] = []
+    memories: list[tuple[torch.Tensor, torch.memory_format]] = []
     found: dict[Any, tuple[int, int | None]] = {}
     for key, tensors in sharing.items():
         only = tensors[0]
         if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
             found[key] = (len(memories), None)
-            memories.append(only)
+            memories.append((only, torch.preserve_format))
             continue
         first = min(int(tensor.storage_offset()) for tensor in tensors)
         last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
         found[key] = (len(memories), first)
-        memories.append(only.as_strided((last - first,), (1,), first))
+        memories.append((only.as_strided((last - first,), (1,), first), torch.preserve_format))
     results = []
-    for value in values:
+    for place, value in enumerate(values):
+        if place in apart:
+            results.append(_Output(memory=len(memories)))
+            memories.append((value, torch.contiguous_format))
+            continue
         if not isinstance(value, torch.Tensor):
             results.append(_Output(value=value))
             continue

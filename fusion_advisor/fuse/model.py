@@ -120,6 +120,14 @@ class FusedModel:
         if any(map(writes_to_inputs, regions)):
             self._writing.add(key)
 
+    def _repr_html_(self) -> str | None:
+        """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
+        if self.report is None:
+            return None
+        lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
+        lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
+        return self.report._repr_html_(*lines)
+
     # ------------------------------------------------------------------ the call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from fusion_advisor.fuse.chain import OriginalChain, extent
 from fusion_advisor.library.accuracy import Error, error_of, is_within, limit_for, unit_of
-from fusion_advisor.records import ModelCheck, Numerics, TensorMeta
+from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta
 
 _MODEL_FACTOR = 1.5
 SCALES = (1.0, 1.0, 32.0, 1e-3)
@@ -57,6 +57,8 @@ def check_calls(
     """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
+    no_counts = (0,) * (len(ULP_ENDS) + 1)
+    fused_ulps, eager_ulps = no_counts, no_counts
     for chain, fused, given in calls:
         oracle = chain.run(given, as_float64=True)
         eager = chain.run(given)
@@ -69,6 +71,8 @@ def check_calls(
             passed = passed and is_within(ours, theirs, original.dtype, fast_math=fast_math)
             nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
             elements += ours.elements
+            fused_ulps = _added(fused_ulps, count_ulps(one, truth))
+            eager_ulps = _added(eager_ulps, count_ulps(original, truth))
             if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
                 worst = (ours, theirs)
     assert worst is not None
@@ -85,7 +89,43 @@ def check_calls(
         is_passed=passed,
         nonfinite_mismatches=nonfinite,
         inputs=inputs,
+        fused_ulps=fused_ulps if any(fused_ulps) else (),
+        eager_ulps=eager_ulps if any(eager_ulps) else (),
     )
+
+
+_ORDERED = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+"""Integers as wide as each float: read as one, a float's bits grow with its magnitude (IEEE 754)."""
+
+
+def count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
+    """Count elements by how many numbers of the result's dtype lie between them and the oracle rounded to it.
+
+    Args:
+        result: of 16 or 32 bits; an integer counts nothing, nor does fp64, than which the oracle is no wider.
+        oracle: fp64, same shape.
+
+    Returns:
+        One count for each bin of :data:`fusion_advisor.records.ULP_ENDS`, and one for what lies beyond.
+    """
+    ends = torch.tensor(ULP_ENDS, device=result.device)
+    if result.dtype not in _ORDERED:
+        return (0,) * (len(ULP_ENDS) + 1)
+    rounded = oracle.detach().to(result.dtype)
+    both = torch.isfinite(result) & torch.isfinite(rounded)
+    apart = (_ordinal(result.detach()[both]) - _ordinal(rounded[both])).abs()
+    return tuple(torch.bincount(torch.bucketize(apart, ends), minlength=len(ULP_ENDS) + 1).tolist())
+
+
+def _ordinal(values: torch.Tensor) -> torch.Tensor:
+    """Number floats in order: zero is 0 whatever its sign, its neighbours are ±1."""
+    bits = values.contiguous().view(_ORDERED[values.dtype]).to(torch.int64)
+    lowest = torch.iinfo(_ORDERED[values.dtype]).min
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+def _added(counts: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(counts, more, strict=True))
 
 
 def _badness(ours: Error, theirs: Error, unit: float) -> float:
@@ -145,6 +185,7 @@ def check_model(
     flat_ours, flat_theirs = ours.flatten().to(torch.float64), theirs.flatten().to(torch.float64)
     logits = next(((row[4], row[5]) for row in rows if row[4].dim() >= 2 and row[4].shape[-1] > 1000), None)
     agreement = None if logits is None else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean())
+    same_five = None if logits is None else float((_top_five(logits[0]) == _top_five(logits[1])).all(-1).double().mean())
     return ModelCheck(
         oracle=oracle_name,
         outputs=tuple(row[0] for row in rows),
@@ -155,10 +196,15 @@ def check_model(
         fused_vs_eager_max_abs=between.max_abs,
         cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
         argmax_agreement=agreement,
+        top5_agreement=same_five,
         nonfinite_mismatches=mismatches,
         limit=limit,
         is_passed=max(map(overrun, rows)) <= 1 and mismatches == 0,
     )
+
+
+def _top_five(logits: torch.Tensor) -> torch.Tensor:
+    return logits.topk(5, dim=-1).indices.sort(dim=-1).values
 
 
 def layout_of(tensor: torch.Tensor) -> TensorMeta:

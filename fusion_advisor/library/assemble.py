@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.order import guard_masked_loads
 from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value, depends_on, with_dims
+from fusion_advisor.library.row_order import share_rows
 from fusion_advisor.library.rule import CannotLower
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ def _finish(
     )
     if dims[-1] == 1:
         program = _with_columns(program)
-    return Lowered(program=guard_masked_loads(program), inputs=tuple(roots), outputs=tuple(outputs))
+    return Lowered(program=share_rows(guard_masked_loads(program)), inputs=tuple(roots), outputs=tuple(outputs))
 
 
 def _operand_names(lowering: Lowering, roots: Sequence[int], outputs: int) -> list[str]:

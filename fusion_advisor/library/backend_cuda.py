@@ -41,8 +41,8 @@ _LOOP_BLOCK = 512
 _PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
 """Registers for the packs that a thread loads at once. Pointwise threads are short: many of them serve better than much on
 each. Those of a row wait for one another, and hide that with loads of their own."""
-_WIDE_BLOCK_REGISTERS = 32
-"""The same for blocks of more than 512 threads, which have half the registers each."""
+_LOOP_REGISTERS = 32
+"""The same where 1024 threads share a multiprocessor, in one block or in two, and have 64 registers each."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 _NO_SHARED_MEMORY = SharedMemory()
@@ -381,11 +381,10 @@ def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemo
     fitting = shared.sm_bytes // (row_bytes + shared.reserved_bytes)
     is_alone = fitting < 2 or plan.row_count < _MIN_BLOCKS
     threads = 32 * tuning.num_warps if tuning.num_warps else 1024 if is_alone else _LOOP_BLOCK
-    registers = _PACK_REGISTERS["rows"] if threads <= _LOOP_BLOCK else _WIDE_BLOCK_REGISTERS
     packs = -(-cols // (width * threads))
-    each = tuning.packs or _packs(plan, width, registers)
+    each = tuning.packs or _packs(plan, width, _LOOP_REGISTERS)
     if not tuning.packs:
-        most = max(1, min(8, registers // max(1, _registers(plan, width))))
+        most = max(1, min(8, _LOOP_REGISTERS // max(1, _registers(plan, width))))
         # A row that has a multiprocessor for itself is read at one go; others in steps that are full.
         steps = -(-packs // most) if plan.row_count < _MIN_BLOCKS else max(-(-packs // most), round(packs / each))
         each = -(-packs // steps)

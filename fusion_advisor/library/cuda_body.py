@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
-from fusion_advisor.library.expressions import Text
+from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
+from fusion_advisor.library.expressions import PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
@@ -32,10 +33,12 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = iter(range(len(plan.program.values)))
+    kept_value = None if is_looped else carried(plan, passes)
     arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
     steps, written = [], set[int]()
     for step in passes:
-        steps.append(_step(plan, writer, step, per_p, numbers, is_looped=is_looped, arrays=arrays, written=frozenset(written)))
+        before_it = frozenset(written)
+        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped, arrays=arrays, written=before_it))
         written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
@@ -56,6 +59,7 @@ def _step(
     step: Pass,
     per_p: tuple[int, ...],
     numbers: Iterator[int],
+    kept_value: Carried | None,
     *,
     is_looped: bool,
     arrays: dict[int, str],
@@ -67,6 +71,7 @@ def _step(
     per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
     head: list[str] = []
     lane: list[str] = []
+    pack_lines: list[str] = []  # as in `lane`, where all columns of a pack are one number
     accumulators, after = [], []
     pairs = [_online(plan, writer, pair, numbers) for pair in step.online]
     for pair in pairs:
@@ -87,12 +92,14 @@ def _step(
         combine = {"reduce_sum": f"{part} += {arg.code}", "reduce_max": f"{part} = nan_max({part}, {arg.code})"}
         combine["reduce_min"] = f"{part} = nan_min({part}, {arg.code})"
         lane.append(f"{combine[values[n].op]};")
+        pack_lines.append(f"{part} += VEC * {arg.at(PRODUCT)};" if values[n].op == "reduce_sum" else lane[-1])
         after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     means = {pair.mean for pair in step.moments}
     after += [_declare(plan, writer, n) for n in step.after if writer.is_named(n) and n not in means]
     tail = []
+    accumulated = len(lane)
     for position in step.stores:
         access, both = plan.stores[position], plan.store_pair(position)
         if not access.is_vector:
@@ -108,22 +115,34 @@ def _step(
             lane.append(f"{pack}[{place}] = {code};")
         address = writer.operand_address(access, col="first")
         tail.append(f"store_part({address}, {pack}, inside);" if writer.is_shifted else f"store_pack({address}, {pack});")
+    skipped: list[str] = []
+    if not is_looped and (unseen := hidden(plan, step)) is not None:
+        shown = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
+        skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *shown, *tail])
+    if kept_value is not None and kept_value.number in step.values:
+        own = _declare(plan, writer, kept_value.number)
+        name, kind = writer.text(kept_value.number).code, COMPUTE[values[kept_value.number].dtype]
+        if step is kept_value.made_in:
+            accumulators.append(f"{kind} {name}_columns[PACKS][VEC];")
+            lane.append(f"{name}_columns[p][lane] = {name};")
+        else:
+            declared = [f"const {kind} {name} = {name}_columns[p][lane];" if line == own else line for line in declared]
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
     # What is only stored is not looked at outside the row; what is added up must not be.
-    skipped = ["if (!(inside >> lane & 1)) continue;"] if writer.is_shifted and (step.reductions or pairs or together) else []
+    outside = ["if (!(inside >> lane & 1)) continue;"] if writer.is_shifted and (step.reductions or pairs or together) else []
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
     tail += [line for sums in together for line in sums["count"]]
-    columns = [*head, *_loop("lane", "VEC", [*skipped, *lane]), *tail]
+    columns = [*skipped, *head, *_loop("lane", "VEC", [*outside, *lane]), *tail]
     packs = packs_of(plan, writer, step)
     loads = _loads(plan, writer, packs, per_p, is_looped=is_looped, arrays={n: arrays[n] for n in packs if n in written})
     loads += _staged_stores(plan, writer, {n: arrays[n] for n in packs if n in arrays and n not in written})
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", [*skipped, *pair["sum"]]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*outside, *pair["sum"]]), is_looped=is_looped, skips=True)
     for sums in together:
         over = [*sums["start"], *over, *sums["mean"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", [*skipped, *sums["squares"]]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*outside, *sums["squares"]]), is_looped=is_looped, skips=True)
         over += sums["merge"]
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
@@ -131,6 +150,21 @@ def _step(
         "columns": over,
         "after": after,
     }
+
+
+def _hidden_pack(plan: Schedule, writer: CudaWriter, unseen: Hidden, lines: list[str]) -> list[str]:
+    """What is done instead with a pack that a causal mask hides: each value is computed once for all of its columns."""
+    values = plan.program.values
+    declared = []
+    for n in sorted((*unseen.chosen, *unseen.values)):
+        if n in unseen.chosen:
+            fill = writer.text(unseen.chosen[n]).code
+            declared.append(f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {fill};")
+        elif writer.is_named(n):
+            declared.append(_declare(plan, writer, n))
+    lines = [*kept(declared, lines), *lines, "continue;"]
+    limit = writer.text(unseen.limit).at(SUM)
+    return [f"if (first > {limit}) {{  // the mask hides all of the pack", *(f"    {line}" for line in lines), "}"]
 
 
 def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterator[int]) -> dict[str, list[str]]:
@@ -141,9 +175,6 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     part, raised, sum_part = (writer.fresh(name) for name in (f"{highest}_part", f"{highest}_raised", f"{total}_part"))
     row_highest, row_total = writer.fresh(f"row_{highest}"), writer.fresh(f"row_{total}")
     exp = writer.call(values[pair.exponential], [Text("@")]).code
-    if is_float32 and writer.is_half:  # beside the 1 that the largest element adds, what is flushed to 0 does not show
-        writer.helpers.add("half_exp2")
-        exp = "half_exp2((@) * 1.4426950408889634f)"
     infinity, nan = ("INF_VALUEF", "NAN_VALUEF") if is_float32 else ("INF_VALUE", "NAN_VALUE")
     writer.helpers |= {"row_reduce", "nan_max", infinity, *(() if pair.is_finite else (nan,))}
     declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
@@ -374,15 +405,14 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack columns_inside load_part store_part nan_max nan_min approximate_reciprocal half_exp2 half_sigmoid half_erfc
-        sigmoid remainder_of sign_of fast_tanh
-        fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+        store_pack columns_inside load_part store_part nan_max nan_min approximate_reciprocal half_exp2 half_exp half_sigmoid
+        half_erfc sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_erfc", "half_sigmoid"}:
+    if writer.helpers & {"half_erfc", "half_exp", "half_sigmoid"}:
         writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}

@@ -71,9 +71,9 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "half_erfc", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first", "start",
-         "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS", "FULL",
-         "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
+         "half_erfc", "half_exp", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first",
+         "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS",
+         "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
@@ -199,7 +199,20 @@ class CudaWriter(Writer):
         """The intrinsic that nvcc never contracts."""
         return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
+    def _is_folded(self, number: int, value: Value, text: Text) -> bool:
+        """What a causal mask chooses keeps its name: a pack that it hides takes another value for it."""
+        is_chosen = value.op == "where" and order_of(self.plan.program, value.args[0]) is not None
+        return not is_chosen and super()._is_folded(number, value, text)
+
+    def _is_below_maximum(self, number: int) -> bool:
+        """Whether a value is a difference from its row's maximum: some exponential is 1 then, and the smallest may be 0."""
+        values = self.plan.program.values
+        return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"
+
     def _expression(self, number: int, value: Value) -> Text:
+        order = order_of(self.plan.program, number)
+        if order is not None and order.column == self.plan.col_dim:  # with a number that the lanes share, not one for each
+            return Text(f"lane <= {self._texts[value.args[1]].at(SUM)} - first", LOOSE)
         text = super()._expression(number, value)
         if value.op == "load":
             return Text(text.code, LOOSE)
@@ -251,8 +264,11 @@ class CudaWriter(Writer):
                 return Text(f"half_erfc({code})")
             return Text(f"1.0f - erff({code})" if is_float32 else f"erfc({code})", SUM if is_float32 else ATOM)
         if op in ("sigmoid", "exp") and is_float32 and self.is_half:
-            if op == "exp":
+            if op == "exp" and not self._is_below_maximum(value.args[0]):
                 return Text(f"__expf({code})")
+            if op == "exp":
+                self.helpers.add("half_exp")
+                return Text(f"half_exp({code})")
             self.helpers.add("half_sigmoid")
             return Text(f"half_sigmoid({code})")
         if op in _HELPERS:

@@ -89,7 +89,7 @@ class Program:
     """A loop nest with a straight-line body.
 
     Attributes:
-        dims: sizes, outermost first, already collapsed as far as every address allows.
+        dims: sizes, outermost first, already collapsed as far as every address allows. Blocks are numbered in this order.
         is_reduced: whether the last dim is reduced by some ``reduce_*`` value. Values that a reduction feeds are per row;
             a store whose stride over the last dim is 0 then writes one element per row.
         beside: loop nests of other sizes that the same launch runs (query heads beside fewer key heads). ``operands`` then holds

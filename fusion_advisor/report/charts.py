@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.records import COMPILED, Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.report import view
 from fusion_advisor.report.text import visible
 
@@ -31,7 +31,8 @@ IDLE = "url(#idle)"
 
 WIDTH = 960
 _LEFT = 96
-_RIGHT = 110
+_CHARACTER = 7.2
+"""Width of one at the size of a bar's name, in the widest of the page's fonts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,12 @@ def where_time_went(report: Report) -> BarChart | None:
     longest = max((step.device_ns + idle_ns(step) for step in steps), default=0)
     if not longest:
         return None
-    scale = (WIDTH - _LEFT - 170) / longest
+    labels = [step.label.replace(COMPILED, "compile ") for step in steps]
+    left = max(_LEFT, 20 + round(_CHARACTER * max(map(len, labels))))
+    scale = (WIDTH - left - 170) / longest
     bars, used = [], []
     for at, step in enumerate(steps):
-        x, segments = float(_LEFT), []
+        x, segments = float(left), []
         for name, count, ns in step.categories:
             width = ns * scale
             label = colour_name(name) if width > 60 else ""
@@ -156,11 +159,11 @@ def where_time_went(report: Report) -> BarChart | None:
             x += width
         busy = units.duration(step.device_ns)
         figure = f"{busy} of {units.duration(step.wall.median_ns)}" if step.wall else busy
-        bars.append(Bar(26 + at * 52, step.label, figure, round(x + 8, 2), tuple(segments)))
+        bars.append(Bar(26 + at * 52, labels[at], figure, round(x + 8, 2), tuple(segments)))
     legend = tuple((name, colour) for name, colour in COLOURS.items() if name in used)
     if any(idle_ns(step) for step in steps):
         legend += (("idle (wall time less kernel time)", IDLE),)
-    return BarChart(26 + len(bars) * 52 + 24, _LEFT, tuple(bars), _ticks(longest, scale), legend)
+    return BarChart(26 + len(bars) * 52 + 24, left, tuple(bars), _ticks(longest, scale, left), legend)
 
 
 def idle_ns(step: StepProfile) -> int:
@@ -213,13 +216,15 @@ def waterfall(report: Report) -> Waterfall | None:
     if before is None or after is None or not timed:
         return None
     left = 290
-    level, lowest, highest = before.median_ns, 0, max(before.median_ns, after.median_ns)
+    level, lowest, highest = before.median_ns, 0, max(before.ci_high_ns, after.ci_high_ns)
     for row in timed:
         if row.status is Status.KEPT:
+            _, high = row.step_delta_ci_ns or (0, row.step_delta_ns or 0)
+            highest = max(highest, level + high)
             level += row.step_delta_ns or 0
             highest, lowest = max(highest, level), min(lowest, level)
     level = before.median_ns
-    scale = (WIDTH - left - 215) / max(highest - lowest, 1)
+    scale = (WIDTH - left - 250) / max(highest - lowest, 1)
 
     def at(ns: float) -> float:
         return round(left + (ns - lowest) * scale, 2)
@@ -231,7 +236,9 @@ def waterfall(report: Report) -> Waterfall | None:
         end = at(timing.median_ns)
         ends = at(timing.ci_low_ns), at(timing.ci_high_ns)
         words = units.duration(timing.median_ns)
-        rows.append(Stage(_row_y(rows), name, at(0), round(end - at(0), 2), COLOURS["gemm"], words, end + 8, *ends, end, ""))
+        rows.append(
+            Stage(_row_y(rows), name, at(0), round(end - at(0), 2), COLOURS["gemm"], words, max(end, ends[1]) + 8, *ends, end, "")
+        )
         table.append((name, "", units.duration_interval(timing.ci_low_ns, timing.ci_high_ns), words))
 
     def change(name: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str) -> None:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, Report, StepProfile
-from fusion_advisor.report import charts, others, strip, view
+from fusion_advisor.report import charts, others, redact, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.roofline import roofline
@@ -52,8 +52,8 @@ SECTIONS = (
 """The page's parts in order: (anchor, name)."""
 
 
-def render_html(report: Report) -> str:
-    """Return the whole page."""
+def render_html(report: Report, *, top_kernels: int = MAX_KERNELS) -> str:
+    """Return the whole page; ``top_kernels`` is the most rows of the kernels' table."""
     source = content_dir("reports") / "html"
     drawn = strip.strips(report)
     css = (source / "report.css").read_text(encoding="utf-8") + stylesheet()
@@ -63,7 +63,7 @@ def render_html(report: Report) -> str:
     shown = _without_long_timelines(report)
     data = embedded_json(shown)
     gaps = gap_rows(report)
-    rows, kernels_left, kernels_left_ns = view.kernel_rows(report, MAX_KERNELS)
+    rows, kernels_left, kernels_left_ns = view.kernel_rows(report, top_kernels)
     page = environment().get_template("report.html.jinja")
     html = page.render(
         report=report,
@@ -100,6 +100,8 @@ def render_html(report: Report) -> str:
         roof=roofline(report),
         glossary=view.GLOSSARY,
         sections=SECTIONS,
+        ulp_rows={fusion.id: view.ulp_rows(fusion) for fusion in report.fusions},
+        has_source=redact.has_source(report),
         is_timeline_left_out=shown is not report,
         fusions_by_chain=view.fusion_by_chain(report),
         chains_by_id={chain.id: chain for chain in report.chains},

@@ -73,6 +73,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
     if check is not None:
         errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
         agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
+        agree += "" if check.top5_agreement is None else f", same top five {units.share(check.top5_agreement)}"
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
@@ -83,6 +84,11 @@ def apply_table(report: Report, console: Console) -> RenderableType:
 def result_table(report: Report, console: Console) -> RenderableType:
     """Return the table that fits the report: what was applied, or what was found."""
     return profile_table(report, console) if report.status == "profiled" else apply_table(report, console)
+
+
+def result_columns(report: Report) -> list[Column]:
+    """Return that table's columns, none of them dropped, for a view that wraps by itself."""
+    return _fusion_columns(report) if report.fusions or report.rewrites else _chain_columns(report)
 
 
 def is_ascii(console: Console) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fusion_advisor import units
 from fusion_advisor.records import (
     COMPILED,
+    ULP_ENDS,
     Chain,
     Finding,
     Fusion,
@@ -379,6 +380,21 @@ def traffic(report: Report, fusion: Fusion) -> Traffic | None:
     speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
     of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
     return Traffic(units.size(moved), units.size(floor), units.bandwidth(speed), of_copy)
+
+
+def ulp_rows(fusion: Fusion) -> tuple[tuple[str, tuple[str, str], tuple[str, str]], ...]:
+    """Distances in units in the last place: (bin, fused, original), each as share and count; empty where none were counted."""
+    checked = fusion.numerics
+    if checked is None or not checked.fused_ulps or not checked.eager_ulps:
+        return ()
+    starts = (0, *(end + 1 for end in ULP_ENDS))
+    names = [str(end) if start == end else f"{start} to {end}" for start, end in zip(starts, ULP_ENDS, strict=False)]
+    names.append(f"over {ULP_ENDS[-1]}")
+
+    def cells(counts: tuple[int, ...]) -> list[tuple[str, str]]:
+        return [(units.share(count / max(sum(counts), 1)), units.number(count)) for count in counts]
+
+    return tuple(zip(names, cells(checked.fused_ulps), cells(checked.eager_ulps), strict=True))
 
 
 def reproduce_one(report: Report, fusion: Fusion) -> str:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from fusion_advisor.cli.console import build_console, stream_width, wants_color
 from fusion_advisor.cli.explain import error_classes, explanation
 from fusion_advisor.cli.explanations import TEXTS, TITLES
 from fusion_advisor.serialize import read_report
-from tests.cli.conftest import Ran
+from tests.cli.conftest import CLEARED, Ran
 from tests.report.make_fixtures import DIRECTORY
 
 Run = Callable[..., Ran]
@@ -35,12 +37,46 @@ def test_help_needs_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
         "import sys; from fusion_advisor.cli.app import main\n"
         f"code = main({[*command, '--help']!r})\n"
-        "heavy = {'torch', 'transformers', 'pandas', 'triton', 'numpy', 'jinja2'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'pandas', 'triton', 'numpy', 'jinja2', 'rich', 'pygments', 'fusion_advisor.records'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def test_help_groups_options_and_keeps_to_the_terminals_width(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for command in ((), ("apply",), ("kernels",), ("kernels", "bench")):
+            lines = run(*command, "--help").out.splitlines()
+            assert max(map(len, lines)) <= width
+            assert "..." not in "".join(lines).replace("[ARGS]...", "").replace("@last ...", "")
+    lines = run("apply", "--help").out.splitlines()
+    heads = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert heads == ["Arguments:", "Input:", "Measure:", "Advise:", "Keep rule:", "Gate:", "Output:", "Options:"]
+    under = heads.index("Gate:"), heads.index("Output:")
+    gate = "\n".join(lines[lines.index(heads[under[0]]) : lines.index(heads[under[1]])])
+    assert "--fail-on GATE" in gate and "--absolute" in gate and "--json" not in gate
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("env", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+def test_help_is_coloured_in_a_terminal_that_takes_it(env: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "fusion_advisor", "report", "--help"]
+    clean = {name: value for name, value in os.environ.items() if name not in CLEARED.split()}
+    done = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**clean, **env}, cwd=ROOT)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux ends a terminal whose other side is closed with an error
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert done.wait(timeout=60) == 0
+    assert (b"\x1b[" in shown) is ("NO_COLOR" not in env)
+    assert b"--top-kernels" in shown
 
 
 def test_report_again(run: Run) -> None:
@@ -92,6 +128,38 @@ def test_prefix_that_fits_several(run: Run) -> None:
     assert ran.code == 9
     assert "2 runs start like that" in ran.err
     assert "known runs: `20300102-030406-bbbbbb`, `20300102-030405-aaaaaa`" in ran.err
+
+
+def test_a_copy_without_source_and_paths(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    source = "modeling_synthetic"
+    assert source in (directory / "report.json").read_text()
+    ran = run("report", "--redact", "paths", "--no-source", "-o", "copy", "--format", "html,md,json,csv")
+    assert ran.code == 0, ran.err
+    written = [path for path in Path("copy").rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"report.html", "report.md", "report.json", "rewrites.csv", "kernels.csv"}
+    assert not [path for path in written if source in path.read_text()]
+    assert not any(fusion.original_source for fusion in read_report(Path("copy/report.json")).fusions)
+    refused = run("report", "--redact", "paths")
+    assert refused.code == 2 and "pass -o DIR" in refused.err
+    assert run("report", "--redact", "names", "-o", "copy").code == 2
+
+
+def test_the_schema_needs_no_run(run: Run) -> None:
+    ran = run("report", "--schema")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["title"] == "fusion-advisor/1"
+
+
+def test_tables_as_csv_and_fewer_kernels(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    assert run("report", "--format", "csv,html", "--top-kernels", "2").code == 0
+    lines = (directory / "csv" / "kernels.csv").read_text().splitlines()
+    report = read_report(directory / "report.json")
+    assert lines[0] == "kernel,category,before_count,before_ns,after_count,after_ns"
+    assert len(lines) > 4 and str(report.before.kernels[0][3]) in lines[1]
+    assert f"{len(lines) - 3} more kernel names" in (directory / "report.html").read_text()
+    assert run("compare", "@last:eager", "@last", "--format", "csv").code == 2
 
 
 def test_damaged_reports(run: Run) -> None:

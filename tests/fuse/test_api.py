@@ -50,6 +50,9 @@ def test_apply_gives_a_model_that_is_used_like_the_model(tmp_path):
         torch.testing.assert_close(fused(x), expected)
         torch.testing.assert_close(model(x), expected)
         assert fused.report.status == "applied"
+    assert (
+        fusion_advisor.load_report(tmp_path / "run") == fusion_advisor.load_report(tmp_path / "run/report.json") == fused.report
+    )
     assert "_compiled_call_impl" not in model.__dict__
 
 

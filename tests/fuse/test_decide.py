@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fusion_advisor import units
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.fuse.decide import Candidate, decide
 from fusion_advisor.records import Status
@@ -106,7 +107,7 @@ def test_intervals_hold_the_median(clock):
     for verdict in decided(clock, {"a": -50_000, "b": 20_000}).verdicts.values():
         low, high = verdict.interval_ns
         assert low <= verdict.delta_ns <= high
-        assert f"{verdict.delta_ns / 1e3:+.1f} µs" in verdict.reason
+        assert verdict.reason.startswith(units.delta(verdict.delta_ns))
 
 
 def test_noise_share_grows_with_the_noise(clock):

@@ -502,6 +502,34 @@ def test_results_alias_what_they_alias_in_eager():
     assert fused.graphs.recordings
 
 
+class Sliced(torch.nn.Module):
+    """Gives a copy of a slice, as a padded GEMM does, and the memory that it is a slice of."""
+
+    def forward(self, x):
+        wide = torch.tanh(x)
+        return wide[:, :3].clone(memory_format=torch.contiguous_format), wide
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+def test_the_last_copy_is_the_copy_out(outputs):
+    model, x = Sliced().eval(), torch.randn(4, 5)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), outputs=outputs)
+        results = []
+        for value in others(x, 4):
+            found, expected = fused(value), fused._original(value)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+                assert one.stride() == other.stride()
+            assert found[0].untyped_storage().data_ptr() != found[1].untyped_storage().data_ptr()
+            results.append((found[0], expected[0]))
+        (recording,) = fused.graphs.recordings
+        copied = [memory.shape for memory, form in recording.memories if form is torch.contiguous_format]
+        assert copied == ([(4, 3)] if outputs == "clone" else [])
+        if outputs == "clone":
+            assert all(torch.equal(one, other) for one, other in results)
+
+
 def test_expanded_inputs_are_copied_in():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
     x = torch.randn(4).expand(3, 4)

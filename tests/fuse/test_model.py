@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
 
 
@@ -41,6 +42,17 @@ def test_inside_the_block_the_call_is_fused_and_after_it_is_not(fused, x):
         assert is_fused(model, x) and is_fused(fused, x)
     assert not is_fused(model, x)
     assert fused.fallbacks == {}
+
+
+def test_a_notebook_shows_the_report_and_how_things_stand(fused, x):
+    assert fused._repr_html_() is None  # no report: Jupyter shows repr() instead
+    fused.report = applied()
+    assert "Nothing is in place" in fused._repr_html_()
+    with fused, pytest.warns(UserWarning, match="gradients"):
+        fused(x)
+        shown = fused._repr_html_()
+    assert "What was kept is in place." in shown and "1 of its calls ran the original ops: gradients are enabled" in shown
+    assert "1.19× eager" in shown
 
 
 def test_right_kernels_give_the_models_own_results():

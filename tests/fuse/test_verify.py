@@ -10,8 +10,8 @@ import torch
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.chain import OriginalChain
 from fusion_advisor.fuse.rewrite import fused_call
-from fusion_advisor.fuse.verify import check_chain, check_model, error_of, layout_of
-from fusion_advisor.records import TensorMeta
+from fusion_advisor.fuse.verify import check_chain, check_model, count_ulps, error_of, layout_of
+from fusion_advisor.records import ULP_ENDS, TensorMeta
 from tests.tiny import EvaluatedKernel, planned, profiled, region_of
 
 
@@ -220,3 +220,51 @@ def test_a_model_without_floats_has_nothing_to_check():
 
 def test_layout_of():
     assert layout_of(torch.randn(3, 4)[:, 1:].t()) == TensorMeta(shape=(3, 3), stride=(1, 4), dtype="float32", offset=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_distances_are_counted_in_numbers_of_the_results_own_dtype(dtype):
+    start = torch.tensor([1.0, -1.0, 0.0, 65504.0 if dtype is torch.float16 else 3.0e38, -0.0, 2.0], dtype=dtype)
+    far = start.clone()
+    for _ in range(3):  # towards zero, and from zero across it
+        far = torch.nextafter(far, torch.where(start == 0, torch.ones_like(far), torch.zeros_like(far)))
+    assert count_ulps(start, start.double()) == (6, 0, 0, 0, 0, 0, 0)
+    assert count_ulps(far, start.double()) == (0, 0, 0, 6, 0, 0, 0)  # 3 lies in the bin that ends at 4
+    one = torch.ones(4, dtype=dtype)
+    steps = torch.tensor([1, 2, 16, 1000], dtype=torch.float64) * torch.finfo(dtype).eps
+    assert count_ulps(one, one.double() + steps) == (0, 1, 1, 0, 1, 0, 1)
+    below_half = one.double() + 0.49 * torch.finfo(dtype).eps
+    assert count_ulps(one, below_half) == (4, 0, 0, 0, 0, 0, 0)  # the oracle is rounded first
+
+
+def test_what_is_not_finite_or_not_a_float_is_in_no_bin():
+    x = torch.tensor([1.0, math.nan, math.inf, 2.0])
+    assert sum(count_ulps(x, torch.tensor([1.0, 1.0, math.inf, math.nan]).double())) == 1
+    assert sum(count_ulps(torch.ones(3, dtype=torch.int64), torch.ones(3).double())) == 0
+    assert sum(count_ulps(torch.ones(3).double(), torch.ones(3).double())) == 0
+
+
+def test_a_checked_chain_counts_its_elements_on_both_sides():
+    x = torch.randn(6, 32)
+    checked = check_chain(chain_of(gelu, x), right, [x], seed=1)
+    assert sum(checked.fused_ulps) == sum(checked.eager_ulps) == checked.elements
+    assert len(checked.fused_ulps) == len(ULP_ENDS) + 1
+    assert checked.fused_ulps[0] > checked.eager_ulps[0]  # rounded once, against once after each op
+    worse = check_chain(chain_of(gelu, x), off_by_a_factor, [x], seed=1)
+    assert worse.fused_ulps[-1] > 0 == checked.fused_ulps[-1]
+
+
+def test_the_five_likeliest_tokens_may_come_in_any_order():
+    logits = torch.zeros(2, 4, 2000)
+    logits[..., :5] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
+    swapped, other = logits.clone(), logits.clone()
+    swapped[0, 0, :2] = swapped[0, 0, :2].flip(0)
+    other[0, 0, 4], other[0, 0, 7] = 0.0, 1.0
+
+    def checked(fused):
+        return check_model([("logits", fused)], [("logits", logits)], [("logits", logits.double())], "float64 copy")
+
+    assert (checked(swapped).argmax_agreement, checked(swapped).top5_agreement) == (7 / 8, 1.0)
+    assert (checked(other).argmax_agreement, checked(other).top5_agreement) == (1.0, 7 / 8)
+    small = [("features", torch.ones(2, 8))]
+    assert check_model(small, small, [("features", torch.ones(2, 8).double())], "float64 copy").top5_agreement is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import cuda_on_host
@@ -139,6 +140,67 @@ def test_kernels_compute_it(tmp_path, backend, shape, dtype):
         backend_of(backend).build(rendered, tmp_path / "k.cpp").bind(program)(x, out)
     expected = causal(MASKS["tril"])(x.double())
     torch.testing.assert_close(out.double(), expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+
+
+def visible(x):
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(more_keys(x))
+
+
+def filled(number):
+    return lambda x: torch.softmax((x * 0.3).masked_fill(~visible(x), number), -1)
+
+
+HIDING = {
+    "softmax": filled(-INF),
+    "a finite fill": filled(-1e4),
+    "masked, then scaled": lambda x: torch.softmax(torch.where(visible(x), x, -INF) * 0.3, -1),
+    "log": lambda x: torch.log_softmax(torch.where(visible(x), x, -INF), -1),
+    "sum": lambda x: torch.where(visible(x), x, 0.5).sum(-1),
+    "smallest": lambda x: torch.where(visible(x), x, 2.0).amin(-1),
+    "softmax, then all scores": lambda x: filled(-INF)(x) + x.relu(),
+}
+WHOLE_PACKS = {"softmax": 3, "a finite fill": 3, "masked, then scaled": 3, "log": 3, "sum": 1, "smallest": 1}
+"""Passes that treat a hidden pack as one number; of the rest one adds scores that are not hidden."""
+
+
+def with_edges(shape, dtype, device="cpu"):
+    """Scores of which the last row sees a NaN, the one before an infinity, and the one before that nothing finite."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    x[..., -1, 0], x[..., -2, 0], x[..., -3, :] = float("nan"), INF, -INF
+    return x
+
+
+@needs_compiler
+def test_packs_that_the_mask_hides_are_what_their_columns_are(tmp_path):
+    bf16 = torch.bfloat16
+    cases = [(name, shape, bf16, 0) for name in HIDING for shape in ((2, 24, 24), (1, 24, 16))]  # in the second rows see nothing
+    cases += [("softmax", (16, 32), torch.float32, 0), ("softmax", (16, 32), bf16, 1)]  # packs of one column
+    launches, expected = [], []
+    for name, shape, dtype, width in cases:
+        x, function = with_edges(shape, dtype), HIDING[name]
+        program = lower_function(function, x)[0].program
+        rendered = backend_of("cuda").render(program, HEADER, tuning=Tuning(), fast_math=False)
+        assert rendered.source.count("// the mask hides all of the pack") == WHOLE_PACKS.get(name, 2)
+        out = torch.full_like(function(x), 7)
+        launches.append(cuda_on_host.Launch(rendered=rendered, program=program, inputs=[x], outputs=[out], width=width))
+        expected.append(function(x.double()))
+    cuda_on_host.run_all(launches, tmp_path)
+    for case, launch, want in zip(cases, launches, expected, strict=True):
+        got, limit = launch.outputs[0].double(), 2e-2 if case[2] == bf16 else 1e-5
+        words = functools.partial("{}: {}".format, case)
+        torch.testing.assert_close(got, want, rtol=limit, atol=1e-6, equal_nan=True, msg=words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("shape", [(2, 512, 512), (3, 64, 2048), (1, 24, 16)])
+def test_hidden_packs_on_the_device(tmp_path, name, shape):
+    x = with_edges(shape, torch.bfloat16, "cuda")
+    program = lower_function(HIDING[name], x)[0].program
+    rendered = backend_of("cuda").render(program, HEADER, tuning=Tuning(), fast_math=False)
+    out = torch.full_like(HIDING[name](x), 7)
+    backend_of("cuda").build(rendered, tmp_path / "k.cu").bind(program)(x, out)
+    torch.testing.assert_close(out.double(), HIDING[name](x.double()), rtol=2e-2, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(3, 512, 2048), (3, 64, 20480)])

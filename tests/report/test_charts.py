@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor import units
-from fusion_advisor.records import Report, Status
+from fusion_advisor.records import Report, Status, Timing
 from fusion_advisor.report import charts
 from fusion_advisor.report.roofline import points, roofline
 from tests.report.fixtures import applied, profiled, real
@@ -34,6 +34,33 @@ def test_the_waterfall_closes(report: Report) -> None:
     sum_ns = sum(row.step_delta_ns or 0 for row in kept)
     left_ns = report.step_after.median_ns - report.step_before.median_ns - sum_ns
     assert fall.table[-2][1] == units.delta(left_ns)
+
+
+def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_chart() -> None:
+    def wide(timing: Timing | None) -> Timing:
+        assert timing is not None
+        return replace(timing, ci_low_ns=timing.median_ns // 2, ci_high_ns=timing.median_ns * 2)
+
+    report = applied()
+    fusions = tuple(
+        replace(row, step_delta_ci_ns=(-9_000_000, 30_000_000)) if row.step_delta_ns else row for row in report.fusions
+    )
+    noisy = replace(report, step_before=wide(report.step_before), step_after=wide(report.step_after), fusions=fusions)
+    for shown in (report, noisy):
+        fall = charts.waterfall(shown)
+        assert fall is not None
+        for row in fall.rows:
+            assert row.figure_x >= row.high + 4
+            words = f"{row.figure} · {row.note}" if row.note else row.figure
+            assert row.figure_x + 6.8 * len(words) <= charts.WIDTH, words
+
+
+def test_every_bar_has_room_for_its_name() -> None:
+    report = applied()
+    chart = charts.where_time_went(report)
+    assert chart is not None
+    assert any("compile reduce-overhead" in bar.name for bar in chart.bars)
+    assert all(7 * len(bar.name) + 10 <= chart.left for bar in chart.bars)
 
 
 def test_no_waterfall_without_both_ends() -> None:

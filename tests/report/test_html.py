@@ -285,3 +285,17 @@ def test_only_our_own_text_is_marked_safe() -> None:
 
 def test_hostile_is_in_the_fixture() -> None:
     assert HOSTILE in hostile().workload.model_id
+
+
+def test_distances_in_units_are_shown_for_both_sides() -> None:
+    report = applied()
+    words = Page(render_html(report)).words
+    checked = report.fusions[0].numerics
+    assert checked is not None
+    total = sum(checked.fused_ulps)
+    names = ("0", "1", "2", "3 to 4", "5 to 16", "17 to 256", "over 256")
+    assert [name for name, _, _ in view.ulp_rows(report.fusions[0])] == list(names)
+    for count in checked.fused_ulps:
+        assert f"{units.share(count / total)} {units.number(count)}" in words
+    assert "Same five likeliest tokens 99.8%" in words
+    assert view.ulp_rows(real().fusions[0]) == ()  # counted since

@@ -142,10 +142,14 @@ fa_causal_softmax_ac5096(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
+        if (first > i1) {  // the mask hides all of the pack
+            const float chosen = -INF_VALUEF;
+            chosen_max_part = nan_max(chosen_max_part, chosen);
+            continue;
+        }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const bool is_kept_2 = col <= i1;
+            const bool is_kept_2 = lane <= i1 - first;
             const float x = x_packs[p][lane];
             const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
             chosen_max_part = nan_max(chosen_max_part, chosen);
@@ -154,19 +158,26 @@ fa_causal_softmax_ac5096(
     const float chosen_max = row_reduce<Max, 0>(chosen_max_part);
 
     float exp_chosen_shifted_sum_part = 0;
+    float exp_chosen_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
+        if (first > i1) {  // the mask hides all of the pack
+            const float chosen = -INF_VALUEF;
+            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            exp_chosen_shifted_sum_part += VEC * exp_chosen_shifted;
+            continue;
+        }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const bool is_kept_2 = col <= i1;
+            const bool is_kept_2 = lane <= i1 - first;
             const float x = x_packs[p][lane];
             const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
             const float exp_chosen_shifted = expf(chosen - chosen_max);
             exp_chosen_shifted_sum_part += exp_chosen_shifted;
+            exp_chosen_shifted_columns[p][lane] = exp_chosen_shifted;
         }
     }
     const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
@@ -177,14 +188,22 @@ fa_causal_softmax_ac5096(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
+        if (first > i1) {  // the mask hides all of the pack
+            const float chosen = -INF_VALUEF;
+            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float out = exp_chosen_shifted * inverse_sum;
+            Pack<float> out_pack;
+            #pragma unroll
+            for (int lane = 0; lane < VEC; ++lane) {
+                out_pack[lane] = out;
+            }
+            store_pack(out_row + first, out_pack);
+            continue;
+        }
         Pack<float> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const index_t col = first + lane;
-            const bool is_kept_2 = col <= i1;
-            const float x = x_packs[p][lane];
-            const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
+            const float exp_chosen_shifted = exp_chosen_shifted_columns[p][lane];
             const float out = exp_chosen_shifted * inverse_sum;
             out_pack[lane] = out;
         }

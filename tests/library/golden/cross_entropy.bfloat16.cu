@@ -90,6 +90,9 @@ __device__ __forceinline__ float half_exp2(float x) {
     return y;
 }
 
+// Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
+__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+
 struct Sum {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
@@ -164,7 +167,7 @@ fa_cross_entropy_2144e0(
                 logits_max_raised = nan_max(logits_max_raised, logits);
             }
         }
-        exp_logits_shifted_sum_part *= half_exp2((logits_max_part - logits_max_raised) * 1.4426950408889634f);
+        exp_logits_shifted_sum_part *= half_exp(logits_max_part - logits_max_raised);
         logits_max_part = logits_max_raised;
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -174,12 +177,12 @@ fa_cross_entropy_2144e0(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float logits = wide(logits_packs[p][lane]);
-                exp_logits_shifted_sum_part += half_exp2((logits - logits_max_part) * 1.4426950408889634f);
+                exp_logits_shifted_sum_part += half_exp(logits - logits_max_part);
             }
         }
     }
     const float row_logits_max = row_reduce<Max, 0>(logits_max_part);
-    exp_logits_shifted_sum_part *= half_exp2((logits_max_part - row_logits_max) * 1.4426950408889634f);
+    exp_logits_shifted_sum_part *= half_exp(logits_max_part - row_logits_max);
     const float row_exp_logits_shifted_sum = row_reduce<Sum, 1>(exp_logits_shifted_sum_part);
     // Only a row of -inf alone leaves the sum at 0.
     const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;

@@ -88,6 +88,16 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 }
 #endif
 
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
+__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+
 struct Sum {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
@@ -165,7 +175,7 @@ fa_log_softmax_ee90b3(
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p][lane]);
             const float x_shifted = x - x_max;
-            exp_x_shifted_sum_part += __expf(x_shifted);
+            exp_x_shifted_sum_part += half_exp(x_shifted);
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);

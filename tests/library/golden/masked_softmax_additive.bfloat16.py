@@ -16,9 +16,9 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_masked_softmax_additive_9fd214(
+def fa_masked_softmax_additive_d191fc(
     scores_ptr, mask_ptr, out_ptr,
-    rows, size1, cols, scores_stride0, scores_stride1, mask_stride1, out_stride0, out_stride1,
+    rows, size1, cols, scores_stride0, scores_stride1, mask_stride0, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -32,7 +32,7 @@ def fa_masked_softmax_additive_9fd214(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     scores = tl.load(scores_row + col, mask=mask, other=0.0).to(tl.float32)
-    mask_2 = tl.load(mask_ptr + i1 * mask_stride1 + col, mask=mask, other=0.0).to(tl.float32)
+    mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0.0).to(tl.float32)
     scale = 0.5
     total = scores * scale + mask_2
     total_max = tl.reduce(tl.where(col_mask, total, float("-inf")), 1, maximum, keep_dims=True)

@@ -1,5 +1,5 @@
 // masked_softmax_additive: scale, additive mask and softmax, in one pass
-// Moves 104,857,600 bytes at 12 x 1024 x 1024: every input is read once and every output written once.
+// Moves 104,857,600 bytes at 1024 x 12 x 1024: every input is read once and every output written once.
 // Origin: library kernel masked_softmax_additive, variant upcast
 // Source: https://arxiv.org/abs/2104.04473
 // Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
@@ -67,9 +67,9 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_masked_softmax_additive_d5b91f(const float *__restrict scores,
+extern "C" void fa_masked_softmax_additive_d52894(const float *__restrict scores,
         const float *__restrict mask, float *__restrict out, int64_t n0, int64_t n1, int64_t cols,
-        int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t mask_i1_stride, int64_t out_i0_stride,
+        int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t mask_i0_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.5f;
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
@@ -80,7 +80,7 @@ extern "C" void fa_masked_softmax_additive_d5b91f(const float *__restrict scores
     for (int64_t i0 = 0; i0 < n0; ++i0) {
       for (int64_t i1 = 0; i1 < n1; ++i1) {
         const float *scores_row = scores + i0 * scores_i0_stride + i1 * scores_i1_stride;
-        const float *mask_row = mask + i1 * mask_i1_stride;
+        const float *mask_row = mask + i0 * mask_i0_stride;
         float *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         float row_max = -INFINITY;
         int row_max_has_nan = 0;

@@ -110,7 +110,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_additive_133f63(
+fa_masked_softmax_additive_146a2a(
     const float* __restrict__ scores_ptr,
     const float* __restrict__ mask_ptr,
     float* __restrict__ out_ptr,
@@ -119,7 +119,7 @@ fa_masked_softmax_additive_133f63(
     index_t cols,
     index_t scores_stride0,
     index_t scores_stride1,
-    index_t mask_stride1,
+    index_t mask_stride0,
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
@@ -136,7 +136,7 @@ fa_masked_softmax_additive_133f63(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         scores_packs[p] = load_pack(scores_row + first, is_inside);
-        mask_packs[p] = load_pack(mask_ptr + i1 * mask_stride1 + first, is_inside);
+        mask_packs[p] = load_pack(mask_ptr + i0 * mask_stride0 + first, is_inside);
     }
 
     float total_max_part = -INF_VALUEF;

@@ -1,5 +1,5 @@
 // masked_softmax_boolean: scale, boolean mask and softmax, in one pass
-// Moves 51,380,224 bytes at 12 x 1024 x 1024: every input is read once and every output written once.
+// Moves 51,380,224 bytes at 1024 x 12 x 1024: every input is read once and every output written once.
 // Origin: library kernel masked_softmax_boolean, variant where
 // Source: https://arxiv.org/abs/2104.04473
 // Build: c++ -std=c++17 -O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared
@@ -76,9 +76,9 @@ static inline float fa_exp(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_masked_softmax_boolean_2da8ef(const bool *__restrict mask,
+extern "C" void fa_masked_softmax_boolean_fff60e(const bool *__restrict mask,
         const uint16_t *__restrict scores, uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols,
-        int64_t mask_i1_stride, int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t out_i0_stride,
+        int64_t mask_i0_stride, int64_t scores_i0_stride, int64_t scores_i1_stride, int64_t out_i0_stride,
         int64_t out_i1_stride, int threads) {
   const float scale = 0.125f;
   const float blocked = -INFINITY;
@@ -89,7 +89,7 @@ extern "C" void fa_masked_softmax_boolean_2da8ef(const bool *__restrict mask,
 #pragma omp for collapse(2) schedule(static)
     for (int64_t i0 = 0; i0 < n0; ++i0) {
       for (int64_t i1 = 0; i1 < n1; ++i1) {
-        const bool *mask_row = mask + i1 * mask_i1_stride;
+        const bool *mask_row = mask + i0 * mask_i0_stride;
         const uint16_t *scores_row = scores + i0 * scores_i0_stride + i1 * scores_i1_stride;
         uint16_t *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         float row_max = -INFINITY;

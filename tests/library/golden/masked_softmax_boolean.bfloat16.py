@@ -16,9 +16,9 @@ def maximum(a, b):
 
 
 @triton.jit
-def fa_masked_softmax_boolean_bcd522(
+def fa_masked_softmax_boolean_8dd6d6(
     mask_ptr, scores_ptr, out_ptr,
-    rows, size1, cols, mask_stride1, scores_stride0, scores_stride1, out_stride0, out_stride1,
+    rows, size1, cols, mask_stride0, scores_stride0, scores_stride1, out_stride0, out_stride1,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -31,7 +31,7 @@ def fa_masked_softmax_boolean_bcd522(
     scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    mask_2 = tl.load(mask_ptr + i1 * mask_stride1 + col, mask=mask, other=0)
+    mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0)
     scores = tl.load(scores_row + col, mask=mask, other=0.0).to(tl.float32)
     scale = 0.125
     blocked = float("-inf")

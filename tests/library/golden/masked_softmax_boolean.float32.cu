@@ -110,14 +110,14 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_masked_softmax_boolean_00e89a(
+fa_masked_softmax_boolean_1d6660(
     const bool* __restrict__ mask_ptr,
     const float* __restrict__ scores_ptr,
     float* __restrict__ out_ptr,
     index_t rows,
     index_t size1,
     index_t cols,
-    index_t mask_stride1,
+    index_t mask_stride0,
     index_t scores_stride0,
     index_t scores_stride1,
     index_t out_stride0,
@@ -136,7 +136,7 @@ fa_masked_softmax_boolean_00e89a(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        mask_packs[p] = load_pack(mask_ptr + i1 * mask_stride1 + first, is_inside);
+        mask_packs[p] = load_pack(mask_ptr + i0 * mask_stride0 + first, is_inside);
         scores_packs[p] = load_pack(scores_row + first, is_inside);
     }
 
