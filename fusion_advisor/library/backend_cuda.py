@@ -24,13 +24,12 @@ from fusion_advisor.library.cuda_body import body, ordered
 from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
-from fusion_advisor.library.nvrtc import allow_shared_memory, compile_cubin, compile_loaded
+from fusion_advisor.library.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
 from fusion_advisor.library.program import ITEM_BYTES, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 from fusion_advisor.library.staging import (
     SharedMemory,
-    device_shared_memory,
     pack_bytes,
     shared_memory_of,
     staged_cols,

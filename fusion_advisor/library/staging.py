@@ -45,18 +45,6 @@ def shared_memory_of(arch: int) -> SharedMemory:
     return SharedMemory(block_bytes=sm_bytes - (0 if arch == 75 else _KIB), sm_bytes=sm_bytes)
 
 
-def device_shared_memory() -> SharedMemory:
-    """The shared memory of torch's current device."""
-    import torch
-    from cuda.core import Device
-
-    found = Device(torch.cuda.current_device()).properties
-    return SharedMemory(
-        block_bytes=found.max_shared_memory_per_block_optin, sm_bytes=found.max_shared_memory_per_multiprocessor,
-        reserved_bytes=found.reserved_shared_memory_per_block,
-    )  # fmt: skip
-
-
 def looped_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """The walks over columns that do not stay in registers: as few as possible, see ``online.py`` and ``moments.py``."""
     return column_passes(plan, online_sums(plan.program), moments(plan.program))

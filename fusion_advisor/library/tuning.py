@@ -22,11 +22,12 @@ import torch
 from fusion_advisor.content import content_dir
 from fusion_advisor.library.beside import calls_of, largest
 from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.nvrtc import device_shared_memory
 from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key, nests
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
-from fusion_advisor.library.staging import SharedMemory, device_shared_memory
+from fusion_advisor.library.staging import SharedMemory
 from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.timing.clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
