@@ -15,7 +15,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,10 +23,11 @@ from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.cuda_body import body, ordered
 from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows, vector_width
 from fusion_advisor.library.expressions import Unsupported
+from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
 from fusion_advisor.library.program import ITEM_BYTES, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, pointer_names
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 from fusion_advisor.library.staging import (
     SharedMemory,
@@ -82,8 +83,8 @@ class CudaBackend:
         functions = functions_of(calls)
         try:
             given = {"fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted}
-            writers = [CudaWriter(f.plan, **given) for f in functions]
-            bodies = [body(f.plan, writer, is_looped=form.is_looped) for f, writer in zip(functions, writers, strict=True)]
+            plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
+            bodies = [body(own, CudaWriter(own, **given), is_looped=form.is_looped) for own in plans]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
@@ -100,6 +101,8 @@ class CudaBackend:
         macros.append((f"columns of a pack{divides}", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
+            if any(late_loads(call.plan) for call in calls) and not form.is_looped:
+                macros.append(("1 where what rows share is read after the reductions", "LATE", 1))
         if any(context["is_staged"] for context in bodies):
             macros.append(("columns that stay in dynamic shared memory, a multiple of 16", "STAGED", 0))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
@@ -369,6 +372,9 @@ def launch_shape(
     height = min(height, 32)
     is_full = cols % (threads * each * width) == 0 and not form.is_shifted
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
+    if late_loads(plan):
+        # A third of the registers, and all that a block waits for again: too much where few rows are under way.
+        macros["LATE"] = int(rows >= _MIN_BLOCKS)
     return macros, _grid(plan, macros)
 
 

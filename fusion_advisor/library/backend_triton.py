@@ -18,17 +18,27 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
+from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.library.moments import moments
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import REDUCTIONS, Program
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, column_passes, kept, pointer_names, split_index
+from fusion_advisor.library.schedule import (
+    MAX_RESIDENT_COLS,
+    Schedule,
+    column_passes,
+    kept,
+    late_loads,
+    pointer_names,
+    split_index,
+)
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
 from fusion_advisor.library.triton_ops import LOWEST, TritonWriter, identity
 from fusion_advisor.library.triton_shape import Shape, choose_shapes
@@ -67,8 +77,9 @@ class TritonBackend:
         is_float64 = is_half = False
         try:
             for function in functions:
-                writer = TritonWriter(function.plan, fast_math=fast_math, is_looped=is_looped)
-                bodies.append(_looped(function.plan, writer) if is_looped else _straight(function.plan, writer))
+                own_plan = replace(function.plan, program=with_cdfs(function.plan.program))
+                writer = TritonWriter(own_plan, fast_math=fast_math, is_looped=is_looped)
+                bodies.append(_looped(own_plan, writer) if is_looped else _straight(own_plan, writer))
                 helpers |= writer.helpers
                 is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:
@@ -262,15 +273,10 @@ def compile_source(
 def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     """Body of a kernel that computes every value once: loads first, so that they are all under way before the first use.
 
-    Two or more operands that all rows share (weight and bias) come from the cache and would only hold registers until the
-    row's statistics are known: they are read then.
+    What can wait for the last reduction (:func:`~fusion_advisor.library.schedule.late_loads`) is read then.
     """
-    values = plan.program.values
+    values, late = plan.program.values, late_loads(plan)
     last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
-    used_before = {a for v in values[: last + 1] for a in (*v.args, *(() if v.guard is None else (v.guard,)))}
-    late = {n for n, v in enumerate(values) if v.op == "load" and v.guard is None and not plan.has_row(n)} - used_before
-    if len(late) < 2:
-        late = set()
     first: set[int] = set()
     for number in reversed(range(len(values))):
         value = values[number]

@@ -11,7 +11,16 @@ from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
 from fusion_advisor.library.expressions import PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
-from fusion_advisor.library.schedule import Access, Pass, Schedule, column_passes, kept, needed_in_columns, split_index
+from fusion_advisor.library.schedule import (
+    Access,
+    Pass,
+    Schedule,
+    column_passes,
+    kept,
+    late_loads,
+    needed_in_columns,
+    split_index,
+)
 from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
@@ -43,7 +52,8 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores = [_store_element(plan, writer, p) for p in row_stores]
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
-    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if plan.kind == "rows" and not is_looped else []
+    is_resident = plan.kind == "rows" and not is_looped
+    loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
@@ -128,6 +138,9 @@ def _step(
         else:
             declared = [f"const {kind} {name} = {name}_columns[p][lane];" if line == own else line for line in declared]
     lane = kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], lane) + lane
+    if plan.kind == "rows" and not is_looped:
+        late = [n for n in writer.packs if n in late_loads(plan) and n in step.values]
+        head += [f"if (LATE) {writer.packs[n]}[p] = {_load(plan, writer, n, is_inside=True)};" for n in late]
     # What is only stored is not looked at outside the row; what is added up must not be.
     outside = ["if (!(inside >> lane & 1)) continue;"] if writer.is_shifted and (step.reductions or pairs or together) else []
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], lane)
@@ -247,8 +260,9 @@ def _loads(
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
     own = [n for n in packs if not shared_by_rows(plan, n)]
+    late = late_loads(plan) if plan.kind == "rows" and not is_looped else frozenset()
     lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in own]
-    each = [line for n in own for line in filled(n, _load(plan, writer, n))]
+    each = [f"{'if (!LATE) ' if n in late else ''}{line}" for n in own for line in filled(n, _load(plan, writer, n))]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
@@ -303,14 +317,15 @@ def _staged_stores(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -
     return _over_packs(plan, writer, [skip, *lines], is_looped=True, skips=False) if lines else []
 
 
-def _load(plan: Schedule, writer: CudaWriter, number: int) -> str:
+def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = False) -> str:
     guard = plan.program.values[number].guard
-    conditions = [] if shared_by_rows(plan, number) else ["is_inside"]
+    conditions = [] if is_inside or shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
     if writer.is_shifted:
         return f"load_part({address}, inside)"
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
+    function += "_or_nan" if number in writer.nan_filled else ""
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
@@ -404,21 +419,23 @@ def _signature(plan: Schedule) -> list[str]:
 
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
-    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack load_pack
-        store_pack columns_inside load_part store_part nan_max nan_min approximate_reciprocal half_exp2 half_exp half_sigmoid
-        half_erfc sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits is_kept row_reduce moments""".split()  # noqa: SIM905
+    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
+        load_pack_or_nan store_pack columns_inside load_part store_part nan_max nan_min half_exp2 half_exp half_sigmoid
+        half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits
+        is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_erfc", "half_exp", "half_sigmoid"}:
-        writer.helpers |= {"half_exp2"} | ({"approximate_reciprocal"} if "half_sigmoid" in writer.helpers else set())
+    if writer.helpers & {"half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16"}:
+        writer.helpers.add("half_exp2")
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
-    wanted |= {name for name in ("load_pack", "store_pack", "columns_inside", "load_part", "store_part") if name in text}
+    names = ("load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part")
+    wanted |= {name for name in names if f"{name}(" in text or f"{name}<" in text}
     wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}

@@ -71,9 +71,9 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "half_erfc", "half_exp", "half_exp2", "half_sigmoid", "approximate_reciprocal", "erfc", "row_reduce", "lane", "first",
-         "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS", "THREADS", "ROWS",
-         "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
+         "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
+         "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
+         "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
@@ -112,13 +112,18 @@ class CudaWriter(Writer):
                 noun = access.operand.name if access.is_pair else self._nouns[number]
                 self.packs[min(pair)] = self.fresh(f"{noun}_pack" + ("" if is_shared else "s"))
             lane = f"2 * lane{' + 1' * (number == pair[1])}" if access.is_pair else "lane"
-            place = f"[{lane}]" if is_shared else f"[p][{lane}]"
-            return self.widened(f"{self.packs[min(pair)]}{place}", access.operand.dtype, value.dtype)
+            pack = self.packs[min(pair)] + ("" if is_shared else "[p]")
+            if access.operand.dtype == "bfloat16":
+                self.helpers.add("wide_pack")
+                return f"wide({pack}, {lane})" if value.dtype == "float32" else f"({COMPUTE[value.dtype]})wide({pack}, {lane})"
+            return self.widened(f"{pack}[{lane}]", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
             return code
-        zero = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
-        return f"{self.text(value.guard).at(ATOM)} ? {code} : {zero}"
+        other = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
+        if number in self.nan_filled:
+            other = self.literal(Value(op="const", constant=math.nan, dtype=value.dtype))
+        return f"{self.text(value.guard).at(ATOM)} ? {code} : {other}"
 
     def pack_guard(self, number: int) -> str:
         """A guard that is the same for all columns of a pack, asked of the first; empty where it may change inside a pack.
@@ -199,6 +204,12 @@ class CudaWriter(Writer):
         """The intrinsic that nvcc never contracts."""
         return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
+    def normal_cdf(self, code: str) -> str:
+        """A call of the helper, which is as good as the results' dtype asks for."""
+        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
+        return f"half_normal_cdf({code})"
+
     def _is_folded(self, number: int, value: Value, text: Text) -> bool:
         """What a causal mask chooses keeps its name: a pack that it hides takes another value for it."""
         is_chosen = value.op == "where" and order_of(self.plan.program, value.args[0]) is not None
@@ -260,9 +271,13 @@ class CudaWriter(Writer):
             )
         if op == "erfc":
             if is_float32 and self.is_half:
-                self.helpers.add("half_erfc")
-                return Text(f"half_erfc({code})")
+                return Text(f"2.0f * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
             return Text(f"1.0f - erff({code})" if is_float32 else f"erfc({code})", SUM if is_float32 else ATOM)
+        if op == "normal_cdf":
+            return Text(self.normal_cdf(code))
+        if op == "tanh_cdf":
+            self.helpers.add("half_tanh_cdf")
+            return Text(f"half_tanh_cdf({code})")
         if op in ("sigmoid", "exp") and is_float32 and self.is_half:
             if op == "exp" and not self._is_below_maximum(value.args[0]):
                 return Text(f"__expf({code})")

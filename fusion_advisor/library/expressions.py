@@ -7,6 +7,7 @@ of the IR, and an operand of equal precedence on the right keeps its parentheses
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fusion_advisor.library.order import order_of
@@ -57,6 +58,7 @@ class Writer:
 
     Attributes:
         helpers: names of the helper functions that the text calls; the template prints those.
+        nan_filled: guarded loads that give NaN, not 0, where they may not read: nothing but the choice of a NaN there used them.
         bases: row pointers that addresses start from: name, expression, and an access that uses it.
     """
 
@@ -69,9 +71,11 @@ class Writer:
         self._base_names: dict[str, str] = {}
         self._texts: dict[int, Text] = {}
         self._code: dict[int, str] = {}
+        self._live = self._find_live()
         self._users = self._count_users()
+        self.nan_filled = self._find_nan_filled()
         self._nouns = self._name_all()
-        for number in range(len(plan.program.values)):
+        for number in sorted(self._live):
             self._write(number)
 
     helper_names: frozenset[str] = frozenset()
@@ -154,12 +158,37 @@ class Writer:
 
     # Naming and folding.
 
+    def _find_live(self) -> set[int]:
+        """What some store is made of: values that a rewriting left unused are not written."""
+        live: set[int] = set()
+        waiting = [store.value for store in self.plan.program.stores]
+        while waiting:
+            number = waiting.pop()
+            if number not in live:
+                live.add(number)
+                value = self.plan.program.values[number]
+                waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
+        return live
+
     def _count_users(self) -> list[list[int]]:
         users: list[list[int]] = [[] for _ in self.plan.program.values]
-        for number, value in enumerate(self.plan.program.values):
+        for number in sorted(self._live):
+            value = self.plan.program.values[number]
             for arg in (*value.args, *(() if value.guard is None else (value.guard,))):
                 users[arg].append(number)
         return users
+
+    def _find_nan_filled(self) -> set[int]:
+        values = self.plan.program.values
+        chosen = {v.args[1]: v for v in values if v.op == "where" and v.dtype.startswith("float")}
+        return {
+            number
+            for number, choice in chosen.items()
+            if len(self._users[number]) == 1
+            and values[number].op == "load"
+            and values[number].guard == choice.args[0]
+            and math.isnan(float(values[choice.args[2]].constant or 0.0))
+        }
 
     def _name_all(self) -> list[str]:
         program = self.plan.program
@@ -238,6 +267,8 @@ class Writer:
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
+        if value.op == "where" and value.args[1] in self.nan_filled:
+            return True
         if value.op in REDUCTIONS or value.op in ("load", "const", "dropout"):
             return False
         if len(self._users[number]) != 1 or any(s.value == number for s in self.plan.program.stores):
@@ -269,6 +300,8 @@ class Writer:
         if value.op == "size" and self.is_only_compared(number):
             return Text(self.plan.sizes[value.dim])
         args = [self._texts[a] for a in value.args]
+        if value.op == "where" and value.args[1] in self.nan_filled:
+            return args[1]
         if value.op in COMPARE:
             return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
         if value.op in LOGIC:

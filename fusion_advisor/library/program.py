@@ -20,6 +20,7 @@ Op names (``Value.op``):
   some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- ``normal_cdf``, ``tanh_cdf``: GELU's two distribution functions; only the GPU backends put them in (``library.gelu``)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
 - ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
   offset give the element's number; that and the seed decide, see ``library.philox``

@@ -326,6 +326,18 @@ def column_passes(
     return tuple(row_values.get(0, ())), tuple(passes)
 
 
+def late_loads(plan: Schedule) -> frozenset[int]:
+    """Loads that nothing needs before the last reduction is known and that all rows share, where there are two or more.
+
+    Weight and bias come from the cache and would only hold registers until the row's statistics are known.
+    """
+    values = plan.program.values
+    last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
+    used_before = {a for v in values[: last + 1] for a in (*v.args, *(() if v.guard is None else (v.guard,)))}
+    late = {n for n, v in enumerate(values) if v.op == "load" and v.guard is None and not plan.has_row(n)} - used_before
+    return frozenset(late if len(late) > 1 else ())
+
+
 def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
     """The column-varying values that some others are made of, themselves included, in order."""
     found: set[int] = set()

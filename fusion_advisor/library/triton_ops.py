@@ -44,8 +44,8 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {"exp", "erfc", "maximum", "minimum", "philox", "dropout_factor", "add_exp", "merge_exp_sums", "add_moments"}
-        | {"squares_about"}
+        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
+        | {"add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -147,7 +147,7 @@ class TritonWriter(Writer):
     def load(self, number: int, value: Value, access: Access) -> str:
         """A masked ``tl.load``; empty for one of a pair."""
         varies = self.plan.varies[number]
-        if self.plan.col_dim in varies:
+        if self.plan.col_dim in varies and number not in self.nan_filled:
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
@@ -157,19 +157,22 @@ class TritonWriter(Writer):
             masks = [f"tl.where({self.text(value.guard).code}, {masks[0]}, False)"]
         elif value.guard is not None:
             masks.append(self._guard(value.guard, access) or self.text(value.guard).at(ATOM))
-        return self._widened(self._read(access, varies, masks), access, value)
+        return self._widened(self._read(access, varies, masks, is_nan=number in self.nan_filled), access, value)
 
-    def _read(self, access: Access, varies: frozenset[int], masks: list[str]) -> str:
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, is_nan: bool = False) -> str:
         other, wanted = "", " & ".join(filter(None, masks))
         if wanted:
             zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            zero = 'float("nan")' if is_nan else zero
             other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
         return f"tl.load({self.address(access, varies)}{other})"
 
-    @staticmethod
-    def _widened(code: str, access: Access, value: Value) -> str:
+    def _widened(self, code: str, access: Access, value: Value) -> str:
         if value.dtype == access.operand.dtype:
             return code
+        if access.operand.dtype == "bfloat16" and value.dtype == "float32":
+            self.helpers.add("wide")
+            return f"wide({code})"
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
 
     def _guard(self, number: int, access: Access) -> str:
@@ -229,6 +232,12 @@ class TritonWriter(Writer):
         if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
             self.zero_past_end.add(number)
 
+    def normal_cdf(self, code: str) -> str:
+        """A call of the helper, which is as good as the results' dtype asks for."""
+        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
+        return f"half_normal_cdf({code})"
+
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
         op, code = value.op, [a.code for a in args]
@@ -272,9 +281,13 @@ class TritonWriter(Writer):
             return Text(f"tl.exp({code[0]})")
         if op == "erfc":
             if self.is_half and is_float32:
-                self.helpers.add("erfc")
-                return Text(f"erfc({code[0]})")
+                return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
             return Text(f"1.0 - tl.erf({code[0]})", SUM)
+        if op == "normal_cdf":
+            return Text(self.normal_cdf(code[0]))
+        if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):
+            self.helpers.add(f"half_{op}")
+            return Text(f"half_{op}({code[0]})")
         if op in _PLAIN:
             return Text(f"{_PLAIN[op]}({', '.join(code)})")
         if op in _HELPERS:

@@ -146,4 +146,5 @@ def _translate(source):
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
+    source = re.sub(r'asm\("rsqrt\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / sqrtf(\2);", source)
     return re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)

@@ -352,3 +352,12 @@ def test_what_a_pack_shares_is_read_once_for_it():
     lane = max(n for n, line in enumerate(lines) if "int lane = 0" in line)
     reads = [n for n, line in enumerate(lines) if "x2_ptr[" in line or "x3_ptr[" in line or "first / " in line]
     assert len(reads) == 3 and max(reads) < lane
+
+
+def test_what_rows_share_is_read_late_where_rows_are_many():
+    def late(program):
+        return launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)[0].get("LATE")
+
+    assert late(p.add_layernorm(4096, 4096, "bfloat16")) == 1
+    assert late(p.add_layernorm(8, 4096, "bfloat16")) == 0
+    assert late(p.rmsnorm(4096, 4096, "bfloat16")) is None

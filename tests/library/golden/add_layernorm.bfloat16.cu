@@ -21,6 +21,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -56,6 +59,14 @@ union Pack {
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
+
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
 
 // Zeros, unread, where it is not wanted.
 template <typename T>
@@ -133,8 +144,8 @@ fa_add_layernorm_74231c(
         const bool is_inside = FULL || first < cols;
         x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
         residual_packs[p] = load_pack(residual_ptr + row * residual_stride0 + first, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float total_sum_part = 0;
@@ -146,8 +157,8 @@ fa_add_layernorm_74231c(
         Pack<bfloat16_bits> total_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float residual = wide(residual_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
             total_sum_part += total;
             total_pack[lane] = narrow<bfloat16_bits>(total);
@@ -165,8 +176,8 @@ fa_add_layernorm_74231c(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float residual = wide(residual_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
             const float total_centered = total - total_mean;
             total_centered_squared_sum_part += total_centered * total_centered;
@@ -182,14 +193,16 @@ fa_add_layernorm_74231c(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float residual = wide(residual_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
             const float total_centered = total - total_mean;
-            const float weight = wide(weight_packs[p][lane]);
-            const float bias = wide(bias_packs[p][lane]);
+            const float weight = wide(weight_packs[p], lane);
+            const float bias = wide(bias_packs[p], lane);
             const float out = total_centered * inverse_deviation * weight + bias;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

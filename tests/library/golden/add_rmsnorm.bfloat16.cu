@@ -57,6 +57,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -143,8 +151,8 @@ fa_add_rmsnorm_65c1e7(
         Pack<bfloat16_bits> total_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float residual = wide(residual_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
             total_squared_sum_part += total * total;
             total_pack[lane] = narrow<bfloat16_bits>(total);
@@ -162,10 +170,10 @@ fa_add_rmsnorm_65c1e7(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float residual = wide(residual_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
-            const float weight = wide(weight_packs[p][lane]);
+            const float weight = wide(weight_packs[p], lane);
             const float out = weight * (total * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

@@ -17,6 +17,13 @@ def maximum(a, b):
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_causal_softmax_f440cd(
     x_ptr, out_ptr,
     rows, size1, cols, x_stride0, x_stride1, out_stride0, out_stride1,
@@ -33,7 +40,7 @@ def fa_causal_softmax_f440cd(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     is_kept = col <= i1
-    x = tl.load(x_row + col, mask=mask & (col // 8 * 8 <= i1), other=0.0).to(tl.float32)
+    x = wide(tl.load(x_row + col, mask=mask & (col // 8 * 8 <= i1), other=0.0))
     scale = 0.08838834764831845
     chosen = tl.where(is_kept, tl.fma(x, scale, 0.0), float("-inf"))
     chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)

@@ -118,7 +118,7 @@ fa_cross_entropy_3e2824(
     if (row >= rows) return;
     const long long targets = targets_ptr[row];
     const bool has_logits = (targets >= 0) & (targets < logits_extent);
-    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : 0.0f;
+    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : NAN_VALUEF;
     constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;
@@ -163,8 +163,8 @@ fa_cross_entropy_3e2824(
     // Only a row of -inf alone leaves the sum at 0.
     const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;
     const float exp_logits_shifted_sum = row_exp_logits_shifted_sum == 0 ? NAN_VALUEF : row_exp_logits_shifted_sum;
-    const float difference = (has_logits ? logits_2 : NAN_VALUEF) - logits_max;
-    const float loss = (targets == -100) ? 0.0f : logf(exp_logits_shifted_sum) - difference;
+    const float difference = logf(exp_logits_shifted_sum) - (logits_2 - logits_max);
+    const float loss = (targets == -100) ? 0.0f : difference;
 
     if (threadIdx.x == 0) {
         loss_ptr[row] = loss;

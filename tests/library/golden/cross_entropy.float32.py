@@ -52,7 +52,7 @@ def fa_cross_entropy_12433a(
     row_mask = row < rows
     targets = tl.load(targets_ptr + row, mask=row_mask, other=0)
     has_logits = (targets >= 0) & (targets < logits_extent)
-    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=0.0)
+    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=float("nan"))
 
     logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], -3.4028234663852886e38, tl.float32)
     exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
@@ -66,7 +66,7 @@ def fa_cross_entropy_12433a(
         )
     logits_max, exp_logits_shifted_sum = merge_exp_sums(logits_max_tile, exp_logits_shifted_sum_tile)
     exp_logits_shifted_sum = tl.where(logits_max == float("-inf"), float("nan"), exp_logits_shifted_sum)
-    difference = tl.where(has_logits, logits_2, float("nan")) - logits_max
-    loss = tl.where(targets == -100, 0.0, tl.log(exp_logits_shifted_sum) - difference)
+    difference = tl.log(exp_logits_shifted_sum) - (logits_2 - logits_max)
+    loss = tl.where(targets == -100, 0.0, difference)
 
     tl.store(loss_ptr + row, loss, mask=row_mask)

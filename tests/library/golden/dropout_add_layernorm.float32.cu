@@ -23,6 +23,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -162,8 +165,8 @@ fa_dropout_add_layernorm_003671(
         const bool is_inside = FULL || first < cols;
         residual_packs[p] = load_pack(residual_ptr + row * residual_stride0 + first, is_inside);
         x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
     unsigned kept[PACKS];  // a bit for each column
     #pragma unroll
@@ -219,6 +222,8 @@ fa_dropout_add_layernorm_003671(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<float> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float residual = residual_packs[p][lane];

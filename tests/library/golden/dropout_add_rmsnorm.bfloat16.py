@@ -51,6 +51,13 @@ def dropout_factor(seed, base, col, threshold: tl.constexpr, scale: tl.constexpr
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_dropout_add_rmsnorm_82ab22(
     residual_ptr, x_ptr, seed_ptr, weight_ptr, total_ptr, out_ptr,
     rows, cols, residual_stride0, x_stride0, element_stride0, total_stride0, out_stride0,
@@ -62,10 +69,10 @@ def fa_dropout_add_rmsnorm_82ab22(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    residual = tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0).to(tl.float32)
+    residual = wide(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
+    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     seed = tl.load(seed_ptr)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
     factor = dropout_factor(seed, row * element_stride0, col, 429496730, 1.1111111111111112, BY_FOUR)
     total = residual + x * factor
     total_squared_sum = tl.sum(tl.where(col_mask, total * total, 0.0), axis=1, keep_dims=True)

@@ -31,11 +31,10 @@ def fa_embedding_add_b2f9c8(
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
     has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
     position_ids = tl.load(position_ids_ptr + row, mask=row_mask, other=0)
     has_positions = (position_ids >= 0) & (position_ids < positions_extent)
-    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0)
-    chosen = tl.where(has_positions, positions, float("nan"))
-    out = tl.where(has_weight, weight, float("nan")) + chosen
+    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=float("nan"))
+    out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

@@ -21,6 +21,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -59,6 +62,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -67,6 +78,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -155,11 +180,11 @@ fa_embedding_add_layernorm_21095e(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
-        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
-        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        words_packs[p] = load_pack_or_nan(words_ptr + ids * words_step0 + first, is_inside && has_words);
+        types_packs[p] = load_pack_or_nan(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
+        positions_packs[p] = load_pack_or_nan(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float total_sum_part = 0;
@@ -170,12 +195,11 @@ fa_embedding_add_layernorm_21095e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p][lane]);
-            const float types = wide(types_packs[p][lane]);
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
-            const float positions = wide(positions_packs[p][lane]);
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            total_sum_part += total_2;
+            const float words = wide(words_packs[p], lane);
+            const float types = wide(types_packs[p], lane);
+            const float positions = wide(positions_packs[p], lane);
+            const float total = words + types + positions;
+            total_sum_part += total;
         }
     }
     const float total_sum = row_reduce<Sum, 0>(total_sum_part);
@@ -189,12 +213,11 @@ fa_embedding_add_layernorm_21095e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p][lane]);
-            const float types = wide(types_packs[p][lane]);
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
-            const float positions = wide(positions_packs[p][lane]);
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            const float total_centered = total_2 - total_mean;
+            const float words = wide(words_packs[p], lane);
+            const float types = wide(types_packs[p], lane);
+            const float positions = wide(positions_packs[p], lane);
+            const float total = words + types + positions;
+            const float total_centered = total - total_mean;
             total_centered_squared_sum_part += total_centered * total_centered;
         }
     }
@@ -208,16 +231,17 @@ fa_embedding_add_layernorm_21095e(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p][lane]);
-            const float types = wide(types_packs[p][lane]);
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
-            const float positions = wide(positions_packs[p][lane]);
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            const float total_centered = total_2 - total_mean;
-            const float weight = wide(weight_packs[p][lane]);
-            const float bias = wide(bias_packs[p][lane]);
+            const float words = wide(words_packs[p], lane);
+            const float types = wide(types_packs[p], lane);
+            const float positions = wide(positions_packs[p], lane);
+            const float total = words + types + positions;
+            const float total_centered = total - total_mean;
+            const float weight = wide(weight_packs[p], lane);
+            const float bias = wide(bias_packs[p], lane);
             const float out = total_centered * inverse_deviation * weight + bias;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

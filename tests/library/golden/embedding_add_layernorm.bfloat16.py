@@ -11,6 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_embedding_add_layernorm_027cee(
     ids_ptr, words_ptr, type_ids_ptr, types_ptr, position_ids_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, size1, cols, ids_stride0, words_extent, words_step0, type_ids_stride0, types_extent, types_step0,
@@ -30,25 +37,23 @@ def fa_embedding_add_layernorm_027cee(
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
     has_words = (ids >= 0) & (ids < words_extent)
-    words = tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=0.0).to(tl.float32)
+    words = wide(tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=float("nan")))
     type_ids = tl.load(type_ids_row, mask=row_mask, other=0)
     has_types = (type_ids >= 0) & (type_ids < types_extent)
-    types = tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=0.0).to(tl.float32)
+    types = wide(tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=float("nan")))
     position_ids = tl.load(position_ids_ptr + i1, mask=row_mask, other=0)
     has_positions = (position_ids >= 0) & (position_ids < positions_extent)
-    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0).to(tl.float32)
-    total = tl.where(has_words, words, float("nan")) + tl.where(has_types, types, float("nan"))
-    chosen = tl.where(has_positions, positions, float("nan"))
-    total_2 = total + chosen
-    total_sum = tl.sum(tl.where(col_mask, total_2, 0.0), axis=1, keep_dims=True)
+    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=float("nan")))
+    total = words + types + positions
+    total_sum = tl.sum(tl.where(col_mask, total, 0.0), axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
-    total_centered = total_2 - total_mean
+    total_centered = total - total_mean
     total_centered_squared_sum = tl.sum(tl.where(col_mask, total_centered * total_centered, 0.0), axis=1, keep_dims=True)
     total_variance = tl.div_rn(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-12
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(out_row + col, out, mask=mask)

@@ -21,6 +21,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -53,6 +56,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -141,11 +158,11 @@ fa_embedding_add_layernorm_781133(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
-        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
-        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        words_packs[p] = load_pack_or_nan(words_ptr + ids * words_step0 + first, is_inside && has_words);
+        types_packs[p] = load_pack_or_nan(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
+        positions_packs[p] = load_pack_or_nan(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float total_sum_part = 0;
@@ -158,10 +175,9 @@ fa_embedding_add_layernorm_781133(
         for (int lane = 0; lane < VEC; ++lane) {
             const float words = words_packs[p][lane];
             const float types = types_packs[p][lane];
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
             const float positions = positions_packs[p][lane];
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            total_sum_part += total_2;
+            const float total = words + types + positions;
+            total_sum_part += total;
         }
     }
     const float total_sum = row_reduce<Sum, 0>(total_sum_part);
@@ -177,10 +193,9 @@ fa_embedding_add_layernorm_781133(
         for (int lane = 0; lane < VEC; ++lane) {
             const float words = words_packs[p][lane];
             const float types = types_packs[p][lane];
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
             const float positions = positions_packs[p][lane];
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            const float total_centered = total_2 - total_mean;
+            const float total = words + types + positions;
+            const float total_centered = total - total_mean;
             total_centered_squared_sum_part += total_centered * total_centered;
         }
     }
@@ -194,14 +209,15 @@ fa_embedding_add_layernorm_781133(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<float> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float words = words_packs[p][lane];
             const float types = types_packs[p][lane];
-            const float total = (has_words ? words : NAN_VALUEF) + (has_types ? types : NAN_VALUEF);
             const float positions = positions_packs[p][lane];
-            const float total_2 = total + (has_positions ? positions : NAN_VALUEF);
-            const float total_centered = total_2 - total_mean;
+            const float total = words + types + positions;
+            const float total_centered = total - total_mean;
             const float weight = weight_packs[p][lane];
             const float bias = bias_packs[p][lane];
             const float out = total_centered * inverse_deviation * weight + bias;

@@ -55,6 +55,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -63,6 +71,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -102,24 +124,21 @@ fa_embedding_add_rows_2726f7(
             const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
             const long long ids = is_inside ? ids_row[0] : 0;
             const bool has_weight = (ids >= 0) & (ids < weight_extent);
-            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            weight_packs[p] = load_pack_or_nan(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
             positions_packs[p] = load_pack(positions_ptr + i1 * positions_stride1 + first, is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
             bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits> out_pack;
-            const long long ids = ids_row[0];
-            const bool has_weight = (ids >= 0) & (ids < weight_extent);
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float weight = wide(weight_packs[p][lane]);
-                const float positions = wide(positions_packs[p][lane]);
-                const float out = (has_weight ? weight : NAN_VALUEF) + positions;
+                const float weight = wide(weight_packs[p], lane);
+                const float positions = wide(positions_packs[p], lane);
+                const float out = weight + positions;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
             store_pack(out_row + first, out_pack);

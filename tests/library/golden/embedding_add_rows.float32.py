@@ -29,8 +29,8 @@ def fa_embedding_add_rows_97b817(
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
     has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
     positions = tl.load(positions_ptr + row * positions_stride1 + col, mask=mask, other=0.0)
-    out = tl.where(has_weight, weight, float("nan")) + positions
+    out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

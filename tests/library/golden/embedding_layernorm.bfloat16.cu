@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -58,6 +61,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -66,6 +77,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -131,9 +156,9 @@ fa_embedding_layernorm_7e4be5(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float chosen_sum_part = 0;
@@ -144,9 +169,8 @@ fa_embedding_layernorm_7e4be5(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p][lane]);
-            const float chosen = has_table ? table : NAN_VALUEF;
-            chosen_sum_part += chosen;
+            const float table = wide(table_packs[p], lane);
+            chosen_sum_part += table;
         }
     }
     const float chosen_sum = row_reduce<Sum, 0>(chosen_sum_part);
@@ -160,9 +184,8 @@ fa_embedding_layernorm_7e4be5(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p][lane]);
-            const float chosen = has_table ? table : NAN_VALUEF;
-            const float chosen_centered = chosen - chosen_mean;
+            const float table = wide(table_packs[p], lane);
+            const float chosen_centered = table - chosen_mean;
             chosen_centered_squared_sum_part += chosen_centered * chosen_centered;
         }
     }
@@ -176,13 +199,14 @@ fa_embedding_layernorm_7e4be5(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p][lane]);
-            const float chosen = has_table ? table : NAN_VALUEF;
-            const float chosen_centered = chosen - chosen_mean;
-            const float weight = wide(weight_packs[p][lane]);
-            const float bias = wide(bias_packs[p][lane]);
+            const float table = wide(table_packs[p], lane);
+            const float chosen_centered = table - chosen_mean;
+            const float weight = wide(weight_packs[p], lane);
+            const float bias = wide(bias_packs[p], lane);
             const float out = chosen_centered * inverse_deviation * weight + bias;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

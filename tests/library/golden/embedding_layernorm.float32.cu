@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -52,6 +55,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -117,9 +134,9 @@ fa_embedding_layernorm_cb387a(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float chosen_sum_part = 0;
@@ -131,8 +148,7 @@ fa_embedding_layernorm_cb387a(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = table_packs[p][lane];
-            const float chosen = has_table ? table : NAN_VALUEF;
-            chosen_sum_part += chosen;
+            chosen_sum_part += table;
         }
     }
     const float chosen_sum = row_reduce<Sum, 0>(chosen_sum_part);
@@ -147,8 +163,7 @@ fa_embedding_layernorm_cb387a(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = table_packs[p][lane];
-            const float chosen = has_table ? table : NAN_VALUEF;
-            const float chosen_centered = chosen - chosen_mean;
+            const float chosen_centered = table - chosen_mean;
             chosen_centered_squared_sum_part += chosen_centered * chosen_centered;
         }
     }
@@ -162,11 +177,12 @@ fa_embedding_layernorm_cb387a(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<float> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = table_packs[p][lane];
-            const float chosen = has_table ? table : NAN_VALUEF;
-            const float chosen_centered = chosen - chosen_mean;
+            const float chosen_centered = table - chosen_mean;
             const float weight = weight_packs[p][lane];
             const float bias = bias_packs[p][lane];
             const float out = chosen_centered * inverse_deviation * weight + bias;

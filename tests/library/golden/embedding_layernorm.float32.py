@@ -23,11 +23,10 @@ def fa_embedding_layernorm_33a4b5(
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     has_table = (ids >= 0) & (ids < table_extent)
-    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0)
-    chosen = tl.where(has_table, table, float("nan"))
-    chosen_sum = tl.sum(tl.where(col_mask, chosen, 0.0), axis=1, keep_dims=True)
+    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=float("nan"))
+    chosen_sum = tl.sum(tl.where(col_mask, table, 0.0), axis=1, keep_dims=True)
     chosen_mean = tl.div_rn(chosen_sum, tl.cast(cols, tl.float32))
-    chosen_centered = chosen - chosen_mean
+    chosen_centered = table - chosen_mean
     chosen_centered_squared_sum = tl.sum(tl.where(col_mask, chosen_centered * chosen_centered, 0.0), axis=1, keep_dims=True)
     chosen_variance = tl.div_rn(chosen_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05

@@ -58,6 +58,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -66,6 +74,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -131,7 +153,7 @@ fa_embedding_rmsnorm_17d3d9(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
         weight_packs[p] = load_pack(weight_ptr + first, is_inside);
     }
 
@@ -144,10 +166,9 @@ fa_embedding_rmsnorm_17d3d9(
         Pack<bfloat16_bits> rows_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p][lane]);
-            const float rows_2 = has_table ? table : NAN_VALUEF;
-            chosen_squared_sum_part += rows_2 * rows_2;
-            rows_pack[lane] = narrow<bfloat16_bits>(rows_2);
+            const float table = wide(table_packs[p], lane);
+            chosen_squared_sum_part += table * table;
+            rows_pack[lane] = narrow<bfloat16_bits>(table);
         }
         store_pack(rows_ptr + row * rows_stride0 + first, rows_pack);
     }
@@ -162,10 +183,9 @@ fa_embedding_rmsnorm_17d3d9(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p][lane]);
-            const float rows_2 = has_table ? table : NAN_VALUEF;
-            const float weight = wide(weight_packs[p][lane]);
-            const float out = weight * (rows_2 * inverse_rms);
+            const float table = wide(table_packs[p], lane);
+            const float weight = wide(weight_packs[p], lane);
+            const float out = weight * (table * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -55,6 +55,20 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     return pack;
 }
 
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+    typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
+    return pack;
+}
+
 template <typename T>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     typedef typename Pack<T>::word_t word_t;
@@ -117,7 +131,7 @@ fa_embedding_rmsnorm_9eaf6a(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
         weight_packs[p] = load_pack(weight_ptr + first, is_inside);
     }
 
@@ -131,9 +145,8 @@ fa_embedding_rmsnorm_9eaf6a(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = table_packs[p][lane];
-            const float rows_2 = has_table ? table : NAN_VALUEF;
-            chosen_squared_sum_part += rows_2 * rows_2;
-            rows_pack[lane] = rows_2;
+            chosen_squared_sum_part += table * table;
+            rows_pack[lane] = table;
         }
         store_pack(rows_ptr + row * rows_stride0 + first, rows_pack);
     }
@@ -149,9 +162,8 @@ fa_embedding_rmsnorm_9eaf6a(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = table_packs[p][lane];
-            const float rows_2 = has_table ? table : NAN_VALUEF;
             const float weight = weight_packs[p][lane];
-            const float out = weight * (rows_2 * inverse_rms);
+            const float out = weight * (table * inverse_rms);
             out_pack[lane] = out;
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

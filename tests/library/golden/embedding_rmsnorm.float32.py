@@ -23,14 +23,13 @@ def fa_embedding_rmsnorm_22864d(
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     has_table = (ids >= 0) & (ids < table_extent)
-    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0)
+    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=float("nan"))
     weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    rows_2 = tl.where(has_table, table, float("nan"))
-    chosen_squared_sum = tl.sum(tl.where(col_mask, rows_2 * rows_2, 0.0), axis=1, keep_dims=True)
+    chosen_squared_sum = tl.sum(tl.where(col_mask, table * table, 0.0), axis=1, keep_dims=True)
     chosen_squared_mean = tl.div_rn(chosen_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-06
     inverse_rms = tl.rsqrt(chosen_squared_mean + eps)
-    out = weight * (rows_2 * inverse_rms)
+    out = weight * (table * inverse_rms)
 
-    tl.store(rows_ptr + row * rows_stride0 + col, rows_2, mask=mask)
+    tl.store(rows_ptr + row * rows_stride0 + col, table, mask=mask)
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -41,14 +41,17 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
-// Zeros, unread, where it is not wanted.
+// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
 template <typename T>
-__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
     typedef typename Pack<T>::word_t word_t;
+    word_t nan;
+    #pragma unroll
+    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
     Pack<T> pack;
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -81,7 +84,7 @@ fa_embedding_scale_c2047f(
             const bool is_inside = row < rows;
             const long long ids = is_inside ? ids_ptr[row] : 0;
             const bool has_weight = (ids >= 0) & (ids < weight_extent);
-            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            weight_packs[p] = load_pack_or_nan(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -89,12 +92,10 @@ fa_embedding_scale_c2047f(
             const bool is_inside = row < rows;
             if (!is_inside) continue;
             Pack<float> out_pack;
-            const long long ids = ids_ptr[row];
-            const bool has_weight = (ids >= 0) & (ids < weight_extent);
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float weight = weight_packs[p][lane];
-                const float out = (has_weight ? weight : NAN_VALUEF) * scale;
+                const float out = weight * scale;
                 out_pack[lane] = out;
             }
             store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -25,8 +25,8 @@ def fa_embedding_scale_554541(
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
     has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
     scale = 55.42562584220407
-    out = tl.where(has_weight, weight, float("nan")) * scale
+    out = weight * scale
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

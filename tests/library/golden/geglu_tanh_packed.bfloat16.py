@@ -10,9 +10,17 @@ import triton.language as tl
 
 
 @triton.jit
-def sigmoid(x):
-    # For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
-    return 1.0 / (1.0 + tl.exp(-x))
+def half_tanh_cdf(x):
+    # The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
+    root = tl.rsqrt(1.0 + tl.exp2(x * (x * x * -0.10294324 - 2.3022082)))
+    return root * root  # a third of the instructions of a division
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -29,9 +37,8 @@ def fa_geglu_tanh_packed_203ccd(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    packed = tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0).to(tl.float32)
-    packed_shifted = tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0).to(tl.float32)
-    total = packed + packed * (packed * packed) * 0.044715
-    out = packed * sigmoid(total * 1.5957691216057308) * packed_shifted
+    packed = wide(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
+    packed_shifted = wide(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
+    out = packed * half_tanh_cdf(packed) * packed_shifted
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -55,6 +58,14 @@ union Pack {
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
+
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
 
 // Zeros, unread, where it is not wanted.
 template <typename T>
@@ -126,8 +137,8 @@ fa_layernorm_bf306e(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float x_sum_part = 0;
@@ -138,7 +149,7 @@ fa_layernorm_bf306e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             x_sum_part += x;
         }
     }
@@ -153,7 +164,7 @@ fa_layernorm_bf306e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             const float x_centered = x - x_mean;
             x_centered_squared_sum_part += x_centered * x_centered;
         }
@@ -167,12 +178,14 @@ fa_layernorm_bf306e(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             const float x_centered = x - x_mean;
-            const float weight = wide(weight_packs[p][lane]);
-            const float bias = wide(bias_packs[p][lane]);
+            const float weight = wide(weight_packs[p], lane);
+            const float bias = wide(bias_packs[p], lane);
             const float out = x_centered * inverse_deviation * weight + bias;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

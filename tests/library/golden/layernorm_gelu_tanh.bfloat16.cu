@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -56,6 +59,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -74,13 +85,6 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// One unit in the last place off; unlike __fdividef's, a quotient below 2^-126 keeps its value.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
 __device__ __forceinline__ float half_exp2(float x) {
     float y;
@@ -88,9 +92,11 @@ __device__ __forceinline__ float half_exp2(float x) {
     return y;
 }
 
-// Good to 20 bits and more, for results that are rounded to 11 at most.
-__device__ __forceinline__ float half_sigmoid(float x) {
-    return approximate_reciprocal(1.0f + half_exp2(x * -1.4426950408889634f));
+// The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
+__device__ __forceinline__ float half_tanh_cdf(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + half_exp2(x * fmaf(x * x, -0.10294324f, -2.3022082f))));
+    return y;
 }
 
 struct Sum {
@@ -145,8 +151,8 @@ fa_layernorm_gelu_tanh_95d855(
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        bias_packs[p] = load_pack(bias_ptr + first, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
     float x_sum_part = 0;
@@ -157,7 +163,7 @@ fa_layernorm_gelu_tanh_95d855(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             x_sum_part += x;
         }
     }
@@ -172,7 +178,7 @@ fa_layernorm_gelu_tanh_95d855(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             const float x_centered = x - x_mean;
             x_centered_squared_sum_part += x_centered * x_centered;
         }
@@ -186,15 +192,16 @@ fa_layernorm_gelu_tanh_95d855(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             const float x_centered = x - x_mean;
-            const float weight = wide(weight_packs[p][lane]);
-            const float bias = wide(bias_packs[p][lane]);
+            const float weight = wide(weight_packs[p], lane);
+            const float bias = wide(bias_packs[p], lane);
             const float total = x_centered * inverse_deviation * weight + bias;
-            const float product = (total + total * (total * total) * 0.044715f) * 1.5957691216057308f;
-            const float out = total * half_sigmoid(product);
+            const float out = total * half_tanh_cdf(total);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -16,6 +16,13 @@ def maximum(a, b):
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_masked_softmax_boolean_8dd6d6(
     mask_ptr, scores_ptr, out_ptr,
     rows, size1, cols, mask_stride0, scores_stride0, scores_stride1, out_stride0, out_stride1,
@@ -32,7 +39,7 @@ def fa_masked_softmax_boolean_8dd6d6(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     mask_2 = tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0)
-    scores = tl.load(scores_row + col, mask=mask, other=0.0).to(tl.float32)
+    scores = wide(tl.load(scores_row + col, mask=mask, other=0.0))
     scale = 0.125
     blocked = float("-inf")
     chosen = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)

@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -55,6 +58,14 @@ union Pack {
     __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
+
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
 
 // Zeros, unread, where it is not wanted.
 template <typename T>
@@ -152,8 +163,8 @@ fa_qk_norm_rope_c0f939(
         cos_shifted_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset, is_inside);
         sin_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first, is_inside);
         sin_shifted_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
     }
 
     float total_sum_part = 0;
@@ -164,8 +175,8 @@ fa_qk_norm_rope_c0f939(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
-            const float x_shifted = wide(x_shifted_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
+            const float x_shifted = wide(x_shifted_packs[p], lane);
             total_sum_part += x * x + x_shifted * x_shifted;
         }
     }
@@ -179,18 +190,20 @@ fa_qk_norm_rope_c0f939(
         if (!is_inside) continue;
         Pack<bfloat16_bits> out_pack;
         Pack<bfloat16_bits> out_pack_2;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float weight = wide(weight_packs[p][lane]);
-            const float weight_shifted = wide(weight_shifted_packs[p][lane]);
-            const float x = wide(x_packs[p][lane]);
-            const float x_shifted = wide(x_shifted_packs[p][lane]);
+            const float weight = wide(weight_packs[p], lane);
+            const float weight_shifted = wide(weight_shifted_packs[p], lane);
+            const float x = wide(x_packs[p], lane);
+            const float x_shifted = wide(x_shifted_packs[p], lane);
             const float product_2 = weight * (x * rsqrt_total);
             const float product_3 = weight_shifted * (x_shifted * rsqrt_total);
-            const float cos_2 = wide(cos_packs[p][lane]);
-            const float cos_shifted = wide(cos_shifted_packs[p][lane]);
-            const float sin_2 = wide(sin_packs[p][lane]);
-            const float sin_shifted = wide(sin_shifted_packs[p][lane]);
+            const float cos_2 = wide(cos_packs[p], lane);
+            const float cos_shifted = wide(cos_shifted_packs[p], lane);
+            const float sin_2 = wide(sin_packs[p], lane);
+            const float sin_shifted = wide(sin_shifted_packs[p], lane);
             const float out = product_2 * cos_2 + -product_3 * sin_2;
             const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
             out_pack[lane] = narrow<bfloat16_bits>(out);

@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef LATE
+#define LATE 1  // 1 where what rows share is read after the reductions
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -138,8 +141,8 @@ fa_qk_norm_rope_947755(
         cos_shifted_packs[p] = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset, is_inside);
         sin_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first, is_inside);
         sin_shifted_packs[p] = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset, is_inside);
-        weight_packs[p] = load_pack(weight_ptr + first, is_inside);
-        weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
+        if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
+        if (!LATE) weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset, is_inside);
     }
 
     float total_sum_part = 0;
@@ -165,6 +168,8 @@ fa_qk_norm_rope_947755(
         if (!is_inside) continue;
         Pack<float> out_pack;
         Pack<float> out_pack_2;
+        if (LATE) weight_packs[p] = load_pack(weight_ptr + first);
+        if (LATE) weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float weight = weight_packs[p][lane];

@@ -12,6 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_qkv_heads_de133c(
     packed_ptr, bias_ptr, query_ptr, key_ptr, value_ptr,
     rows, cols, packed_stride0, packed_stride1, bias_stride0, packed_offset, bias_offset, packed_offset_2,
@@ -32,12 +39,12 @@ def fa_qkv_heads_de133c(
     key_row = key_ptr + i0 * key_stride0 + row * key_stride1
     value_row = value_ptr + i0 * value_stride0 + row * value_stride1
 
-    packed = tl.load(packed_row + col, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
-    packed_shifted = tl.load(packed_row + col + packed_offset, mask=mask, other=0.0).to(tl.float32)
-    bias_shifted = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0).to(tl.float32)
-    packed_shifted_2 = tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0).to(tl.float32)
-    bias_shifted_2 = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0).to(tl.float32)
+    packed = wide(tl.load(packed_row + col, mask=mask, other=0.0))
+    bias = wide(tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0))
+    packed_shifted = wide(tl.load(packed_row + col + packed_offset, mask=mask, other=0.0))
+    bias_shifted = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0))
+    packed_shifted_2 = wide(tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0))
+    bias_shifted_2 = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0))
     query = packed + bias
     key = packed_shifted + bias_shifted
     value = packed_shifted_2 + bias_shifted_2

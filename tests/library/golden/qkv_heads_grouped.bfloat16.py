@@ -12,6 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def part1(
     program,
     packed_ptr, bias_ptr, query_ptr,
@@ -30,8 +37,8 @@ def part1(
     packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
     query_row = query_ptr + i0 * query_stride0 + row * query_stride1
 
-    packed = tl.load(packed_row + col, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
+    packed = wide(tl.load(packed_row + col, mask=mask, other=0.0))
+    bias = wide(tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0))
     query = packed + bias
 
     tl.store(query_row + col, query, mask=mask)
@@ -58,10 +65,10 @@ def part2(
     key_row = key_ptr + i0 * key_stride0 + row * key_stride1
     value_row = value_ptr + i0 * value_stride0 + row * value_stride1
 
-    packed_shifted = tl.load(packed_row + col + packed_offset, mask=mask, other=0.0).to(tl.float32)
-    bias_shifted = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0).to(tl.float32)
-    packed_shifted_2 = tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0).to(tl.float32)
-    bias_shifted_2 = tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0).to(tl.float32)
+    packed_shifted = wide(tl.load(packed_row + col + packed_offset, mask=mask, other=0.0))
+    bias_shifted = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0))
+    packed_shifted_2 = wide(tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0))
+    bias_shifted_2 = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0))
     key = packed_shifted + bias_shifted
     value = packed_shifted_2 + bias_shifted_2
 

@@ -50,6 +50,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -103,8 +111,8 @@ fa_reglu_43b2db(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float gate = wide(gate_packs[p][lane]);
-            const float up = wide(up_packs[p][lane]);
+            const float gate = wide(gate_packs[p], lane);
+            const float up = wide(up_packs[p], lane);
             const float out = nan_max(gate, 0.0f) * up;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

@@ -55,6 +55,15 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+template <int EACH>
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits, EACH>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <int EACH = 1, typename T>
 __device__ __forceinline__ Pack<T, EACH> load_pack(const T* from, bool is_wanted = true) {
@@ -114,10 +123,10 @@ fa_rope_pairs_8cd7de(
             Pack<bfloat16_bits, 2> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x_odd = wide(x_packs[p][2 * lane + 1]);
-                const float cos_2 = wide(cos_packs[p][lane]);
-                const float x_even = wide(x_packs[p][2 * lane]);
-                const float sin_2 = wide(sin_packs[p][lane]);
+                const float x_odd = wide(x_packs[p], 2 * lane + 1);
+                const float cos_2 = wide(cos_packs[p], lane);
+                const float x_even = wide(x_packs[p], 2 * lane);
+                const float sin_2 = wide(sin_packs[p], lane);
                 const float out = x_odd * cos_2 + x_even * sin_2;
                 const float out_2 = cos_2 * x_even - x_odd * sin_2;
                 out_pack[2 * lane] = narrow<bfloat16_bits>(out_2);

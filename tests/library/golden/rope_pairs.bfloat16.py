@@ -11,6 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fa_rope_pairs_00e335(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
     rows, cols, x_stride0, x_stride1, cos_stride1, sin_stride1, out_stride0, out_stride1,
@@ -32,9 +39,9 @@ def fa_rope_pairs_00e335(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     x_run = tl.load(x_row + item, mask=item_mask, other=0.0)
-    x_even, x_odd = tl.split(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2).to(tl.float32))
-    cos = tl.load(cos_ptr + row * cos_stride1 + col, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + row * sin_stride1 + col, mask=mask, other=0.0).to(tl.float32)
+    x_even, x_odd = tl.split(wide(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
+    cos = wide(tl.load(cos_ptr + row * cos_stride1 + col, mask=mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + row * sin_stride1 + col, mask=mask, other=0.0))
     out = x_odd * cos + x_even * sin
     out_2 = cos * x_even - x_odd * sin
 

@@ -54,6 +54,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -120,12 +128,12 @@ __device__ __forceinline__ void part1(
             Pack<bfloat16_bits> q_out_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float q = wide(q_packs[p][lane]);
-                const float q_shifted = wide(q_shifted_packs[p][lane]);
-                const float cos_2 = wide(cos_pack[lane]);
-                const float cos_shifted = wide(cos_shifted_pack[lane]);
-                const float sin_2 = wide(sin_pack[lane]);
-                const float sin_shifted = wide(sin_shifted_pack[lane]);
+                const float q = wide(q_packs[p], lane);
+                const float q_shifted = wide(q_shifted_packs[p], lane);
+                const float cos_2 = wide(cos_pack, lane);
+                const float cos_shifted = wide(cos_shifted_pack, lane);
+                const float sin_2 = wide(sin_pack, lane);
+                const float sin_shifted = wide(sin_shifted_pack, lane);
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
                 const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);

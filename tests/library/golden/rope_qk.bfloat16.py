@@ -11,6 +11,13 @@ import triton.language as tl
 
 
 @triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def part1(
     program,
     q_ptr, cos_ptr, sin_ptr, q_out_ptr,
@@ -30,12 +37,12 @@ def part1(
     q_row = q_ptr + i0 * q_stride0 + row * q_stride1
     q_out_row = q_out_ptr + i0 * q_out_stride0 + row * q_out_stride1
 
-    q = tl.load(q_row + col, mask=mask, other=0.0).to(tl.float32)
-    q_shifted = tl.load(q_row + col + q_offset, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
-    cos_shifted = tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0).to(tl.float32)
-    sin_shifted = tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0).to(tl.float32)
+    q = wide(tl.load(q_row + col, mask=mask, other=0.0))
+    q_shifted = wide(tl.load(q_row + col + q_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + -q_shifted * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 

@@ -50,6 +50,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
 // Zeros, unread, where it is not wanted.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
@@ -68,13 +76,6 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
-// One unit in the last place off; unlike __fdividef's, a quotient below 2^-126 keeps its value.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
 __device__ __forceinline__ float half_exp2(float x) {
     float y;
@@ -82,9 +83,12 @@ __device__ __forceinline__ float half_exp2(float x) {
     return y;
 }
 
-// Good to 20 bits and more, for results that are rounded to 11 at most.
+// Good to 20 bits, for results that are rounded to 11 at most. A reciprocal would need three more instructions, or lose what is
+// below 2^-126; the root of it cannot get there.
 __device__ __forceinline__ float half_sigmoid(float x) {
-    return approximate_reciprocal(1.0f + half_exp2(x * -1.4426950408889634f));
+    float root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + half_exp2(x * -1.4426950408889634f)));
+    return root * root;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -107,7 +111,7 @@ fa_silu_6e7b38(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p][lane]);
+            const float x = wide(x_packs[p], lane);
             const float out = x * half_sigmoid(x);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
