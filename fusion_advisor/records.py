@@ -282,6 +282,12 @@ class Match:
     """Which reference of the kernel matched."""
     constants: tuple[tuple[str, float], ...] = ()
     """Constants bound from the graph, e.g. ``("eps", 1e-06)``."""
+    operands: tuple[str, ...] = ()
+    """What the kernel calls the chain's operands, in the launch's order; empty where they have no names of a kernel's."""
+    named_values: tuple[tuple[int, str], ...] = ()
+    """The chain's values that are constants of the kernel, counted through its loop nests, and their names."""
+    source: str = ""
+    """Where the kernel's idea comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +374,8 @@ class RenderedKernel:
     """``library: gelu_tanh`` or ``generated from the chain``."""
     build_ns: int = 0
     tuning: str = ""
+    fast_math: bool = False
+    """Whether it may approximate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

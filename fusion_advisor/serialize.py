@@ -44,6 +44,12 @@ class _Mismatch(Exception):
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where or 'the top level'}: {why}")
+        self._where, self._why = where, why
+
+    def inside(self, step: str) -> _Mismatch:
+        """Return the same, seen from one level further out: a path is only spelt where there is something to say."""
+        glue = "." if self._where and not self._where.startswith("[") else ""
+        return _Mismatch(f"{step}{glue}{self._where}", self._why)
 
 
 # -- to JSON ---------------------------------------------------------------------------------------------------------------
@@ -182,57 +188,66 @@ def load_capture(text: str | bytes, name: str = "capture.json") -> Capture:
     return load_record(Capture, text, schema=CAPTURE_SCHEMA, name=name)
 
 
-def decode(data: object, hint: object, where: str = "") -> Any:
+def decode(data: object, hint: object) -> Any:
     """Turn JSON data into a value of the type that ``hint`` describes, or say where it does not fit."""
     options = _options(hint)
+    if type(data) in options:
+        return data
     if data is None:
-        if type(None) in options:
-            return None
-        raise _Mismatch(where, f"expected {_describe(options)}, found null")
+        raise _Mismatch("", f"expected {_describe(options)}, found null")
     if isinstance(data, dict):
-        return _decode_object(data, options, where)
+        return _decode_object(data, options)
     if isinstance(data, list):
         if not any(typing.get_origin(option) is tuple for option in options):
-            raise _Mismatch(where, f"expected {_describe(options)}, found a list")
-        inner = _item_hints(options, len(data), where)
-        return tuple(decode(item, inner[at], f"{where}[{at}]") for at, item in enumerate(data))
-    return _decode_scalar(data, options, where)
+            raise _Mismatch("", f"expected {_describe(options)}, found a list")
+        values: list[Any] = []
+        try:
+            for item, inner in zip(data, _item_hints(options, len(data)), strict=True):
+                values.append(decode(item, inner))
+        except _Mismatch as error:
+            raise error.inside(f"[{len(values)}]") from error.__cause__
+        return tuple(values)
+    return _decode_scalar(data, options)
 
 
-def _decode_object(data: dict[str, object], options: tuple[Any, ...], where: str) -> Any:
-    classes = {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
+def _decode_object(data: dict[str, object], options: tuple[Any, ...]) -> Any:
+    classes = _classes(options)
     if _is_tagged(options):
         data = dict(data)
         tag = data.pop(_TAG, None)
         if tag == "float" and float in options:
-            return _decode_scalar(data.get("value"), (float,), where)
+            return _decode_scalar(data.get("value"), (float,))
         if not isinstance(tag, str) or tag not in classes:
-            raise _Mismatch(where, f'"{_TAG}" must be one of {", ".join(sorted(classes))}, found {_shown(tag)}')
+            raise _Mismatch("", f'"{_TAG}" must be one of {", ".join(sorted(classes))}, found {_shown(tag)}')
         cls = classes[tag]
     elif classes:
         (cls,) = classes.values()
     else:
-        raise _Mismatch(where, f"expected {_describe(options)}, found an object")
+        raise _Mismatch("", f"expected {_describe(options)}, found an object")
 
     hints = _hints(cls)
-    unknown = sorted(set(data) - set(hints))
+    unknown = sorted(data.keys() - hints.keys())
     if unknown:
-        raise _Mismatch(where, f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
+        raise _Mismatch("", f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
     values = {}
-    for item in fields(cls):
-        if item.name in data:
-            values[item.name] = decode(data[item.name], hints[item.name], f"{where}.{item.name}".lstrip("."))
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise _Mismatch(where, f'the key "{item.name}" is missing')
+    name = ""
+    try:
+        for name, hint in hints.items():
+            if name in data:
+                values[name] = decode(data[name], hint)
+    except _Mismatch as error:
+        raise error.inside(name) from error.__cause__
+    if len(values) < len(hints):
+        missing = next((name for name in _required(cls) if name not in values), None)
+        if missing is not None:
+            raise _Mismatch("", f'the key "{missing}" is missing')
     try:
         return cls(**values)
     except ValueError as error:  # a record refuses a state that must not exist
-        raise _Mismatch(where, str(error)) from error
+        raise _Mismatch("", str(error)) from error
 
 
-def _decode_scalar(data: object, options: tuple[Any, ...], where: str) -> Any:
-    if type(data) in options:
-        return data
+def _decode_scalar(data: object, options: tuple[Any, ...]) -> Any:
     if float in options and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if isinstance(data, str):
@@ -245,7 +260,7 @@ def _decode_scalar(data: object, options: tuple[Any, ...], where: str) -> Any:
                 return Path(data)
     if any(typing.get_origin(option) is typing.Literal and data in typing.get_args(option) for option in options):
         return data
-    raise _Mismatch(where, f"expected {_describe(options)}, found {_shown(data)}")
+    raise _Mismatch("", f"expected {_describe(options)}, found {_shown(data)}")
 
 
 def _parse(text: str | bytes, name: str) -> Any:
@@ -283,6 +298,12 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _required(cls: type) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING)
+
+
+@functools.cache
 def _options(hint: object) -> tuple[Any, ...]:
     """Return the members of a union, or the hint alone; a reference by name is looked up among the records."""
     if isinstance(hint, typing.ForwardRef):
@@ -294,13 +315,20 @@ def _options(hint: object) -> tuple[Any, ...]:
     return (hint,)
 
 
+@functools.cache
+def _classes(options: tuple[Any, ...]) -> dict[str, Any]:
+    return {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
+
+
+@functools.cache
 def _is_tagged(options: tuple[Any, ...]) -> bool:
     """Whether a JSON object alone would not tell which member of the union it is."""
     others = [option for option in options if option is not type(None)]
     return len(others) > 1 and any(is_dataclass(option) for option in others)
 
 
-def _item_hints(options: tuple[Any, ...], count: int, where: str = "") -> tuple[Any, ...]:
+@functools.lru_cache(maxsize=256)
+def _item_hints(options: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     for option in options:
         if typing.get_origin(option) is not tuple:
             continue
@@ -309,7 +337,7 @@ def _item_hints(options: tuple[Any, ...], count: int, where: str = "") -> tuple[
             return (inner[0],) * count
         if len(inner) == count:
             return inner
-        raise _Mismatch(where, f"expected {len(inner)} items, found {count}")
+        raise _Mismatch("", f"expected {len(inner)} items, found {count}")
     return (None,) * count
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltGemv
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
@@ -29,10 +30,10 @@ from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import source_around
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.gemv import CUBLAS, GemvConfig, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
+from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing
@@ -218,6 +219,15 @@ def check(bench: Bench, kind: Kind, made: Made, *, seed: int) -> Numerics:
     return check_calls(trials, inputs=f"{text}; the worst is shown")
 
 
+def check_first(bench: Bench, kind: Kind, made: Made) -> Numerics:
+    """Compare a kernel that passed :func:`check` before with the ops it replaces, on the first site's own tensors only."""
+    chain, roots = original_of(bench, kind.places[0])
+    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
+    result = bench.ops[kind.places[0].members[-1]].outputs[0]
+    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
+    return check_calls([(chain, call, roots)], inputs="the first site's own tensors")
+
+
 def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltGemv:
     """Bind a kernel to the sites of its kind."""
     sites = []
@@ -238,8 +248,9 @@ def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.T
 
 def header_of(title: str) -> Header:
     """Return what the head comment says: the library's words where the kernel is in it."""
-    spec = next((spec for spec in list_kernels() if spec.name == title and spec.gemv is not None), None)
-    if spec is None:
+    folder = content_dir("kernels") / title
+    spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
+    if spec is None or spec.gemv is None:
         return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
     return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
 

@@ -92,8 +92,8 @@ def install(
     )
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
-        fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math,
-        kernel_dirs=options.kernel_dirs, has_gemvs=bool(gemvs),
+        fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
+        has_gemvs=bool(gemvs),
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))

@@ -52,7 +52,7 @@ class MergedStep:
     bench: Bench
     built: list[BuiltFusion]
     kernels: dict[str, tuple[RenderedKernel, ...]]
-    """What was rendered anew, by fusion id."""
+    """What runs on the merged graphs, by fusion id."""
     merged: int
     held_bytes: int
 
@@ -145,22 +145,17 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
     Raises:
         CannotMove: a fusion cannot be had on the new layout.
     """
-    new, moved = merged_bench(bench, regions)
-    pairs = []
-    for item in built:
-        try:
-            pairs += [(item, planned) for planned in relocate(item.planned, new, moved)]
-        except CannotLower as refusal:
-            raise CannotMove(f"{item.planned.id} on the merged layout: {refusal.reason}") from refusal
+    new, moved = on_merged_graphs(bench, regions, [item.planned for item in built])
+    pairs = [(item, planned) for item, parts in zip(built, moved, strict=True) for planned in parts]
     new.observe([planned for _, planned in pairs])
     result: list[BuiltFusion] = []
     kernels: dict[str, tuple[RenderedKernel, ...]] = {}
     for number, (item, planned) in enumerate(pairs):
         if planned.program == item.planned.program:
-            fresh = new.install(planned, item.kernel, item.built)
+            fresh, rendered = new.install(planned, item.kernel, item.built), item.kernel
         else:
             fresh, rendered = move(new, planned, number)
-            kernels[planned.id] = (*kernels.get(planned.id, ()), rendered)
+        kernels[planned.id] = (*kernels.get(planned.id, ()), rendered)
         if fresh.refusals:
             raise CannotMove(f"{planned.id} on the merged layout: {fresh.refusals[0]}")
         result.append(fresh)
@@ -171,6 +166,32 @@ def on_merged(bench: Bench, regions: Sequence[MergedRegion], built: Sequence[Bui
         merged=sum(one.merged for one in regions),
         held_bytes=sum(one.held_bytes for one in regions),
     )
+
+
+def on_merged_graphs(
+    bench: Bench, regions: Sequence[MergedRegion], planned: Sequence[PlannedFusion]
+) -> tuple[Bench, list[list[PlannedFusion]]]:
+    """Find fusions in merged graphs; nothing is built.
+
+    Args:
+        bench: over the graphs before merging.
+        regions: from :func:`merge_all`.
+        planned: of ``bench``.
+
+    Returns:
+        A bench over the merged graphs, and for each fusion what it is there: one or more, where sites came to differ.
+
+    Raises:
+        CannotMove: a fusion is no single kernel on the new layout.
+    """
+    new, moved = merged_bench(bench, regions)
+    found = []
+    for one in planned:
+        try:
+            found.append(relocate(one, new, moved))
+        except CannotLower as refusal:
+            raise CannotMove(f"{one.id} on the merged layout: {refusal.reason}") from refusal
+    return new, found
 
 
 def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: ApplyOptions, budget_s: float) -> Kept:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
 from fusion_advisor.library.lower import Lowered, lower
-from fusion_advisor.library.match import Pattern, find_match
+from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
 from fusion_advisor.library.program import Program, layout_key
 from fusion_advisor.library.rules import CannotLower
 from fusion_advisor.library.source import Header
@@ -73,33 +73,33 @@ def make_plan(
         sources: where each library kernel's idea comes from, for the rendered header.
     """
 
-    # Whatever `only` and `skip` say: a saved plan finds its chains again by their ranks.
+    # Queries and keys share no launch where the kernel for both is left out: each is then offered to the kernel for one.
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-        return find_match(lower(capture.ops, members, outputs).program, patterns) is not None
+        found = find_match(lower(capture.ops, members, outputs).program, patterns)
+        return found is not None and _left_out(found.kernel, only, skip) is None
 
     groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs), has_kernel)
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []
     for row in rows:
-        answer, program = _answer(capture.ops, row, patterns)
+        answer, program = _answer(capture.ops, row, patterns, sources or {})
         refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
         answers.append(refusal or answer)
         if refusal is None and isinstance(answer, Match) and program is not None:
-            planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1, sources or {}))
+            planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned))
 
 
-def recall(
-    capture: Capture, chains: Sequence[Chain], patterns: Sequence[Pattern], sources: dict[str, str] | None = None
-) -> list[PlannedFusion]:
+def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Match]) -> list[PlannedFusion]:
     """Plan chains that a run found before, without looking for any.
+
+    The answers hold what the library's kernels call things, so the library is not traced, nor need it be the one of that run.
 
     Args:
         capture: of that run.
         chains: of its report.
-        patterns: at least those of the kernels that they got.
-        sources: as for :func:`make_plan`.
+        answers: likewise, by chain.
     """
     members = [site.op_indices for chain in chains for site in chain.sites]
     outputs = dict(zip(members, outputs_of(capture.ops, members), strict=True))
@@ -108,13 +108,17 @@ def recall(
     for number, chain in enumerate(chains, start=1):
         groups = tuple(Group(members=site.op_indices, outputs=outputs[site.op_indices], verdict=verdict) for site in chain.sites)
         row = Ranked(chain=chain, groups=groups, refusal=None)
-        answer, program = _answer(capture.ops, row, patterns)
-        assert isinstance(answer, Match) and program is not None
-        planned.append(_planned(capture.ops, row, answer, program, number, sources or {}))
+        answer = answers[chain.id]
+        program = lower(capture.ops, groups[0].members, groups[0].outputs).program
+        if answer.operands:
+            program = with_names(program, answer.operands, dict(answer.named_values))
+        planned.append(_planned(capture.ops, row, answer, program, number))
     return planned
 
 
-def _answer(ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern]) -> tuple[Match | NoMatch, Program | None]:
+def _answer(
+    ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern], sources: Mapping[str, str]
+) -> tuple[Match | NoMatch, Program | None]:
     if row.refusal is not None:
         return row.refusal, None
     group = row.groups[0]
@@ -122,7 +126,11 @@ def _answer(ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern]) -> 
     found = find_match(program, patterns)
     if found is None:
         return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program
-    match = Match(chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants)
+    operands, named_values = names_in(found.program)
+    match = Match(
+        chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants,
+        operands=operands, named_values=named_values, source=sources.get(found.kernel, ""),
+    )  # fmt: skip
     return match, found.program
 
 
@@ -137,10 +145,15 @@ def _refusal(
         return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
     if chain.saving_bound_ns == 0:
         return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
-    if only and not any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in only):
-        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} is not among --only {', '.join(only)}")
-    if any(fnmatch.fnmatchcase(answer.kernel, pattern) for pattern in skip):
-        return NoMatch(chain_id=chain.id, code="FA607", reason=f"{answer.kernel} was left out by --skip")
+    left_out = _left_out(answer.kernel, only, skip)
+    return None if left_out is None else NoMatch(chain_id=chain.id, code="FA607", reason=left_out)
+
+
+def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | None:
+    if only and not any(fnmatch.fnmatchcase(kernel, pattern) for pattern in only):
+        return f"{kernel} is not among --only {', '.join(only)}"
+    if any(fnmatch.fnmatchcase(kernel, pattern) for pattern in skip):
+        return f"{kernel} was left out by --skip"
     return None
 
 
@@ -152,15 +165,13 @@ def generated_name(op_names: Sequence[str], program: Program) -> str:
     return "_".join([*clean, digest])
 
 
-def _planned(
-    ops: Sequence[OpNode], row: Ranked, match: Match, program: Program, number: int, sources: dict[str, str]
-) -> PlannedFusion:
+def _planned(ops: Sequence[OpNode], row: Ranked, match: Match, program: Program, number: int) -> PlannedFusion:
     sites = tuple(lower(ops, group.members, group.outputs) for group in row.groups)
     origin = f"library kernel {match.kernel}, variant {match.variant}" if match.is_library else "generated from the chain"
     header = Header(
         title=match.kernel,
         summary=f"{' -> '.join(row.chain.ops)} in one kernel",
         origin=origin,
-        source=sources.get(match.kernel, ""),
+        source=match.source,
     )
     return PlannedFusion(id=f"F{number}", chain=row.chain, match=match, program=program, sites=sites, header=header)

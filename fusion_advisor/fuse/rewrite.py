@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.capture.conv_bias import join_bias
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
@@ -143,15 +144,16 @@ def rewrite_region(
     constants: dict[str, torch.Tensor] = {}
     changed = [run_pass(graph, region, constants) for run_pass in passes]
     graph.eliminate_dead_code(is_impure_node=_is_impure)
+    join_bias(graph)
     module = GraphModule(_attributes(region.graph, constants), graph, class_name="FusedRegion")
     return module, changed
 
 
 def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> None:
     members = {live[index] for index in site.members}
-    first_reader = next(
-        node for node in graph.nodes if node not in members and any(source in members for source in node.all_input_nodes)
-    )
+    first_reader = live[min(site.members)].next
+    while first_reader in members or members.isdisjoint(first_reader.all_input_nodes):
+        first_reader = first_reader.next
     originals = [live[index] for index in site.outputs]
     with graph.inserting_before(first_reader):
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))

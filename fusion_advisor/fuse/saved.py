@@ -6,30 +6,44 @@ sites and kernels of that run are those of this one. If it does not, nothing is 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.capture.graph import capture_regions, collector_paused
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
-from fusion_advisor.fuse.gemvs import build, check, find_kinds, header_of, install, observe
+from fusion_advisor.fuse.gemvs import build, check_first, find_kinds, header_of, install, observe
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
 from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
-from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, mover, on_merged
+from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, on_merged_graphs
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, recall
 from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
-from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.fuse.verify import check_calls, layout_of
+from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.gemv import GemvConfig, entry_of
-from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.library.source import KernelBuildFailed
-from fusion_advisor.records import Capture, Fusion, GraphRewrite, Match, OpNode, Report, Status, TensorMeta, WarmUp
+from fusion_advisor.library.heading import tuning_of
+from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Rendered
+from fusion_advisor.records import (
+    Capture,
+    Fusion,
+    GraphRewrite,
+    Match,
+    OpNode,
+    RenderedKernel,
+    Report,
+    Status,
+    TensorMeta,
+    WarmUp,
+)
 from fusion_advisor.serialize import read_capture, read_report, write_capture, write_report
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
@@ -57,6 +71,9 @@ class SavedPlan:
 def load_plan(run_dir: str | Path) -> SavedPlan:
     """Read what a run kept; needs no GPU.
 
+    The plan is complete: names of kernels from the run's ``--kernels`` directories, ``--fast-math`` and launch parameters are in
+    it, so none of them is given again, and a directory that is gone is not missed.
+
     Args:
         run_dir: a run directory of ``apply``, with its ``report.json`` and ``capture.json.gz``.
 
@@ -64,14 +81,11 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
     folder = Path(run_dir)
-    capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
+    with collector_paused():
+        capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT and fusion.chain_id}
-    variants: dict[str, set[str]] = {}
-    for answer in report.answers:
-        if isinstance(answer, Match) and answer.is_library and answer.chain_id in kept:
-            variants.setdefault(answer.kernel, set()).add(answer.variant)
-    patterns, sources = library_patterns(only=variants)
-    fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], patterns, sources))
+    answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
+    fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
     merge = next((row for row in report.rewrites if row.name == TITLE and row.status is Status.KEPT), None)
     return SavedPlan(
         run_dir=folder,
@@ -103,41 +117,9 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
             run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
         )
     clock = clock or PhaseClock(Progress())
-    with clock.phase("capture"):
-        live = capture_regions(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
-        bench = Bench(live, on_cuda=kind == "cuda")
-    difference = first_difference(saved.capture.ops, bench.ops)
-    if difference is not None:
-        raise PlanMismatch(run=saved.run_dir.name, detail=difference)
-    with clock.phase("kernels"):
-        bench.observe(saved.fusions)
-        backends = {fusion.chain_id: fusion.rendered[0].backend for fusion in saved.report.fusions if fusion.rendered}
-        kernel_dir = saved.run_dir / "kernels"
-        kernel_dir.mkdir(exist_ok=True)
-        built = []
-        for number, planned in enumerate(saved.fusions):
-            backend = backends[planned.chain.id]
-            trial = try_fusion(
-                bench, planned, backend=backend, fast_math=False, kernel_dir=kernel_dir, seed=number, is_timed=False
-            )
-            if trial.built is None:
-                raise PlanMismatch(run=saved.run_dir.name, detail=f"{planned.match.kernel}: {trial.fusion.reason}")
-            built.append(trial.built)
-        if saved.merge is not None:
-            bench, built = _merged(bench, built, saved, saved.merge, loaded, kernel_dir, backends)
-        gemvs = _gemvs(bench, saved, kernel_dir)
-    with clock.phase("install"):
-        variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
-        kept = Kept(
-            fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, has_gemvs=bool(gemvs)
-        )
-        graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
-        fused = FusedModel(
-            loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept, live=live
-        )
-        live.written.restore()
-        fused.report = saved.report
-        return fused.apply()
+    # Dynamo leaves a heap behind that takes half a second to walk, and would be walked as soon as it may.
+    with collector_paused():
+        return _apply(loaded, saved, clock)
 
 
 def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench) -> WarmUp:
@@ -174,29 +156,94 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
     return WarmUp(phases_s=tuple(clock.durations_s), build_s=round(sum(built) / 1e9, 3))
 
 
-def _merged(
-    bench: Bench,
-    built: list[BuiltFusion],
-    saved: SavedPlan,
-    merge: GraphRewrite,
-    loaded: LoadedWorkload,
-    kernel_dir: Path,
-    backends: Mapping[str, str],
-) -> tuple[Bench, list[BuiltFusion]]:
+def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> FusedModel:
+    with clock.phase("capture"):
+        live = capture_regions(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
+        bench = Bench(live, on_cuda=saved.capture.environment.device_kind == "cuda")
+        difference = first_difference(saved.capture.ops, bench.ops)
+        if difference is not None:
+            raise PlanMismatch(run=saved.run_dir.name, detail=_of_site(saved, *difference))
+    with clock.phase("kernels"):
+        fusions = list(saved.fusions)
+        if saved.merge is not None:
+            bench, fusions = _merged(bench, saved, saved.merge, loaded)
+        built = _built(bench, fusions, saved)
+        gemvs = _gemvs(bench, saved)
+    with clock.phase("install"):
+        variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
+        kept = Kept(
+            fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, has_gemvs=bool(gemvs)
+        )
+        graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
+        fused = FusedModel(
+            loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, graphs=graphs, kept=kept, live=live
+        )
+        live.written.restore()
+        fused.report = saved.report
+        return fused.apply()
+
+
+def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[BuiltFusion]:
+    """Build the kernels again as they were rendered, and check each on its first site's own tensors.
+
+    Nothing is chosen here: launch parameters and fast math are those of the run, whatever this machine has tuned since.
+    """
+    rows = {row.chain_id: row for row in saved.report.fusions}
+    bench.observe(fusions)
+    made: dict[str, BuiltKernel] = {}
+    built = []
+    for planned in fusions:
+        row = rows[planned.chain.id]
+        try:
+            kernel, rendered = _rendered(planned, row.rendered)
+            if rendered.source not in made:
+                made[rendered.source] = backend_named(kernel.backend).build(rendered, saved.run_dir / kernel.path)
+            one = made[rendered.source]
+            chain, roots = bench.first_site(planned)
+            outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+            call = fused_call(rendered.entry, one.bind(planned.program), list(map(layout_of, roots)), outputs, is_poisoned=True)
+            numerics = check_calls([(chain, call, roots)], inputs="the first site's own tensors", fast_math=kernel.fast_math)
+        except KernelBuildFailed as failure:
+            raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+        if not numerics.is_passed:
+            error = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops {numerics.eager_rel_l2:.2e}"
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: its numbers no longer pass: {error}")
+        installed = bench.install(planned, kernel, one)
+        for refusal in installed.refusals:
+            if refusal not in row.receipt.refusals:
+                detail = f"{row.id} {row.kernel} has no place at {refusal}; the other sites were left alone too"
+                raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+        built.append(installed)
+    bench.values.clear()
+    return built
+
+
+def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tuple[RenderedKernel, Rendered]:
+    """Render a fusion's kernel again; a fusion whose sites differ in layout has several, told apart by name."""
+    found = [
+        backend_named(kernel.backend).render(
+            planned.program, planned.header, tuning=tuning_of(kernel.source), fast_math=kernel.fast_math
+        )
+        for kernel in kernels
+    ]
+    pairs = list(zip(kernels, found, strict=True))
+    return next((pair for pair in pairs if pair[0].name == pair[1].entry), pairs[0])
+
+
+def _merged(bench: Bench, saved: SavedPlan, merge: GraphRewrite, loaded: LoadedWorkload) -> tuple[Bench, list[PlannedFusion]]:
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
     regions = merge_all(bench, may_copy=merge.held_bytes > 0, free_bytes=free_bytes)
     if sum(one.merged for one in regions) != merge.sites:
         reasons = [reason for one in regions for reason in one.refusals]
         raise PlanMismatch(run=saved.run_dir.name, detail=f"GEMMs that it merged cannot be merged here: {reasons[0]}")
     try:
-        backend = next(iter(backends.values()), "")
-        merged = on_merged(bench, regions, built, mover(kernel_dir, backend=backend, fast_math=False))
+        new, fusions = on_merged_graphs(bench, regions, saved.fusions)
     except CannotMove as refusal:
         raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
-    return merged.bench, merged.built
+    return new, list(itertools.chain.from_iterable(fusions))
 
 
-def _gemvs(bench: Bench, saved: SavedPlan, kernel_dir: Path) -> list[BuiltGemv]:
+def _gemvs(bench: Bench, saved: SavedPlan) -> list[BuiltGemv]:
     """Build the kernels of linears on few rows again, with the configurations that were chosen, and check their numbers."""
     if not saved.gemvs:
         return []
@@ -212,8 +259,9 @@ def _gemvs(bench: Bench, saved: SavedPlan, kernel_dir: Path) -> list[BuiltGemv]:
             if entry_of(kind.problem, header, config) != kernel.name:
                 continue
             try:
-                made = build(kind.problem, header, config, kernel_dir / f"{row.id}_{kind.title}", tuning=kernel.tuning)
-                numerics = check(bench, kind, made, seed=len(found))
+                path = saved.run_dir / "kernels" / f"{row.id}_{kind.title}"
+                made = build(kind.problem, header, config, path, tuning=kernel.tuning)
+                numerics = check_first(bench, kind, made)
             except KernelBuildFailed as failure:
                 raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
             if not numerics.is_passed:
@@ -226,18 +274,44 @@ def _gemvs(bench: Bench, saved: SavedPlan, kernel_dir: Path) -> list[BuiltGemv]:
     return found
 
 
-def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> str | None:
+def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> tuple[int, str] | None:
     """Say where two captured graphs differ, or None when they are the same ops on the same layouts.
 
     Where in its storage a model's own tensor begins is no part of its layout: a weight may lie beside others or alone.
+
+    Returns:
+        The op's index and a sentence.
     """
     for old, new in zip(before, now, strict=False):
         same = (old.target, old.args, old.kwargs, old.alias_of) == (new.target, new.args, new.kwargs, new.alias_of)
         if not same or _layouts(before, old) != _layouts(now, new):
-            return f"op {new.index} is {new.target} with {new.outputs}, the plan has {old.target} with {old.outputs}"
+            what = [_shown(old), _shown(new)]
+            if what[0] == what[1]:
+                what = [f"{op.target}{op.args} {dict(op.kwargs) or ''}".rstrip() for op in (old, new)]
+            return new.index, f"op {new.index}{_place(new)} is {what[1]}, the plan has {what[0]}"
     if len(before) != len(now):
-        return f"this graph has {len(now)} ops, the plan's has {len(before)}"
+        return min(len(before), len(now)) - 1, f"this graph has {len(now)} ops, the plan's has {len(before)}"
     return None
+
+
+def _shown(op: OpNode) -> str:
+    results = ", ".join(f"{meta.dtype}{list(meta.shape)} with strides {list(meta.stride)}" for meta in op.outputs)
+    return f"{op.target} -> {results}" if results else op.target
+
+
+def _place(op: OpNode) -> str:
+    where = " at ".join(part for part in (op.module_path, f"{op.source_file}:{op.source_line}" if op.source_file else "") if part)
+    return f" ({where})" if where else ""
+
+
+def _of_site(saved: SavedPlan, index: int, difference: str) -> str:
+    """Name the kept fusion, and the site of it, that an op of the plan belongs to."""
+    for fusion in saved.fusions:
+        for number, site in enumerate(fusion.chain.sites, start=1):
+            if index in site.op_indices:
+                where = f"{fusion.id} {fusion.match.kernel}, site {number} of {len(fusion.chain.sites)}"
+                return f"{difference}; that is in {where}{f' ({site.module_path})' if site.module_path else ''}"
+    return difference
 
 
 def _layouts(ops: Sequence[OpNode], op: OpNode) -> list[TensorMeta]:

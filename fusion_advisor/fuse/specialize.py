@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.lower import Lowered, lower
-from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.match import names_in, with_names
 from fusion_advisor.library.program import Program, layout_key
 from fusion_advisor.records import Chain, OpClass, OpNode, Site
 
@@ -46,11 +44,8 @@ class Kept:
     rows: int
     """GEMM rows of the call that the plan was made for."""
     on_cuda: bool
-    fast_math: bool = False
     has_gemvs: bool = False
     """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
-    kernel_dirs: tuple[Path, ...] = ()
-    """Folders of kernels beside the shipped ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +94,7 @@ def specialise(
     found = _sites(bench, kept)
     try:
         bench.observe([planned for planned, _ in found])
-        built = [_bound(bench, planned, kernel, kept) for planned, kernel in found]
+        built = [_bound(bench, planned, kernel) for planned, kernel in found]
     finally:
         live.written.restore()
     variant = bench.build(built, kept.passes)
@@ -115,7 +110,6 @@ def specialise(
 
 def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     """Find the chains of this graph that kept kernels compute, equal chains folded."""
-    patterns, _ = library_patterns(kept.kernel_dirs)
     by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
     folded: dict[str, list[tuple[Group, Lowered]]] = {}
 
@@ -127,23 +121,22 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
     found: list[tuple[PlannedFusion, BuiltFusion]] = []
     for same in folded.values():
-        program = _named(same[0][1].program, patterns)
+        program = same[0][1].program
         kernel = by_layout.get(layout_key(program))
-        if kernel is None or not _is_same_kernel(program, kernel, kept):
+        if kernel is None:
+            continue
+        names, named_values = names_in(kernel.planned.program)
+        program = with_names(program, names, dict(named_values))
+        if not _is_same_kernel(program, kernel):
             continue
         found.append((_planned(bench.ops, same, program, kernel, f"S{len(found) + 1}"), kernel))
     return found
 
 
-def _named(program: Program, patterns: Sequence[Pattern]) -> Program:
-    match = find_match(program, patterns)
-    return program if match is None else match.program
-
-
-def _is_same_kernel(program: Program, kernel: BuiltFusion, kept: Kept) -> bool:
+def _is_same_kernel(program: Program, kernel: BuiltFusion) -> bool:
     """Whether rendering for these sizes gives the kernel that is there: wide rows are walked by another one."""
     rendered = backend_named(kernel.kernel.backend).render(
-        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kept.fast_math
+        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kernel.kernel.fast_math
     )
     return rendered.entry == kernel.kernel.name
 
@@ -174,13 +167,13 @@ def _planned(
     )
 
 
-def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, kept: Kept) -> BuiltFusion:
+def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion) -> BuiltFusion:
     """Bind a kernel to new sizes and check its numbers on the first site's own tensors."""
     chain, roots = bench.first_site(planned)
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     call = fused_call(kernel.kernel.name, kernel.built.bind(planned.program), inputs, outputs, is_poisoned=True)
-    numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kept.fast_math)
+    numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kernel.kernel.fast_math)
     if not numerics.is_passed:
         raise CannotSpecialize(
             detail=f"{planned.match.kernel} has a relative error of {numerics.fused_rel_l2:.2e} there, the original ops "

@@ -97,6 +97,7 @@ def try_fusion(
         origin=planned.header.origin,
         build_ns=build_ns,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        fast_math=fast_math,
     )
     base = replace(base, rendered=(kernel,))
     inputs = [verify.layout_of(root) for root in roots]

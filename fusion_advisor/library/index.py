@@ -118,6 +118,35 @@ def reshaped(where: Index, shape: Sequence[int], source: Sequence[int], extents:
     return tuple(found)
 
 
+def undivided(where: Index, shape: Sequence[int], source: Sequence[int]) -> tuple[Index, tuple[tuple[int, ...], ...]]:
+    """As :func:`reshaped`, with every dim that the reshape made of several left whole: its place is that of the last of them.
+
+    The place then passes the end of that dim, which is right for whoever uses it times a stride, and only where the strides of
+    the dims before are those of dense memory.
+
+    Args:
+        where: index into the reshaped value.
+        shape: the shape that ``where`` indexes.
+        source: shape before; the same number of elements.
+
+    Returns:
+        The index, and the dims of each run that was left whole.
+
+    Raises:
+        CannotLower: the reshape does more than merge dims.
+    """
+    found: list[Place] = []
+    runs = []
+    for after, before in _groups(shape, source):
+        places, wide = [where[dim] for dim in after if shape[dim] != 1], tuple(dim for dim in before if source[dim] != 1)
+        if len(places) > 1:
+            raise CannotLower("FA603", f"a reshape from {tuple(source)} to {tuple(shape)} cannot be folded into an address")
+        place = places[0] if places else ORIGIN
+        found += [place if wide and dim == wide[-1] else ORIGIN for dim in before]
+        runs += [wide] * (len(wide) > 1)
+    return tuple(found), tuple(runs)
+
+
 def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The shortest runs of dims that hold the same number of elements on both sides."""
     groups: list[tuple[list[int], list[int]]] = []

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from fusion_advisor.chains.find import inputs_of
 from fusion_advisor.library.assemble import Lowered, Result, assemble, side_by_side
-from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped
+from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped, undivided
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
 from fusion_advisor.library.rules import (
@@ -47,6 +47,8 @@ _FOLDED: dict[str, Callable[..., bool]] = {
 
 _ALSO_VIEWS = frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Ops that only say where an element lies, even where torch copies."""
+_BY_ELEMENT = frozenset(["add", "sub", "mul", "div", "to", "_to_copy"])
+"""Ops that use an index only to ask for their arguments' elements at it."""
 _BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 _STAYS_IN_RANGE = frozenset(
     ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
@@ -467,8 +469,37 @@ class Lowering:
         if before.dtype != op.outputs[0].dtype:
             raise CannotLower("FA603", f"{op.target} reads the bits of {before.dtype} as {op.outputs[0].dtype}")
         if rule is None:
-            return self.at(source.index, reshaped(where, op.outputs[0].shape, before.shape, self.nest.extents))
+            return self.at(source.index, self._before_reshape(source.index, where, op.outputs[0].shape, before.shape))
         return self.at(source.index, rule(op, before, where))
+
+    def _before_reshape(self, index: int, where: Index, shape: Sequence[int], source: Sequence[int]) -> Index:
+        try:
+            return reshaped(where, shape, source, self.nest.extents)
+        except CannotLower:
+            # Behind a class token patches begin at place 1 of the merged dim, which no cut of its loop takes apart.
+            whole, runs = undivided(where, shape, source)
+            if not all(self._is_read_by_strides(index, run) for run in runs):
+                raise
+            return whole
+
+    def _is_read_by_strides(self, index: int, run: Sequence[int]) -> bool:
+        """Whether every load behind an element takes a run of its dims as one: dense in memory, or not read at all."""
+        meta = self.meta(index)
+        if index not in self.members:
+            sizes, strides = [meta.shape[dim] for dim in run], [meta.stride[dim] for dim in run]
+            return all(strides[n] == strides[n + 1] * sizes[n + 1] for n in range(len(run) - 1))
+        op = self.op(index)
+        if op.target.removeprefix("aten.").split(".")[0] not in _BY_ELEMENT:
+            return False
+        for source in inputs_of(op):
+            shape = self.meta(source).shape
+            ahead = len(meta.shape) - len(shape)
+            sizes = [shape[dim - ahead] if dim >= ahead else 1 for dim in run]
+            if any(size != 1 for size in sizes):
+                is_whole = sizes == [meta.shape[dim] for dim in run]
+                if not is_whole or not self._is_read_by_strides(source, [dim - ahead for dim in run]):
+                    return False
+        return True
 
     def argument(self, op: OpNode, position: int, where: Index, *, name: str = "", dtype: str | None = None) -> int:
         """Element ``where`` (broadcast) of an op's argument, converted to ``dtype`` where it differs."""

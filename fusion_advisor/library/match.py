@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -114,9 +114,30 @@ def _is_same(one: float, other: float) -> bool:
 
 def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
     names = dict(zip(mine.operands, pattern.operand_names, strict=True))
-    operands = tuple(replace(operand, name=names.get(number, operand.name)) for number, operand in enumerate(program.operands))
     terms = zip(mine.constant_values, pattern.constant_names, pattern.constant_factors, strict=True)
     named = {number: name for number, name, factor in terms if name and factor == 1}
+    return with_names(program, [names.get(number, operand.name) for number, operand in enumerate(program.operands)], named)
+
+
+def names_in(program: Program) -> tuple[tuple[str, ...], tuple[tuple[int, str], ...]]:
+    """Return the names of a Program's operands, and those of its named constants by value, counted through its loop nests."""
+    values = [value for part in nests(program) for value in part.program.values]
+    named = tuple((number, value.constant_name) for number, value in enumerate(values) if value.constant_name)
+    return tuple(operand.name for operand in program.operands), named
+
+
+def with_names(program: Program, names: Sequence[str], named: Mapping[int, str]) -> Program:
+    """Give a Program the names that :func:`names_in` returned for its like.
+
+    Args:
+        program: its own names are replaced.
+        names: of the operands, in order.
+        named: of the constants, by value number.
+
+    Raises:
+        ValueError: there are more or fewer names than operands.
+    """
+    operands = tuple(replace(operand, name=name) for operand, name in zip(program.operands, names, strict=True))
     values = tuple(replace(value, constant_name=named.get(number, "")) for number, value in enumerate(program.values))
     beside, before = [], len(values)
     for part in program.beside:

@@ -111,6 +111,24 @@ def first_error(log: str) -> str:
     return found[1].strip()[:200] if found else (log.strip().splitlines() or ["no message"])[-1][:200]
 
 
+def _program_cache() -> Any:
+    """Machine code of earlier runs, kept by cuda-core under what it was compiled from and with.
+
+    None where cuda-core is too old to keep any, or its directory (``$XDG_CACHE_HOME/cuda-python``) cannot be written to.
+    """
+    try:
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError:
+        return None
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "cuda-python" / "program-cache"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return FileStreamProgramCache(folder) if os.access(folder, os.W_OK) else None
+
+
 def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:
     from cuda.core import Program, ProgramOptions
 
@@ -118,6 +136,8 @@ def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:
         arch=target, std="c++17", define_macro=[(name, str(value)) for name, value in macros.items()] or None
     )
     try:
-        return Program(rendered.source, code_type="c++", options=options).compile("cubin")
+        program = Program(rendered.source, code_type="c++", options=options)
+        cache = _program_cache()
+        return program.compile("cubin") if cache is None else program.compile("cubin", cache=cache)
     except Exception as error:
         raise KernelBuildFailed(kernel=rendered.entry, target=target, cause=first_error(str(error))) from error

@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +30,23 @@ _SENTINEL = 0.00123456789
 _ROWS, _COLS, _TABLE = (5, 3, 7, 2), 24, 11
 
 
-def library_patterns(
-    kernel_dirs: Sequence[Path] = (), *, only: Mapping[str, Collection[str]] | None = None
-) -> tuple[tuple[Pattern, ...], dict[str, str]]:
+def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, ...], dict[str, str]]:
     """Return the patterns of all kernels, and where each kernel's idea comes from.
 
     Args:
         kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
-        only: variants by kernel; no others are traced, for tracing the library takes seconds.
     """
-    specs = [spec for spec in list_kernels(kernel_dirs) if only is None or spec.name in only]
-    found = [kernel_patterns(spec, only=None if only is None else only[spec.name]) for spec in specs]
-    return tuple(itertools.chain.from_iterable(found)), {spec.name: spec.source for spec in specs}
+    specs = list_kernels(kernel_dirs)
+    return tuple(itertools.chain.from_iterable(map(kernel_patterns, specs))), {spec.name: spec.source for spec in specs}
 
 
-def kernel_patterns(spec: KernelSpec, *, only: Collection[str] | None = None) -> tuple[Pattern, ...]:
+def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
     """Return one pattern per reference, example shape and set of outputs of a kernel.
 
-    Traced once per process: the library takes three seconds, and every apply, saved plan and check asks for it.
+    Traced once per process: the library takes three seconds, and every apply and check asks for it.
 
     Args:
         spec: the kernel's manifest.
-        only: names of variants; the other references are not traced.
 
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
@@ -59,20 +54,18 @@ def kernel_patterns(spec: KernelSpec, *, only: Collection[str] | None = None) ->
     if spec.gemv is not None:  # a GEMM is no chain of pointwise ops and reductions: nothing to match it with
         return ()
     file = spec.folder / "reference.py"
-    return _traced(spec, None if only is None else frozenset(only), file.read_bytes() if file.is_file() else b"")
+    return _traced(spec, file.read_bytes() if file.is_file() else b"")
 
 
 @functools.cache
-def _traced(spec: KernelSpec, only: frozenset[str] | None, _source: bytes) -> tuple[Pattern, ...]:
+def _traced(spec: KernelSpec, _source: bytes) -> tuple[Pattern, ...]:
     """The patterns of a kernel; its file's content is a part of the key, so that an edit in a notebook counts."""
-    return tuple(_trace_patterns(spec, only))
+    return tuple(_trace_patterns(spec))
 
 
-def _trace_patterns(spec: KernelSpec, only: frozenset[str] | None) -> Iterator[Pattern]:
+def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
     marks = sentinels(spec)
     for variant, function in load_references(spec).references:
-        if only is not None and variant not in only:
-            continue
         seen: set[str] = set()
         is_masked = False
         most = 2

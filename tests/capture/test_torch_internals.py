@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 
 import pytest
@@ -258,7 +259,38 @@ def test_a_recorded_gemm_outlives_the_workspaces_that_others_free():
     assert not guard.any()
 
 
+def test_dynamo_compiles_without_a_collection(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(generation))
+    for context, times in ((contextlib.nullcontext(), 1), (torch_internals.no_collection(), 0)):
+        collected.clear()
+        with context, torch.no_grad():
+            torch_internals.compiled_call(torch.nn.ReLU6(), lambda graph, _: graph.forward)(torch.ones(3))
+        assert len(collected) == times
+
+
 def test_without_a_device_there_is_no_workspace_to_free():
     assert hasattr(torch._C, "_cuda_clearCublasWorkspaces") or not torch.cuda.is_available()
     with torch_internals.own_gemm_workspace():
         pass
+
+
+@pytest.mark.parametrize("options", [(), ([1],), ([2, 2], [1, 1], [1], 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_around_cudnn_the_bias_of_a_convolution_is_added_afterwards(device, options):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight, bias = (torch.empty(shape, device=device) for shape in ((2, 6, 8, 8), (4, 6, 3, 3), (4,)))
+        is_added_after = torch_internals.adds_bias_after_convolution(x, weight, bias, *options)
+    assert is_added_after == (device == "cuda" and torch.cuda.is_available() and torch.backends.cudnn.is_available())
+
+
+def test_a_convolution_of_one_sample_or_of_mixed_dtypes_is_not_asked_about():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        shapes = (6, 8, 8), (1, 6, 8, 8), (4, 6, 3, 3), (4,)
+        sample, batch, weight, bias = (torch.empty(shape, device="cuda") for shape in shapes)
+        assert torch_internals.adds_bias_after_convolution(sample, weight, bias) is False
+        assert torch_internals.adds_bias_after_convolution(batch, weight, bias.half()) is False

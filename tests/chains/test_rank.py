@@ -65,10 +65,36 @@ def test_the_dearest_comes_first():
     assert len(rows) == 2
 
 
-def test_a_lone_pointwise_kernel_is_no_row_but_a_lone_reduction_is():
-    assert ranked(lambda x, w: torch.tanh(x) @ w, torch.randn(8, 8), torch.randn(8, 8)) == []
+def test_a_lone_reduction_is_a_row():
     (row,) = ranked(lambda x, w: torch.softmax(x, -1) @ w, torch.randn(8, 8), torch.randn(8, 8))
     assert row.chain.is_reduction
+
+
+LONE_FLOOR_NS = 2 * 64 * 64 * 4 + SLOW.launch_ns
+
+
+@pytest.mark.parametrize(
+    ("duration_ns", "is_row"),
+    [(LONE_FLOOR_NS, False), (LONE_FLOOR_NS * 114 // 100, False), (LONE_FLOOR_NS * 116 // 100, True), (10 * LONE_FLOOR_NS, True)],
+)
+def test_a_lone_pointwise_op_is_a_row_where_its_kernel_is_clearly_slower_than_the_memory(duration_ns, is_row):
+    x = torch.randn(64, 64)
+    rows = ranked(lambda x, w: torch.tanh(x @ w) @ w, x, x, duration_ns=duration_ns)
+    assert [row.chain.ops for row in rows] == [("tanh",)] * is_row
+    assert [(row.chain.launches, row.chain.saving_bound_ns, row.refusal) for row in rows] == [
+        (1, duration_ns - LONE_FLOOR_NS, None)
+    ] * is_row
+
+
+def test_a_lone_pointwise_op_that_a_launch_costs_more_than_it_could_gain_is_no_row():
+    def twice(x, w):
+        return torch.tanh(torch.tanh(x) @ w) @ w
+
+    floor_ns = 2 * 2 * 2 * 4 + SLOW.launch_ns
+    x = torch.randn(2, 2)
+    assert ranked(twice, x, x, duration_ns=floor_ns + SLOW.launch_ns) == []
+    (row,) = ranked(twice, x, x, duration_ns=floor_ns + SLOW.launch_ns + 1)
+    assert (row.chain.ops, len(row.chain.sites), row.chain.launches) == (("tanh",), 2, 2)
 
 
 def test_rows_below_a_share_are_left_out():

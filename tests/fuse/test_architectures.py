@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse import verify
 from fusion_advisor.fuse.bench import PASSES, Bench, replaced_sites
@@ -226,6 +227,29 @@ def test_preset_architecture_in_bf16(model_id, patterns, tmp_path):
     run = Fused(tiny(model_id, dtype=torch.bfloat16), patterns, tmp_path)
     assert run.plan.fusions
     run.check()
+
+
+CONVOLUTIONS = {
+    # Behind each convolution of a block its norm, behind the three between stages the next convolution.
+    "facebook/convnext-tiny-224": {"add_layer_norm_*": 5, "add_????": 3, "gelu_erf": 4},
+    "google/vit-base-patch16-224": {"add_cat_add_layer_norm_*": 1, "gelu_erf": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_id", CONVOLUTIONS)
+def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, patterns, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)
+    run = Fused(tiny(model_id, dtype=dtype), patterns, tmp_path)
+    found = {wanted: run.sites_of(wanted) for wanted in CONVOLUTIONS[model_id]}
+    assert found == CONVOLUTIONS[model_id], [(fusion.match.kernel, len(fusion.sites)) for fusion in run.plan.fusions]
+    run.check()
+    untouched = Bench(run.live, on_cuda=False).build((), ())
+    nodes = [node for module in untouched.modules for node in module.graph.nodes if node.op == "call_function"]
+    assert all(node.args[2] is not None for node in nodes if "conv" in str(node.target))
+    for region, module in zip(run.live.regions, untouched.modules, strict=True):
+        for one, other in zip(region.original(*region.example_args), module(*region.example_args), strict=True):
+            assert torch.equal(one, other)
 
 
 # ---------------------------------------------------------------------- modules that users write

@@ -308,7 +308,7 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
     row = kept.fusions[0]
     plan = saved.SavedPlan(run_dir=tmp_path, capture=None, report=None, fusions=(), passes=(), gemvs=(row,))
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
-    (again,) = saved._gemvs(kept.bench, plan, tmp_path)
+    (again,) = saved._gemvs(kept.bench, plan)
     assert (again.id, again.kernel.name, len(again.sites)) == ("G1", row.rendered[0].name, LAYERS)
 
     def spoiled(problem, header, config, _path, *, tuning):
@@ -316,10 +316,10 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
 
     monkeypatch.setattr(saved, "build", spoiled)
     with pytest.raises(PlanMismatch, match="no longer pass"):
-        saved._gemvs(kept.bench, plan, tmp_path)
+        saved._gemvs(kept.bench, plan)
     other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
     with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
-        saved._gemvs(kept.bench, replace(plan, gemvs=(other,)), tmp_path)
+        saved._gemvs(kept.bench, replace(plan, gemvs=(other,)))
 
 
 def test_no_kernels_without_a_gpu(tmp_path):

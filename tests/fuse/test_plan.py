@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,19 @@ def test_qwen2_gets_the_librarys_kernels_with_its_own_eps():
     assert {site.module_path for fusion in rope for site in fusion.chain.sites} == {
         "model.layers.0.self_attn", "model.layers.1.self_attn",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", [{"skip": ("rope_qk",)}, {"only": ("rope",)}])
+def test_what_a_skipped_kernel_would_take_together_is_offered_to_the_kernel_for_one(left_out):
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, **left_out)
+    assert sites(plan, "rope") == 2 * 2 and "rope_qk" not in kernels(plan)
+    assert not [answer for answer in plan.answers if "rope_qk" in getattr(answer, "reason", "")]
+
+
+def test_skipping_both_rotations_leaves_them_unfused():
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, skip=("rope*",))
+    reasons = [answer.reason for answer in plan.answers if isinstance(answer, NoMatch)]
+    assert "rope was left out by --skip" in reasons and not {"rope", "rope_qk"} & set(kernels(plan))
 
 
 @pytest.mark.parametrize("name", ["toy", "gpt2", "qwen2"])
@@ -204,6 +218,31 @@ def test_a_lookup_alone_gets_no_row():
     plan = plan_of(
         lambda w, ids: torch.nn.functional.embedding(ids, w) @ w, torch.randn(8, 8), torch.tensor([1, 2, 3]), min_share=0.0
     )
+    assert plan.chains == ()
+
+
+LONE = {"gelu_erf": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "tanh_????": torch.tanh}
+
+
+@pytest.mark.parametrize("kernel", LONE)
+def test_a_lone_pointwise_op_that_is_slow_gets_a_kernel(kernel):
+    plan = plan_of(lambda x, w: LONE[kernel](x @ w) @ w, X, X)
+    ((chain, answer),) = zip(plan.chains, plan.answers, strict=True)
+    assert isinstance(answer, Match) and fnmatch.fnmatchcase(answer.kernel, kernel)
+    assert answer.is_library == (kernel in {"gelu_erf", "silu"})
+    (fusion,) = plan.fusions
+    assert (chain.launches, len(fusion.sites)) == (1, 1)
+
+
+def test_a_lone_pointwise_op_of_little_time_is_refused_for_its_share():
+    plan = plan_of(lambda x, w: torch.tanh(x @ w) @ w, X, X, min_share=0.5)
+    (answer,) = plan.answers
+    assert isinstance(answer, NoMatch)
+    assert (answer.code, answer.reason) == ("FA605", "33.33% of device time is below the 50.00% that is tried")
+
+
+def test_a_lone_op_that_no_kernel_computes_gets_no_row():
+    plan = plan_of(lambda x, w: torch.nn.functional.dropout(x @ w, 0.5, True) @ w, X, X, min_share=0.0)
     assert plan.chains == ()
 
 

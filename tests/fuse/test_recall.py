@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import torch
 
@@ -11,10 +12,11 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.fuse.plan import recall
-from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.fuse.plan import make_plan, recall
+from fusion_advisor.library.program import layout_key
 from fusion_advisor.records import Match
-from tests.tiny import Toy, planned, profiled
+from fusion_advisor.serialize import decode, encode
+from tests.tiny import Toy, patterns, planned, profiled
 
 
 def captured(x):
@@ -74,17 +76,22 @@ def test_the_capture_keeps_no_input_alive_and_the_collector_on():
     assert fused.model is model
 
 
-def test_recalled_chains_are_the_planned_ones_and_trace_their_own_kernels_only():
-    capture, plan = profiled("qwen2")[1], planned("qwen2")
-    matched = [fusion for fusion in plan.fusions if fusion.match.is_library]
-    variants = {fusion.match.kernel: {fusion.match.variant} for fusion in matched}
-    assert variants
-    few, sources = library_patterns(only=variants)
-    assert {(pattern.kernel, pattern.variant) for pattern in few} <= {
-        (kernel, variant) for kernel, names in variants.items() for variant in names
-    }
-    again = recall(capture, [fusion.chain for fusion in plan.fusions], few, sources)
+def test_recalled_chains_are_the_planned_ones_without_the_library():
+    capture = profiled("qwen2")[1]
+    plan = make_plan(capture, patterns(), min_share=0.0, sources=dict.fromkeys(("add_rmsnorm", "swiglu"), "a paper"))
+    answers = {answer.chain_id: answer for answer in plan.answers if isinstance(answer, Match)}
+    answers = {name: decode(encode(answer, Match), Match) for name, answer in answers.items()}  # as a report holds them
+    again = recall(capture, [fusion.chain for fusion in plan.fusions], answers)
+    assert any(fusion.match.named_values and fusion.header.source == "a paper" for fusion in again)
     assert [fusion.program for fusion in again] == [fusion.program for fusion in plan.fusions]
     assert [fusion.sites for fusion in again] == [fusion.sites for fusion in plan.fusions]
     assert [fusion.match for fusion in again] == [fusion.match for fusion in plan.fusions]
-    assert all(isinstance(fusion.match, Match) for fusion in again)
+    assert [fusion.header for fusion in again] == [fusion.header for fusion in plan.fusions]
+
+
+def test_a_plan_of_before_has_no_names_and_computes_the_same():
+    capture, plan = profiled("qwen2")[1], planned("qwen2")
+    bare = {f.chain.id: replace(f.match, operands=(), named_values=(), source="") for f in plan.fusions}
+    again = recall(capture, [fusion.chain for fusion in plan.fusions], bare)
+    keys = [[layout_key(fusion.program) for fusion in fusions] for fusions in (again, plan.fusions)]
+    assert keys[0] == keys[1]

@@ -25,7 +25,7 @@ from fusion_advisor.library.backend_cuda import (
     shared_bytes_of,
 )
 from fusion_advisor.library.heading import tuning_of
-from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 from fusion_advisor.library.staging import shared_memory_of
@@ -141,6 +141,27 @@ def test_compiles_with_nvrtc(name, fast_math):
     program = CASES[name]
     cubin = compile_for(render(program, fast_math=fast_math), 90, program=program, compiler="nvrtc")
     assert cubin[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_machine_code_is_kept_for_the_next_process(monkeypatch, tmp_path):
+    utils = pytest.importorskip("cuda.core.utils")
+    if not hasattr(utils, "FileStreamProgramCache"):
+        pytest.skip("this cuda-core keeps none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def entries():
+        return [path for path in (tmp_path / "cuda-python/program-cache/entries").rglob("*") if path.is_file()]
+
+    rendered = render(CASES["gelu_tanh-bfloat16"])
+    compile_cubin(rendered, "sm_90", {}, compiler="nvrtc")
+    (kept,) = entries()
+    kept.write_bytes(b"what was kept")
+    assert compile_cubin(rendered, "sm_90", {}, compiler="nvrtc") == b"what was kept"
+    for other in ({"BLOCK": 64}, {"BLOCK": 128}):
+        assert compile_cubin(rendered, "sm_90", other, compiler="nvrtc")[:4] == b"\x7fELF"
+    assert compile_cubin(rendered, "sm_80", {}, compiler="nvrtc")[:4] == b"\x7fELF"
+    assert len(entries()) == 4
 
 
 @needs_nvrtc

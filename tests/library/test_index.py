@@ -88,3 +88,43 @@ def test_cutting_a_loop_renumbers_the_ones_after_it():
     nest = Nest.of((5, 24, 3)).cut(1, 4)
     assert nest.extents == (5, 6, 4, 3)
     assert nest.index() == (loop(0), Place(((1, 4), (2, 1))), loop(3))
+
+
+def behind_a_token(x, bias, token):
+    patches = (x + bias).flatten(2).transpose(1, 2)
+    return torch.cat([token.expand(x.shape[0], -1, -1), patches], 1) * 2
+
+
+PATCHES, TOKEN = rand(2, 6, 4, 3), rand(1, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "x", [PATCHES, PATCHES.to(memory_format=torch.channels_last), rand(2, 6, 8, 3)[:, :, 4:], rand(2, 6, 4, 1), rand(2, 6, 1, 3)]
+)
+@pytest.mark.parametrize("bias", [rand(6, 1, 1), rand(1), PATCHES[:1, :1]])
+def test_merged_dims_behind_a_token_are_read_by_their_strides(x, bias):
+    if x.shape[2:] != PATCHES.shape[2:] and bias.dim() == 4:
+        bias = x[:1, :1]
+    check(behind_a_token, x, bias, TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias"),
+    [
+        (PATCHES, rand(6, 4, 1)),  # one of the two dims
+        (PATCHES, rand(3)),
+        (rand(2, 6, 4, 5)[..., :3], rand(6, 1, 1)),  # a gap behind each row
+        (rand(2, 6, 3, 4).transpose(2, 3), rand(6, 1, 1)),
+    ],
+)
+def test_merged_dims_that_do_not_lie_together_are_refused(x, bias):
+    with pytest.raises(CannotLower, match="reshape"):
+        lower_function(behind_a_token, x, bias, TOKEN)
+
+
+def test_an_op_that_needs_the_place_itself_is_refused():
+    def triangle(x, token):
+        return torch.cat([token, torch.tril(x * 2).flatten(1)], 1) * 2
+
+    with pytest.raises(CannotLower, match="reshape"):
+        lower_function(triangle, rand(2, 4, 3), rand(2, 1))

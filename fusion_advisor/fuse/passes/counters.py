@@ -9,7 +9,8 @@ stands, which is right as long as nobody writes to what they read on the way (or
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,21 +42,31 @@ def batch_counters(graph: Graph, _region: Region, _constants: dict[str, torch.Te
 
 def _batches(graph: Graph, target: Any) -> list[list[Node]]:
     """Return ops that can be done where the first of them stands, at least two together."""
-    nodes = list(graph.nodes)
-    position = {node: number for number, node in enumerate(nodes)}
     open_: dict[Any, list[Node]] = {}
     done: list[list[Node]] = []
-    for node in nodes:
+    so_far = _SoFar()
+    for number, node in enumerate(graph.nodes):
+        so_far.position[node] = number
         kind = _kind(node, target)
-        if kind is None:
-            continue
-        batch = open_.get(kind)
-        if batch is not None and _can_join(node, batch, nodes[position[batch[0]] : position[node]], position):
-            batch.append(node)
-            continue
-        open_[kind] = [node]
-        done.append(open_[kind])
+        if kind is not None:
+            batch = open_.get(kind)
+            if batch is not None and _can_join(node, so_far.position[batch[0]], so_far):
+                batch.append(node)
+            else:
+                open_[kind] = [node]
+                done.append(open_[kind])
+        so_far.read.update((key, number) for source in node.all_input_nodes for key in storages(source))
+        so_far.written.update((key, number) for key in written_storages(node))
     return [batch for batch in done if len(batch) > 1]
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """Where, in the part of a graph that was walked, each node stands and each storage was read and written last."""
+
+    position: dict[Node, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
 
 
 def _kind(node: Node, target: Any) -> tuple[Any, ...] | None:
@@ -73,18 +84,14 @@ def _kind(node: Node, target: Any) -> tuple[Any, ...] | None:
     return layout if is_plain and all(own.is_contiguous() for own in operands) else None
 
 
-def _can_join(node: Node, batch: Sequence[Node], between: Iterable[Node], position: dict[Node, int]) -> bool:
-    """Whether an addition gives the same where the batch stands, and nothing in between notices."""
-    first = position[batch[0]]
-    if not all(position[source] < first or _is_movable(source) for source in node.all_input_nodes):
+def _can_join(node: Node, first: int, so_far: _SoFar) -> bool:
+    """Whether an addition gives the same at the place ``first``, and nothing between there and here notices."""
+    if not all(so_far.position[source] < first or _is_movable(source) for source in node.all_input_nodes):
         return False
-    own, written = {key for source in node.all_input_nodes for key in storages(source)}, set(written_storages(node))
-    for other in between:
-        if own.intersection(written_storages(other)):
-            return False
-        if written and written.intersection(key for source in other.all_input_nodes for key in storages(source)):
-            return False
-    return True
+    own = {key for source in node.all_input_nodes for key in storages(source)}
+    return all(so_far.written.get(key, -1) < first for key in own) and all(
+        so_far.read.get(key, -1) < first for key in written_storages(node)
+    )
 
 
 def _is_movable(node: Node) -> bool:

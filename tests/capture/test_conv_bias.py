@@ -1,0 +1,134 @@
+"""Biases of convolutions written out, and put back where nothing took them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.conv_bias import join_bias, split_bias
+from fusion_advisor.capture.graph import Region, describe, trace
+
+CASES = {
+    "1d": (lambda x, w, b: F.conv1d(x, w, b).transpose(1, 2), (2, 6, 9), (4, 6, 3)),
+    "2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1).permute(0, 2, 3, 1), (2, 6, 8, 8), (4, 6, 3, 3)),
+    "depthwise": (lambda x, w, b: F.conv2d(x, w, b, padding=3, groups=6).flatten(2), (2, 6, 8, 8), (6, 1, 7, 7)),
+    "3d": (lambda x, w, b: F.conv3d(x, w, b).flatten(2), (2, 2, 4, 4, 4), (3, 2, 2, 2, 2)),
+}
+
+
+def traced(name):
+    function, shape, weight = CASES[name]
+    torch.manual_seed(0)
+    inputs = (torch.randn(shape), torch.randn(weight), torch.randn(weight[0]))
+    return trace(function, inputs), inputs
+
+
+def ops_of(graph):
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def described(graph, inputs):
+    names = tuple("xwb")
+    region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * 3, example_args=inputs)
+    return {op.target: op for op in describe(region)[0]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_written_out_bias_gives_the_same_values_and_strides(name):
+    graph, inputs = traced(name)
+    expected, before = graph(*inputs), ops_of(graph)
+    assert split_bias(graph, lambda *_: True) == 1
+    graph.graph.lint()
+    assert ops_of(graph) == ["aten.view.default", before[0], "aten.add.Tensor", *before[1:]]
+    found = graph(*inputs)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bias_that_nothing_took_goes_back(name):
+    graph, inputs = traced(name)
+    expected, before, args = graph(*inputs), ops_of(graph), described(graph, inputs)
+    split_bias(graph, lambda *_: True)
+    join_bias(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert ops_of(graph) == before
+    now = described(graph, inputs)
+    assert [(op.args, op.outputs) for op in now.values()] == [(op.args, op.outputs) for op in args.values()]
+    assert torch.equal(graph(*inputs), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_reads_the_sum_shows_its_storage(name):
+    graph, inputs = traced(name)
+    split_bias(graph, lambda *_: True)
+    ops = described(graph, inputs)
+    total, (*_, reader) = ops["aten.add.Tensor"], [op for op in ops.values() if op.role == "op"]
+    assert (reader.op_class, reader.alias_of) == ("view", total.index)
+    bare = ops[next(target for target in ops if "conv" in target)]
+    assert (bare.args[2], bare.alias_of, total.alias_of) == (None, None, None)
+    assert ops["aten.view.default"].alias_of == ops["b"].index
+
+
+def test_a_convolution_that_adds_its_own_bias_keeps_it():
+    graph, _ = traced("2d")
+    before, asked = ops_of(graph), []
+    assert split_bias(graph, lambda *args: asked.append(args)) == 0
+    assert ops_of(graph) == before
+    ((x, weight, bias, *options),) = asked
+    assert [tuple(value.shape) for value in (x, weight, bias)] == [(2, 6, 8, 8), (4, 6, 3, 3), (4,)]
+    assert options == [[2, 2], [1, 1]]
+
+
+def test_a_convolution_without_a_bias_is_not_asked_about():
+    graph = trace(lambda x, w: F.conv2d(x, w) + x.sum(), (torch.randn(2, 6, 8, 8), torch.randn(4, 6, 3, 3)))
+    assert split_bias(graph, lambda *_: pytest.fail("it has no bias")) == 0
+
+
+def test_a_sum_in_another_layout_is_not_written_out():
+    graph, _ = traced("2d")
+    (convolution,) = [node for node in graph.graph.nodes if "conv" in str(node.target)]
+    value = convolution.meta["val"]
+    convolution.meta["val"] = value.new_empty_strided(value.shape, (64, 1, 16, 4))
+    before = ops_of(graph)
+    assert split_bias(graph, lambda *_: True) == 0
+    assert ops_of(graph) == before
+
+
+def test_a_convolution_that_is_read_as_well_stays_apart():
+    graph, _ = traced("2d")
+    split_bias(graph, lambda *_: True)
+    (bare,) = [node for node in graph.graph.nodes if "conv" in str(node.target)]
+    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
+    output.args = ((output.args[0], bare),)
+    join_bias(graph.graph)
+    assert "aten.add.Tensor" in ops_of(graph)
+
+
+def test_an_addition_that_the_model_wrote_stays_as_it_is():
+    x, w, b = torch.randn(2, 6, 8, 8), torch.randn(4, 6, 3, 3), torch.randn(4)
+    graph = trace(lambda x, w, b: F.conv2d(x, w) + b.view(-1, 1, 1), (x, w, b))
+    before = ops_of(graph)
+    join_bias(graph.graph)
+    assert ops_of(graph) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("case", ["2d", "depthwise"])
+def test_on_a_gpu_the_bits_are_the_same(case, memory_format, dtype):
+    groups = 96 if case == "depthwise" else 1
+    x = torch.randn(8, 96, 28, 28, device="cuda", dtype=dtype).to(memory_format=memory_format)
+    weight, bias = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((96, 96 // groups, 3, 3), (96,)))
+    graph = trace(lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=groups), (x, weight, bias))
+    expected = graph(x, weight, bias)
+    is_after = torch_internals.adds_bias_after_convolution(x, weight, bias, [1, 1], [1, 1], [1, 1], groups)
+    assert split_bias(graph, torch_internals.adds_bias_after_convolution) == is_after
+    assert is_after or case == "depthwise"  # ATen has a depthwise kernel of its own for some layouts
+    found = graph(x, weight, bias)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
