@@ -377,7 +377,7 @@ def test_what_a_pack_shares_is_read_once_for_it():
 
 def test_what_rows_share_is_read_late_where_rows_are_many():
     def late(program):
-        return launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)[0].get("LATE")
+        return launch_shape(schedule(program, flatten_rows=True), Tuning())[0].get("LATE")
 
     assert late(p.add_layernorm(4096, 4096, "bfloat16")) == 1
     assert late(p.add_layernorm(8, 4096, "bfloat16")) == 0
