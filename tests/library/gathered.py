@@ -93,6 +93,12 @@ def _functions():
         ),
         "group_norm_odd": (lambda x, w, b: f.group_norm(x, 3, w, b), _floats(2, 6, 3, 5), _floats(6), _floats(6)),
         "group_norm_narrow": (lambda x, w, b: f.group_norm(x, 2, w, b), _floats(2, 8, 2, 1), _floats(8), _floats(8)),
+        "group_norm_split": (
+            lambda x, w, b: f.group_norm(x, 2, w, b),
+            _floats(2, 16, 7, 7, dtype=half),
+            _floats(16, dtype=half),
+            _floats(16, dtype=half),
+        ),
         "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
     }
 
