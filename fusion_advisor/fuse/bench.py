@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph import LiveCapture, describe
 from fusion_advisor.fuse.chain import Observer, OriginalChain, original_chain
+from fusion_advisor.fuse.passes.apart import split_gemm_biases
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.counters import batch_counters
 from fusion_advisor.fuse.passes.fold import fold_constants
@@ -27,6 +28,7 @@ PASSES: dict[str, tuple[str, GraphPass]] = {
     "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
     "share_values": ("values that layers compute alike are computed once", share_values),
     "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
+    "split_gemm_biases": ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
     "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.conv_bias import join_bias
+from fusion_advisor.capture.bias import join_bias
 from fusion_advisor.capture.graph import Region, written_storages
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher

@@ -3,8 +3,8 @@
 Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
 16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
 allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
-between passes up to 16384 columns and are read again beyond. The launch shape (THREADS, ROWS, PACKS, VEC, FULL) and 64-bit
-indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``). The launch shape (THREADS, ROWS, PACKS,
+VEC, FULL, STAGED) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
@@ -25,18 +25,42 @@ from fusion_advisor.library.cuda_ops import SCALARS, CudaWriter, shared_by_rows,
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
-from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
+from fusion_advisor.library.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
 from fusion_advisor.library.program import ITEM_BYTES, Program
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, pointer_names
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
+from fusion_advisor.library.staging import (
+    SharedMemory,
+    pack_bytes,
+    shared_memory_of,
+    staged_cols,
+)
 
 _BLOCK = 256
 _LOOP_BLOCK = 512
 _PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
 """Registers for the packs that a thread loads at once. Pointwise threads are short: many of them serve better than much on
 each. Those of a row wait for one another, and hide that with loads of their own."""
+_LOOP_REGISTERS = 32
+"""The same where 1024 threads share a multiprocessor, in one block or in two, and have 64 registers each."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
+_NO_SHARED_MEMORY = SharedMemory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a kernel is written for sizes and strides like those of the Program that it was rendered for; it serves any others."""
+
+    is_looped: bool = False
+    """Rows are walked in parts."""
+    is_split: bool = False
+    """A pack may lie across a border between channels."""
+    is_shifted: bool = False
+    """A row's packs start where its addresses allow it, not at its first column."""
+
+
+_PLAIN = Form()
 
 
 class CudaBackend:
@@ -52,13 +76,15 @@ class CudaBackend:
         """
         calls = calls_of(program, flatten_rows=True)
         plan = calls[0].plan
-        is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
-        extra = ["cuda", repr(tuning), *(["looped"] if is_looped else []), *(["fast_math"] if fast_math else [])]
+        form = form_for([call.plan for call in calls])
+        kinds = {"looped": form.is_looped, "split": form.is_split, "shifted": form.is_shifted, "fast_math": fast_math}
+        extra = ["cuda", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
         try:
+            given = {"fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted}
             plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
-            bodies = [body(own, CudaWriter(own, fast_math=fast_math), is_looped=is_looped) for own in plans]
+            bodies = [body(own, CudaWriter(own, **given), is_looped=form.is_looped) for own in plans]
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
@@ -68,20 +94,24 @@ class CudaBackend:
         elif is_reduced:
             macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
         is_divisor = plan.kind == "tiled" and any(len(call.plan.sizes) > 2 for call in calls)
-        covers = " at a time" if is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
+        covers = " at a time" if form.is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
         covers = f": neighbouring rows{', a divisor of their count' * is_divisor}" if plan.kind == "tiled" else covers
         macros.append((f"packs of a thread{covers}", "PACKS", 1 if is_divisor else 4))
-        macros.append(("columns of a pack, a divisor of every row and stride", "VEC", min(vector_width(c.plan) for c in calls)))
+        divides = "" if form.is_shifted else ", a divisor of every row and stride"
+        macros.append((f"columns of a pack{divides}", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
             macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
-            if any(late_loads(call.plan) for call in calls) and not is_looped:
+            if any(late_loads(call.plan) for call in calls) and not form.is_looped:
                 macros.append(("1 where what rows share is read after the reductions", "LATE", 1))
+        if any(context["is_staged"] for context in bodies):
+            macros.append(("columns that stay in dynamic shared memory, a multiple of 16", "STAGED", 0))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
         common = {
             "heading": heading(
                 [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
             ),
-            "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": is_looped,
+            "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": form.is_looped,
+            "is_shifted": form.is_shifted,
             "bits": 64 if any(v.dtype == "float64" for call in calls for v in call.plan.program.values) else 32,
             "bounds": "THREADS" if plan.kind == "flat" else "THREADS * ROWS",
             "has_pairs": any(call.plan.has_pairs for call in calls), "has_row": plan.kind != "flat",
@@ -140,7 +170,7 @@ class CudaKernel:
         if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
         tuning = tuning or tuning_of(self._rendered.source)
-        widths = [pack_width(call.plan) for call in calls]
+        widths = [pack_width(call.plan, form_of(self._rendered)) for call in calls]
         width, alignment = min(width for width, _ in widths), max(alignment for _, alignment in widths)
         first = self._launch_of(calls, tuning, width)
         self.tuning = first.text
@@ -150,15 +180,19 @@ class CudaKernel:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
-        macros, grids = launch_shapes([call.plan for call in calls], tuning, is_looped=_is_looped(self._rendered), width=width)
+        plans, form = [call.plan for call in calls], form_of(self._rendered)
+        shared = device_shared_memory() if form.is_looped else SharedMemory()
+        macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared)
         blocks = [across for across, _, _ in grids]
         grid = (sum(blocks), max(down for _, down, _ in grids), 1)
         if grid[0] >= 2**31:
             raise ValueError(f"a grid of {grid} blocks is more than CUDA launches")
+        shared_bytes = max(shared_bytes_of(plan, macros) for plan in plans)
         scalar = numpy.int64 if "WIDE_INDEX" in macros else numpy.int32
         return CudaLaunch(
             kernel=self._variant(macros),
-            config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1)),
+            config=LaunchConfig(grid=grid, block=(macros["THREADS"], macros.get("ROWS", 1), 1), shmem_size=shared_bytes),
+            shared_bytes=shared_bytes,
             scalars=[scalar(value) for _, value in [*starts(blocks), *(item for call in calls for item in call.arguments)]],
             text=" ".join(f"{name}={value}" for name, value in macros.items()),
         )
@@ -191,19 +225,63 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     macros: dict[str, int] = {}
     if program is not None:
         plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], tuning_of(rendered.source)
-        width = width or min(pack_width(plan)[0] for plan in plans)
-        macros, _ = launch_shapes(plans, tuning, is_looped=_is_looped(rendered), width=width)
+        form = form_of(rendered)
+        width = width or min(pack_width(plan, form)[0] for plan in plans)
+        macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared_memory_of(arch))
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
-def _is_looped(rendered: Rendered) -> bool:
-    return "for (index_t start = 0;" in rendered.source
+def form_for(plans: Sequence[Schedule]) -> Form:
+    """The form that is best for some loop nests.
+
+    Packs inside the channels of 7 by 7 elements, or inside rows of 50,257, are single columns, which costs two or three times the
+    instructions. The other forms cost more than packs of half or a quarter of the width that they gain.
+    """
+
+    def widens(plan: Schedule, form: Form) -> bool:
+        return pack_width(plan)[0] <= min(vector_width(plan), pack_width(plan, form)[0]) // 4
+
+    split, shifted = Form(is_split=True), Form(is_shifted=True)
+    is_looped = plans[0].kind == "rows" and max(plan.program.dims[-1] for plan in plans) > MAX_RESIDENT_COLS
+    return Form(
+        is_looped=is_looped,
+        is_split=any(widens(plan, split) for plan in plans),
+        # In narrow rows the packs at the edges, which are moved element by element, are too many.
+        is_shifted=is_looped and all(_may_shift(plan) and widens(plan, shifted) for plan in plans),
+    )
 
 
-def pack_width(plan: Schedule) -> tuple[int, int]:
+def form_of(rendered: Rendered) -> Form:
+    """The form that a kernel was written in."""
+    return Form(
+        is_looped="for (index_t start = " in rendered.source, is_split="+ lane >= " in rendered.source,
+        is_shifted="index_t shift = " in rendered.source,
+    )  # fmt: skip
+
+
+def _may_shift(plan: Schedule) -> bool:
+    """Whether all that varies by column is plain packs: then nothing but loads, stores and sums asks where the row starts."""
+    values = plan.program.values
+    loads = [n for n, value in enumerate(values) if value.op == "load" and plan.has_col(n)]
+    is_plain = all(plan.loads[n].is_vector and values[n].guard is None and not values[n].args for n in loads)
+    stored = [n for n in range(len(plan.stores)) if plan.stores_col(n)]
+    is_plain = is_plain and all(plan.stores[n].is_vector and plan.program.stores[n].guard is None for n in stored)
+    return (
+        plan.kind == "rows"
+        and bool(loads)
+        and is_plain
+        and not (plan.has_pairs or plan.numbers or any(value.op in ("quotient", "index") for value in values))
+    )
+
+
+def pack_width(plan: Schedule, form: Form = _PLAIN) -> tuple[int, int]:
     """The widest pack that sizes, strides and offsets allow, and the alignment that it asks of base addresses, in bytes.
 
     Alignment is 1 where every tensor has it: an element is aligned to itself.
+
+    Args:
+        plan: the schedule.
+        form: of the kernel.
     """
     program, width = plan.program, vector_width(plan)
     places: list[tuple[Access, tuple[int, ...], tuple[int, ...]]] = [
@@ -226,10 +304,16 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
         ]
         # A pack's elements take whole calls of the random numbers, which make four.
         is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
-        is_whole = is_whole and all(size % width == 0 for size in (program.dims[-1], *borders))
-        is_aligned = all(
+        is_whole = is_whole and all(border % width == 0 or (form.is_split and border >= width) for border in borders)
+        is_aligned = program.dims[-1] % width == 0 and all(
             move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
         )
+        if form.is_shifted:  # every address may miss a pack's border by as much as all others do
+            phases = {
+                (*(s % width for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1), own[0] % width)
+                for _, strides, own in along
+            }
+            is_aligned = len(phases) == 1
         if is_whole and is_aligned:
             return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
         width //= 2
@@ -237,22 +321,23 @@ def pack_width(plan: Schedule) -> tuple[int, int]:
 
 
 def launch_shape(
-    plan: Schedule, tuning: Tuning, *, is_looped: bool, width: int = 0
+    plan: Schedule, tuning: Tuning, *, form: Form = _PLAIN, width: int = 0, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], tuple[int, int, int]]:
     """Macros and grid for a Program.
 
     Args:
         plan: the Program's schedule.
         tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
-        is_looped: whether the kernel walks rows in parts.
+        form: of the kernel.
         width: columns of a pack; what the Program allows by default.
+        shared: what a kernel that walks rows in parts keeps them in.
     """
-    width = width or pack_width(plan)[0]
+    width = width or pack_width(plan, form)[0]
     cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
     wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
-    wanted = tuning.packs or _packs(plan, width)
+    wanted = tuning.packs or _packs(plan, width, _PACK_REGISTERS[plan.kind])
 
     def fewer_for(blocks: Callable[[int], int]) -> int:
         """Packs of a thread that leave blocks for every SM."""
@@ -276,37 +361,75 @@ def launch_shape(
         height = min(height, -(-rows // each))
         macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
         return macros, _grid(plan, macros)
-    threads = asked or (_LOOP_BLOCK if is_looped else min(1024, -(-packs // (32 * wanted)) * 32))
+    if form.is_shifted:
+        cols += width - 1
+        packs = -(-cols // width)
+    if form.is_looped:
+        macros = {**_looped_shape(plan, tuning, width, shared, is_shifted=form.is_shifted), **wide}
+        return macros, _grid(plan, macros)
+    threads = asked or min(1024, -(-packs // (32 * wanted)) * 32)
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
-    each = wanted if is_looped else -(-packs // threads)
+    each = -(-packs // threads)
     height = min(height, 32)
-    is_full = cols % (threads * each * width) == 0
+    is_full = cols % (threads * each * width) == 0 and not form.is_shifted
     macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
-    if late_loads(plan) and not is_looped:
+    if late_loads(plan):
         # A third of the registers, and all that a block waits for again: too much where few rows are under way.
         macros["LATE"] = int(rows >= _MIN_BLOCKS)
     return macros, _grid(plan, macros)
 
 
+def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory, *, is_shifted: bool) -> dict[str, int]:
+    """Launch shape of rows that are walked in parts: as many at once as shared memory holds, with enough loads under way."""
+    before = width - 1 if is_shifted else 0
+    cols = plan.program.dims[-1] + before
+    row_bytes = -(-cols // width) * pack_bytes(plan, width)
+    fitting = shared.sm_bytes // (row_bytes + shared.reserved_bytes)
+    is_alone = fitting < 2 or plan.row_count < _MIN_BLOCKS
+    threads = 32 * tuning.num_warps if tuning.num_warps else 1024 if is_alone else _LOOP_BLOCK
+    packs = -(-cols // (width * threads))
+    each = tuning.packs or _packs(plan, width, _LOOP_REGISTERS)
+    if not tuning.packs:
+        most = max(1, min(8, _LOOP_REGISTERS // max(1, _registers(plan, width))))
+        # A row that has a multiprocessor for itself is read at one go; others in steps that are full.
+        steps = -(-packs // most) if plan.row_count < _MIN_BLOCKS else max(-(-packs // most), round(packs / each))
+        each = -(-packs // steps)
+    macros = {"THREADS": threads, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
+    macros["FULL"] = int(cols % (threads * each * width) == 0 and not is_shifted)
+    if not pack_bytes(plan, width):
+        return macros
+    blocks = max(1, min(tuning.block_rows or fitting, 2048 // threads))
+    return {**macros, "STAGED": staged_cols(plan, shared, width=width, threads=threads, blocks=blocks, before=before)}
+
+
 def launch_shapes(
-    plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool, width: int
+    plans: Sequence[Schedule], tuning: Tuning, *, form: Form, width: int, shared: SharedMemory = _NO_SHARED_MEMORY
 ) -> tuple[dict[str, int], list[tuple[int, int, int]]]:
     """Macros of a launch of several loop nests, which is shaped for the largest, and the grid of each; see :func:`launch_shape`.
 
     Args:
         plans: the nests; one alone gets what it gets by itself.
         tuning: overrides.
-        is_looped: whether the kernel walks rows in parts.
+        form: of the kernel.
         width: columns of a pack, that every nest allows.
+        shared: what a kernel that walks rows in parts keeps them in.
     """
     widest = max(plans, key=lambda plan: plan.row_count)
-    macros, _ = launch_shape(widest, tuning, is_looped=is_looped, width=width)
+    macros, _ = launch_shape(widest, tuning, form=form, width=width, shared=shared)
+    if form.is_looped:
+        held = [launch_shape(plan, tuning, form=form, width=width, shared=shared)[0].get("STAGED") for plan in plans]
+        macros |= {"STAGED": min(cols for cols in held if cols is not None)} if "STAGED" in macros else {}
     if widest.kind == "tiled":
         while any(len(plan.sizes) > 2 and plan.program.dims[-2] % macros["PACKS"] for plan in plans):
             macros["PACKS"] -= 1
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
     return macros, [_grid(plan, macros) for plan in plans]
+
+
+def shared_bytes_of(plan: Schedule, macros: dict[str, int]) -> int:
+    """Dynamic shared memory of a block, for one of the nests that a launch serves."""
+    return macros["STAGED"] // macros["VEC"] * pack_bytes(plan, macros["VEC"]) if "STAGED" in macros else 0
 
 
 def _grid(plan: Schedule, macros: dict[str, int]) -> tuple[int, int, int]:
@@ -329,17 +452,21 @@ def _entry_signature(program: Program, calls: Sequence[Call]) -> list[str]:
     return [*pointers, *(f"index_t {name}" for name, _ in integers)]
 
 
-def _packs(plan: Schedule, width: int) -> int:
-    """Packs of a thread: as many loads under way as registers allow."""
+def _registers(plan: Schedule, width: int) -> int:
+    """Registers for a pack of every operand that a thread reads."""
     arrays = [
         access
         for n, access in plan.loads.items()
         if access.is_vector and n == plan.load_pair(n)[0] and not shared_by_rows(plan, n)
     ]
-    registers = sum(-(-access.col_bytes * width // 4) for access in arrays)
+    return sum(-(-access.col_bytes * width // 4) for access in arrays)
+
+
+def _packs(plan: Schedule, width: int, registers: int) -> int:
+    """Packs of a thread: as many loads under way as so many registers allow."""
     # Short of rows, more threads on each of them are faster than more packs on a thread.
     count = 8 if width == 1 else 2 if plan.kind == "rows" and plan.row_count < _MIN_BLOCKS else 4
-    while count > 1 and registers * count > _PACK_REGISTERS[plan.kind]:
+    while count > 1 and _registers(plan, width) * count > registers:
         count //= 2
     return count
 
@@ -352,6 +479,8 @@ class CudaLaunch:
     config: Any
     scalars: list[Any]
     text: str
+    shared_bytes: int = 0
+    """Dynamic shared memory of a block."""
 
 
 def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = None, alignment: int = 1) -> Launcher:
@@ -380,6 +509,8 @@ def launcher_of(first: CudaLaunch, unaligned: Callable[[], Launcher] | None = No
         handle = raw_stream(device)
         stream = streams.get(handle)
         if stream is None:
+            if first.shared_bytes:  # of every device; once for a stream costs nothing
+                allow_shared_memory(first.kernel, first.shared_bytes, device)
             stream = streams[handle] = Stream.from_handle(handle)
         pointers = [tensor.data_ptr() for tensor in tensors]
         if unaligned is not None and functools.reduce(operator.or_, pointers) & mask:

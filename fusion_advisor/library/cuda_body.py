@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
 from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
 from fusion_advisor.library.expressions import PRODUCT, SUM, Text
-from fusion_advisor.library.moments import Moments, moments
-from fusion_advisor.library.online import OnlineSum, online_sums
+from fusion_advisor.library.moments import Moments
+from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.schedule import (
     Access,
     Pass,
@@ -20,6 +21,7 @@ from fusion_advisor.library.schedule import (
     needed_in_columns,
     split_index,
 )
+from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -32,7 +34,7 @@ _STARTS = {
 
 def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, Any]:
     """Everything that the templates of ``templates/cuda`` print, but for the head and the macros."""
-    before, passes = column_passes(plan, *((online_sums(plan.program), moments(plan.program)) if is_looped else ()))
+    before, passes = looped_passes(plan) if is_looped else column_passes(plan)
     per_p: tuple[int, ...] = ()
     if plan.kind != "rows":  # one pass that stores everything
         per_p = tuple(n for n in before if moves_with_p(plan, n))
@@ -41,7 +43,12 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = iter(range(len(plan.program.values)))
     kept_value = None if is_looped else carried(plan, passes)
-    steps = [_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped) for step in passes]
+    arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
+    steps, written = [], set[int]()
+    for step in passes:
+        before_it = frozenset(written)
+        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped, arrays=arrays, written=before_it))
+        written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores: list[str] = []
     for position in row_stores:
@@ -51,8 +58,8 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
-        "place": _place(plan, writer, everything), "before": first, "loads": loads, "stores": stores, "passes": steps,
-        "signature": _signature(plan),
+        "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
+        "stores": stores, "passes": steps, "signature": _signature(plan), "is_staged": bool(arrays),
     }  # fmt: skip
     context["helpers"] = _helpers(plan, writer, "\n".join(everything))
     return context
@@ -67,6 +74,8 @@ def _step(
     kept_value: Carried | None,
     *,
     is_looped: bool,
+    arrays: dict[int, str],
+    written: frozenset[int],
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
@@ -116,12 +125,13 @@ def _step(
             value = plan.program.stores[member].value
             code = writer.narrowed(writer.text(value).code, values[value].dtype, access.operand.dtype)
             lane.append(f"{pack}[{place}] = {code};")
-        stored = f"store_pack({writer.operand_address(access, col='first')}, {pack});"
+        address = writer.operand_address(access, col="first")
+        stored = f"store_part({address}, {pack}, inside);" if writer.is_shifted else f"store_pack({address}, {pack});"
         _add_guarded(tail, stored, writer, plan.program.stores[position].guard)
     skipped: list[str] = []
     if not is_looped and (unseen := hidden(plan, step)) is not None:
-        written = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
-        skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *written, *tail])
+        shown = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
+        skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *shown, *tail])
     if kept_value is not None and kept_value.number in step.values:
         own = _declare(plan, writer, kept_value.number)
         name, kind = writer.text(kept_value.number).code, COMPUTE[values[kept_value.number].dtype]
@@ -134,18 +144,21 @@ def _step(
     if plan.kind == "rows" and not is_looped:
         late = [n for n in writer.packs if n in late_loads(plan) and n in step.values]
         head += [f"if (LATE) {writer.packs[n]}[p] = {_load(plan, writer, n, is_inside=True)};" for n in late]
+    # What is only stored is not looked at outside the row; what is added up must not be.
+    outside = ["if (!(inside >> lane & 1)) continue;"] if writer.is_shifted and (step.reductions or pairs or together) else []
     head += kept([*(_declare(plan, writer, n) for n in per_p if writer.is_named(n)), *per_pack], [*lane, *tail])
     tail += [line for sums in together for line in sums["count"]]
-    columns = [*skipped, *head, *_loop("lane", "VEC", lane), *tail]
-    read = dict.fromkeys(min(plan.load_pair(n)) for n in step.values)
-    loads = _loads(plan, writer, [n for n in read if n in writer.packs], per_p, is_looped=is_looped)
+    columns = [*skipped, *head, *_loop("lane", "VEC", [*outside, *lane]), *tail]
+    packs = packs_of(plan, writer, step)
+    loads = _loads(plan, writer, packs, per_p, is_looped=is_looped, arrays={n: arrays[n] for n in packs if n in written})
+    loads += _staged_stores(plan, writer, {n: arrays[n] for n in packs if n in arrays and n not in written})
     over = _over_packs(plan, writer, columns, is_looped=is_looped, skips=True)
     for pair in pairs:
         over = [*pair["start"], *over, *pair["rescale"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", pair["sum"]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*outside, *pair["sum"]]), is_looped=is_looped, skips=True)
     for sums in together:
         over = [*sums["start"], *over, *sums["mean"]]
-        over += _over_packs(plan, writer, _loop("lane", "VEC", sums["squares"]), is_looped=is_looped, skips=True)
+        over += _over_packs(plan, writer, _loop("lane", "VEC", [*outside, *sums["squares"]]), is_looped=is_looped, skips=True)
         over += sums["merge"]
     return {
         "loads": loads if plan.kind != "rows" or is_looped else [],
@@ -213,7 +226,7 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
         "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
         "start": [f"Moments<{kind}> {step} = {{}};"],
         "sum": [f"{step}.sum += {element};"],
-        "count": [f"{step}.count += VEC;"],
+        "count": [f"{step}.count += {'__popc(inside)' if writer.is_shifted else 'VEC'};"],
         "mean": [f"{step}.set_mean();"],
         "squares": kept([f"const index_t {plan.indices[-1]} = first + lane;", *declared], adding) + adding,
         "merge": [f"{seen} = merged({seen}, {step});"],
@@ -225,30 +238,86 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
     }
 
 
-def _loads(plan: Schedule, writer: CudaWriter, packs: list[int], per_p: tuple[int, ...], *, is_looped: bool) -> list[str]:
+def _loads(
+    plan: Schedule,
+    writer: CudaWriter,
+    packs: list[int],
+    per_p: tuple[int, ...],
+    *,
+    is_looped: bool,
+    arrays: Mapping[int, str] = MappingProxyType({}),
+) -> list[str]:
     """Read packs, all of them before any is used, so that their latencies overlap; what rows share comes last.
 
     A pack that is gathered needs its row's number here already. There is no branch around that read, for the same reason.
     What dropout keeps is decided next: it needs no operand but the seed, and that work is done while the loads are under way.
     """
+
+    def filled(number: int, code: str) -> list[str]:
+        target = f"{writer.packs[number]}[p] ="
+        if number not in arrays:
+            return [f"{target} {code};"]
+        held = _from_staged(plan, writer, number, arrays[number])
+        return [f"{target} {_staged_first(writer)} < STAGED ? {held}", f"    : {code};"]
+
     decided = [n for n in packs if n in plan.numbers]
     packs = sorted((n for n in packs if n not in plan.numbers), key=lambda n: not plan.has_row(n))
-    arrays = [n for n in packs if not shared_by_rows(plan, n)]
+    own = [n for n in packs if not shared_by_rows(plan, n)]
     late = late_loads(plan) if plan.kind == "rows" and not is_looped else frozenset()
-    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in arrays]
-    each = [f"{'if (!LATE) ' if n in late else ''}{writer.packs[n]}[p] = {_load(plan, writer, n)};" for n in arrays]
+    lines = [f"{_pack(plan.loads[n])} {writer.packs[n]}[PACKS];" for n in own]
+    each = [f"{'if (!LATE) ' if n in late else ''}{line}" for n in own for line in filled(n, _load(plan, writer, n))]
     if each:
         numbers = [_declare(plan, writer, n, condition="is_inside") for n in per_p if writer.is_named(n)]
         lines += _over_packs(plan, writer, [*kept(numbers, each), *each], is_looped=is_looped, skips=False)
-    shared = [n for n in packs if n not in arrays]
+    shared = [n for n in packs if n not in own]
     lines += [f"const {_pack(plan.loads[n])} {writer.packs[n]} = {_load(plan, writer, n)};" for n in shared]
     lines += [f"const unsigned {writer.packs[n]} = {writer.kept_bits(n)};" for n in decided if shared_by_rows(plan, n)]
-    arrays = [n for n in decided if not shared_by_rows(plan, n)]
-    if arrays:
-        lines += [f"unsigned {writer.packs[n]}[PACKS];  // a bit for each column" for n in arrays]
-        each = [f"{writer.packs[n]}[p] = {writer.kept_bits(n)};" for n in arrays]
+    own = [n for n in decided if not shared_by_rows(plan, n)]
+    if own:
+        lines += [f"unsigned {writer.packs[n]}[PACKS];  // a bit for each column" for n in own]
+        each = [line for n in own for line in filled(n, writer.kept_bits(n))]
         lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
     return lines
+
+
+def _staged_name(writer: CudaWriter, number: int) -> str:
+    return writer.fresh(f"{writer.packs[number].removesuffix('_packs')}_staged")
+
+
+def _staged_arrays(plan: Schedule, arrays: dict[int, str]) -> list[str]:
+    """Where each pack that is needed again stays: arrays one behind another, indexed as the row is."""
+    lines, start = [], "staged"
+    for number, name in arrays.items():
+        kind = "unsigned char" if number in plan.numbers else SCALARS[plan.loads[number].operand.dtype]
+        lines.append(f"{kind}* const {name} = ({kind}*){start};")
+        start = f"({name} + {'2 * ' if number in plan.loads and plan.loads[number].is_pair else ''}STAGED)"
+    return ["extern __shared__ uint4 staged[];", *lines] if arrays else []
+
+
+def _staged_first(writer: CudaWriter) -> str:
+    return "first + shift" if writer.is_shifted else "first"
+
+
+def _staged_place(plan: Schedule, writer: CudaWriter, number: int, name: str) -> str:
+    return f"{name} + {'2 * ' if plan.loads[number].is_pair else ''}{_staged_first(writer)}"
+
+
+def _from_staged(plan: Schedule, writer: CudaWriter, number: int, name: str) -> str:
+    if number in plan.numbers:
+        return f"{name}[first / VEC]"
+    return f"load_pack{'<2>' if plan.loads[number].is_pair else ''}({_staged_place(plan, writer, number, name)})"
+
+
+def _staged_stores(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> list[str]:
+    lines = []
+    for number, name in arrays.items():
+        pack = f"{writer.packs[number]}[p]"
+        if number in plan.numbers:
+            lines.append(f"{name}[first / VEC] = {pack};")
+        else:
+            lines.append(f"store_pack({_staged_place(plan, writer, number, name)}, {pack});")
+    skip = f"if ({_staged_first(writer)} >= STAGED) continue;"
+    return _over_packs(plan, writer, [skip, *lines], is_looped=True, skips=False) if lines else []
 
 
 def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = False) -> str:
@@ -256,6 +325,8 @@ def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = 
     conditions = [] if is_inside or shared_by_rows(plan, number) else ["is_inside"]
     conditions += [writer.pack_guard(guard)] if guard is not None else []
     address = writer.operand_address(plan.loads[number], col="first")
+    if writer.is_shifted:
+        return f"load_part({address}, inside)"
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
     function += "_or_nan" if number in writer.nan_filled else ""
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
@@ -276,10 +347,12 @@ def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_loop
         place = ["const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;"]
         place.append(f"const bool is_inside = first < {plan.sizes[-1]};")
     else:
-        place = [f"const index_t first = {'start + ' if is_looped else ''}((index_t)p * THREADS + threadIdx.x) * VEC;"]
+        start, shift = "start + " if is_looped else "", " - shift" if writer.is_shifted else ""
+        place = [f"const index_t first = {start}((index_t)p * THREADS + threadIdx.x) * VEC{shift};"]
         place.append(f"const bool is_inside = FULL || first < {plan.sizes[-1]};")
+        place.append(f"const unsigned inside = columns_inside(first, {plan.sizes[-1]});")
     if skips:
-        lines = ["if (!is_inside) continue;", *lines]
+        lines = ["if (!inside) continue;" if writer.is_shifted else "if (!is_inside) continue;", *lines]
     return _loop("p", "PACKS", [*kept(place, lines), *lines])
 
 
@@ -326,6 +399,11 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
     outer = _outer_indices(plan, name)[is_tiled:]
     bases = [line for line, access in _bases(writer) if not is_tiled or access.strides[-2] == "0"]
     declared = kept([*(f"const index_t {line};" for line in outer), *bases], lines)
+    if writer.is_shifted:
+        access = next(plan.loads[n] for n in writer.packs)
+        scalar, address = SCALARS[access.operand.dtype], writer.operand_address(access, col="0").removesuffix(" + 0")
+        declared.append("// Packs start where all rows' addresses allow: the row's first column is not the first of its pack.")
+        declared.append(f"const index_t shift = (unsigned long long)({address}) / sizeof({scalar}) % VEC;")
     row = "(index_t)blockIdx.x * ROWS + threadIdx.y"
     place = f"const index_t {name} = " + (f"({row}) * PACKS;  // the thread's first row" if is_tiled else f"{row};")
     return [place, f"if ({name} >= rows) return;", *declared]
@@ -357,9 +435,9 @@ def _signature(plan: Schedule) -> list[str]:
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
-        load_pack_or_nan store_pack nan_max nan_min half_exp2 half_exp half_sigmoid half_tanh_cdf normal_cdf_half
-        normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits is_kept row_reduce
-        moments""".split()  # noqa: SIM905
+        load_pack_or_nan store_pack columns_inside load_part store_part nan_max nan_min half_exp2 half_exp half_sigmoid
+        half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits
+        is_kept row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
@@ -371,7 +449,9 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
-    wanted |= {name for name in ("load_pack", "load_pack_or_nan", "store_pack") if f"{name}(" in text or f"{name}<" in text}
+    names = ("load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part")
+    wanted |= {name for name in names if f"{name}(" in text or f"{name}<" in text}
+    wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
     narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
     wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())

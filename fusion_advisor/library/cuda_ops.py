@@ -65,6 +65,8 @@ class CudaWriter(Writer):
         packs: the loads that are read as packs, with the name of the pack, or of the array that has one for each ``p``; of a pair
             the one that comes first; and the dropouts that are decided for a pack at once, with the name of its bits.
         per_pack: the values that all columns of a pack share, though others have their own.
+        is_split: whether a pack may lie across a border between channels: nothing is shared then.
+        is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
     """
 
     helper_names = frozenset(
@@ -72,12 +74,14 @@ class CudaWriter(Writer):
          "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
-    def __init__(self, plan: Schedule, *, fast_math: bool) -> None:
+    def __init__(self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False) -> None:
         self.packs: dict[int, str] = {}
-        self.per_pack = _per_pack(plan)
+        self.is_shifted = is_shifted
+        self.is_split = is_split
+        self.per_pack = frozenset() if is_split else _per_pack(plan)
         self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         super().__init__(plan, fast_math=fast_math)
 
@@ -248,7 +252,10 @@ class CudaWriter(Writer):
             )
         if op == "quotient":
             index = self.plan.program.values[value.args[0]]
-            code = "first" if index.op == "index" and index.dim == self.plan.col_dim else args[0].at(SUM + 1)
+            is_col = index.op == "index" and index.dim == self.plan.col_dim
+            code, extent = "first" if is_col else args[0].at(SUM + 1), args[1].at(ATOM)
+            if is_col and self.is_split:  # one division for a pack: it is no wider than a channel, and meets one border at most
+                return Text(f"(long long)(first / {extent} + (first % {extent} + lane >= {extent}))", UNARY)
             return Text(f"(long long)({code} / {args[1].at(ATOM)})", UNARY)
         if op == "where":
             return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_advisor.library.source import KernelBuildFailed, Rendered
+from fusion_advisor.library.staging import SharedMemory
 
 
 def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:
@@ -33,6 +34,39 @@ def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:
     device.set_current()
     major, minor = torch.cuda.get_device_capability()
     return _nvrtc(rendered, f"sm_{major}{minor}", macros).get_kernel(rendered.entry)
+
+
+def device_shared_memory() -> SharedMemory:
+    """The shared memory of torch's current device."""
+    import torch
+    from cuda.core import Device
+
+    found = Device(torch.cuda.current_device()).properties
+    return SharedMemory(
+        block_bytes=found.max_shared_memory_per_block_optin, sm_bytes=found.max_shared_memory_per_multiprocessor,
+        reserved_bytes=found.reserved_shared_memory_per_block,
+    )  # fmt: skip
+
+
+def allow_shared_memory(kernel: Any, size: int, device: int) -> None:
+    """Let a kernel's blocks have as much dynamic shared memory as they are launched with; 48 KiB is what they have unasked.
+
+    cuda-core 1.2 tells this attribute but does not set it.
+
+    Args:
+        kernel: cuda-core's.
+        size: bytes.
+        device: the device's number.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(attribute, size, kernel.handle, driver.CUdevice(device))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a block cannot have {size} bytes of shared memory: {error.name}")
 
 
 def compile_cubin(rendered: Rendered, target: str, macros: dict[str, int], *, compiler: str = "") -> bytes:

@@ -54,6 +54,7 @@ class Tuning:
 
     block_cols: int | None = None
     block_rows: int | None = None
+    """Rows of a tile; in CUDA kernels that walk rows in parts, rows under way on a multiprocessor."""
     num_warps: int | None = None
     packs: int | None = None
     """CUDA only: 16-byte packs of a thread; unlike a number of warps it suits rows of any width."""

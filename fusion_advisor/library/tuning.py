@@ -22,10 +22,12 @@ import torch
 from fusion_advisor.content import content_dir
 from fusion_advisor.library.beside import calls_of, largest
 from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.nvrtc import device_shared_memory
 from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key, nests
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
+from fusion_advisor.library.staging import SharedMemory
 from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.timing.clock import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
@@ -37,6 +39,7 @@ _BUDGET_S = 1.4
 _TIMING_S = 0.2
 _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
+_NO_SHARED_MEMORY = SharedMemory()
 
 Build = Callable[[Tuning], Launcher]
 Choice = TypeVar("Choice")
@@ -95,7 +98,7 @@ def best_tuning(
     stored = store.get(key)
     if stored is not None:
         return Tuned(tuning=stored, source="stored")
-    choices = candidates(program, backend, spec.tunables if spec is not None else ())
+    choices = candidates(program, backend, spec.tunables if spec is not None else (), shared=_shared_memory(backend, device))
     if len(choices) < 2:
         return Tuned(tuning=Tuning(), source="default")
     with tempfile.TemporaryDirectory() as folder:
@@ -155,9 +158,18 @@ def version() -> str:
         return ""
 
 
-def candidates(program: Program, backend: str, declared: Sequence[Tuning] = ()) -> list[tuple[Tuning, str]]:
-    """Return up to six tunings whose launches differ, each with its launch shape in words; the backend's own choice first."""
-    shape_of, derived = (_triton if backend == "triton" else _cuda)(program)
+def candidates(
+    program: Program, backend: str, declared: Sequence[Tuning] = (), *, shared: SharedMemory = _NO_SHARED_MEMORY
+) -> list[tuple[Tuning, str]]:
+    """Return up to six tunings whose launches differ, each with its launch shape in words; the backend's own choice first.
+
+    Args:
+        program: what will be bound.
+        backend: ``triton`` or ``cuda``.
+        declared: what is tried after the backend's own choice.
+        shared: the GPU's, on which the launches of CUDA kernels depend.
+    """
+    shape_of, derived = _triton(program) if backend == "triton" else _cuda(program, shared)
     found: dict[str, Tuning] = {}
     for tuning in (Tuning(), *declared, *derived):
         try:
@@ -195,23 +207,31 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     return shape_of, [*narrow[:1], *around, *narrow[1:]]
 
 
-def _cuda(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.library.backend_cuda import launch_shape
+def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
+    if backend != "cuda":
+        return _NO_SHARED_MEMORY
+    with torch.cuda.device(device):
+        return device_shared_memory()
+
+
+def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
+    from fusion_advisor.library.backend_cuda import form_for, launch_shape
     from fusion_advisor.library.cuda_ops import vector_width
 
-    plan = largest(calls_of(program, flatten_rows=True))
-    is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
+    calls = calls_of(program, flatten_rows=True)
+    plan, form = largest(calls), form_for([call.plan for call in calls])
 
     def shape_of(tuning: Tuning) -> str:
-        macros, _ = launch_shape(plan, tuning, is_looped=is_looped)
+        macros, _ = launch_shape(plan, tuning, form=form, shared=shared)
         return " ".join(f"{name}={value}" for name, value in macros.items())
 
     if plan.kind == "flat":
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (4, 4), (2, 2), (1, 8), (8, 4))]
     if plan.kind == "tiled":
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (8, 8))]
-    if is_looped:
-        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((2, 32), (4, 8), (2, 16), (1, 32))]
+    if form.is_looped:
+        around = [Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32))]
+        return shape_of, [Tuning(num_warps=16, block_rows=2), *around, Tuning(packs=2, num_warps=16)]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
     several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
     return shape_of, [*(Tuning(packs=n) for n in (2, 8)), *several, Tuning(packs=1), Tuning(packs=3)]

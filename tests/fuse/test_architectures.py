@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture import graph, torch_internals
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse import verify
 from fusion_advisor.fuse.bench import PASSES, Bench, replaced_sites
@@ -251,6 +251,22 @@ def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, pat
     for region, module in zip(run.live.regions, untouched.modules, strict=True):
         for one, other in zip(region.original(*region.example_args), module(*region.example_args), strict=True):
             assert torch.equal(one, other)
+
+
+def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "is_slower_with_bias", lambda _: True)
+    run = Fused(tiny("openai-community/gpt2"), patterns, tmp_path)
+    assert run.sites_of("bias_gelu_tanh") == 2
+    assert run.sites_of("add_add_layer_norm_*") == 4
+    run.check()
+    bench = Bench(run.live, on_cuda=False)
+    for passes, gemms in (((), "addmm"), (("split_gemm_biases",), "mm")):
+        (module,) = bench.build((), passes).modules
+        ops = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+        assert ops.count(f"aten.{gemms}.default") == 8
+        (region,) = run.live.regions
+        for one, other in zip(region.original(*region.example_args), module(*region.example_args), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 # ---------------------------------------------------------------------- modules that users write

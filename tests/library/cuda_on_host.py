@@ -15,7 +15,7 @@ from math import ceil
 
 import torch
 
-from fusion_advisor.library.backend_cuda import pack_width
+from fusion_advisor.library.backend_cuda import form_of, pack_width, shared_bytes_of
 from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Rendered
@@ -29,6 +29,7 @@ using namespace std;
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __shared__
 #define __launch_bounds__(n)
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -37,6 +38,7 @@ static Dim blockIdx, threadIdx, gridDim;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
 #define __expf(x) exp2f((x) * 1.4426950408889634f)
@@ -62,6 +64,8 @@ class Launch:
     outputs: Sequence[torch.Tensor]
     width: int = 0
     """Columns of a pack; the widest that the program allows by default."""
+    staged: int | None = None
+    """Columns that stay in shared memory, where the row is walked in parts; half of them by default."""
 
 
 def run(rendered, program, tensors, outputs, folder, width=0):
@@ -94,10 +98,10 @@ def _unit(number, launch):
     calls = calls_of(launch.program, flatten_rows=True)
     plans = [call.plan for call in calls]
     kind = plans[0].kind
-    width = launch.width or min(pack_width(plan)[0] for plan in plans)
-    packs = [max(1, ceil(plan.program.dims[-1] / width)) for plan in plans]
-    is_looped = "index_t start = 0" in rendered.source
-    each = packs[0] if kind == "rows" and not is_looped else 3
+    width = launch.width or min(pack_width(plan, form_of(rendered))[0] for plan in plans)
+    form = form_of(rendered)
+    packs = [max(1, ceil((plan.program.dims[-1] + form.is_shifted * (width - 1)) / width)) for plan in plans]
+    each = packs[0] if kind == "rows" and not form.is_looped else 3
     if kind == "tiled":
         heights = [plan.program.dims[-2] for plan in plans if len(plan.sizes) > 2]
         each = max(count for count in (1, 2, 3) if all(height % count == 0 for height in heights))
@@ -113,6 +117,9 @@ def _unit(number, launch):
     macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
+    if "STAGED" in source:
+        macros["STAGED"] = min(plan.program.dims[-1] for plan in plans) // 32 * 16 if launch.staged is None else launch.staged
+    staged_bytes = max(shared_bytes_of(plan, macros) for plan in plans)
     # The source may define more of them, and the next kernel must see none.
     defined = {**macros, **dict.fromkeys(re.findall(r"^ *#define (\w+)", source, re.MULTILINE), 1)}
     before = "\n".join(f"#define {name} {value}" for name, value in macros.items())
@@ -121,6 +128,7 @@ def _unit(number, launch):
 namespace kernel_{number} {{
 #line 1 "{rendered.entry}.cu"
 {source.replace('extern "C" ', "").replace("__restrict__", "")}
+alignas(16) uint4 staged[{staged_bytes // 16 + 1}];  // the block's dynamic shared memory
 extern "C" void run_{number}(void** args, const long long* ints) {{
     gridDim = {{{grid[0]}u, {grid[1]}u, 1u}};
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)

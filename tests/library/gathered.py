@@ -146,6 +146,12 @@ def _functions():
         "rope_cache": (_rope_cache, *_rope_inputs(2, 6, 2, 5, 16, 9)),
         "rope_cache_bfloat16": (_rope_cache, *_rope_inputs(1, 4, 1, 1, 32, 9, brain)),
         "rope_cache_alike": (_rope_cache, *_rope_inputs(2, 3, 3, 3, 10, 7, half)),
+        "group_norm_split": (
+            lambda x, w, b: f.group_norm(x, 2, w, b),
+            _floats(2, 16, 7, 7, dtype=half),
+            _floats(16, dtype=half),
+            _floats(16, dtype=half),
+        ),
         "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
     }
 

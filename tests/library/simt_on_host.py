@@ -38,6 +38,7 @@ static Dim blockIdx, threadIdx;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static int min(int a, int b) { return a < b ? a : b; }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 static ucontext_t scheduler;
@@ -175,6 +176,7 @@ def _unit(number, launch):
     source = rendered.source
     for head, body in _BODIES.items():
         source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
+    source = source.replace("extern __shared__ uint4 staged[]", "alignas(16) static uint4 staged[1 << 14]")
     source = re.sub(r"asm volatile\(\"ld\.global.*?\);", "word = *(const uint4*)from;", source, flags=re.DOTALL)
     kind = "of_half" if ".f16.f16" in source else "of_bfloat16"
     mma = rf"    host_mma<{kind}>(sums, {{a0, a1, a2, a3, b0, b1}});\n}}"

@@ -15,11 +15,20 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, launch_shape, pack_width
+from fusion_advisor.library.backend_cuda import (
+    CudaBackend,
+    Form,
+    compile_for,
+    form_for,
+    launch_shape,
+    pack_width,
+    shared_bytes_of,
+)
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
+from fusion_advisor.library.staging import shared_memory_of
 
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
 CASES = cases()
@@ -83,7 +92,7 @@ def test_packs_of_any_width_do_what_the_widest_do(tmp_path):
         (p.rmsnorm(4, 4096, "float32"), (4, 16)),
         (p.rmsnorm(4, 24, row_stride=37), (1, 1)),
         (p.rmsnorm(1, 24, row_stride=37), (4, 16)),
-        (p.swiglu(4, 33, "bfloat16", is_split=True), (1, 1)),
+        (p.swiglu(4, 33, "bfloat16", Form(is_split=True)), (1, 1)),
         (p.gelu_tanh((100,), strides=(3,)), (4, 16)),
         (p.rope(1, 2, 70, 128, "bfloat16"), (8, 16)),
         (p.rope_pairs(1, 2, 70, 64, "bfloat16"), (8, 16)),
@@ -112,13 +121,13 @@ def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
 @pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])
 def test_what_is_empty_has_a_launch_shape(program):
     """`kernels check` compiles such a case too where there is no device."""
-    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning())
     assert min(value for name, value in macros.items() if name != "FULL") > 0
 
 
 def test_the_rows_of_a_thread_share_what_no_head_changes():
     plan = schedule(p.rope(1, 28, 2048, 128, "bfloat16"), flatten_rows=True)
-    macros, _ = launch_shape(plan, Tuning(), is_looped=False)
+    macros, _ = launch_shape(plan, Tuning())
     assert plan.program.dims[-2] % macros["PACKS"] == 0
     source = render(p.bias_gelu_erf(4096, 4096, "bfloat16")).source
     assert source.index("bias_pack = ") > source.index("x_packs[p] = ")
@@ -171,7 +180,7 @@ def test_compiles_with_nvcc(name):
 @needs_nvrtc
 def test_wide_indices_compile():
     program = p.rmsnorm(3, 1024, row_stride=2**30)
-    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)
+    macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning())
     assert macros["WIDE_INDEX"] == 1
     assert compile_for(render(program), 90, program=program)
 
@@ -185,7 +194,7 @@ def test_single_columns_compile(name):
 def test_launch_shapes_cover_every_column_once():
     for cols in (1, 31, 128, 1536, 4096, 5000, 16384):
         plan = schedule(p.rmsnorm(4096, cols, "bfloat16"), flatten_rows=True)
-        macros, grid = launch_shape(plan, Tuning(), is_looped=False)
+        macros, grid = launch_shape(plan, Tuning())
         reached = macros["PACKS"] * macros["THREADS"] * macros["VEC"]
         assert reached >= cols
         assert macros["FULL"] == (reached == cols)
@@ -290,6 +299,75 @@ def test_packs_lie_in_one_row_of_a_table_and_in_one_channel(name, width):
     assert pack_width(schedule(CASES[name], flatten_rows=True))[0] == width
 
 
+def test_packs_cross_a_border_where_those_inside_a_channel_are_narrow():
+    plans = {name: schedule(CASES[f"gathered_group_norm{name}"], flatten_rows=True) for name in ("_split", "", "_narrow", "_odd")}
+    assert [form_for([plan]).is_split for plan in plans.values()] == [True, False, False, False]
+    assert pack_width(plans["_split"])[0] == 1
+    assert pack_width(plans["_split"], Form(is_split=True)) == (8, 16)
+    assert pack_width(plans["_narrow"], Form(is_split=True))[0] == 2  # wider ones would meet two borders
+    assert launch_shape(plans["_split"], Tuning(), form=Form(is_split=True))[0]["VEC"] == 8
+
+
+def test_packs_of_wide_rows_start_where_addresses_allow():
+    def forms(*programs):
+        return [form_for([schedule(program, flatten_rows=True)]) for program in programs]
+
+    odd, even = p.softmax(4, 50257, "bfloat16"), p.softmax(4, 50264, "bfloat16")
+    # Narrow rows are mostly edges; a weight starts at another address than each row; dropout's numbers are counted from the row.
+    others = (p.softmax(4, 4097, "bfloat16"), p.add_layernorm(2, 16385, "float16"), p.dropout_add_rmsnorm(2, 16385))
+    assert [form.is_shifted for form in forms(odd, even, *others)] == [True, False, False, False, False]
+    plan, shifted = schedule(odd, flatten_rows=True), Form(is_looped=True, is_shifted=True)
+    assert pack_width(plan, shifted) == (8, 16)
+    assert pack_width(schedule(p.rmsnorm(4, 24, row_stride=37), flatten_rows=True), shifted) == (1, 1)
+    macros, _ = launch_shape(plan, Tuning(), form=shifted, shared=shared_memory_of(90))
+    assert macros["STAGED"] >= 50257 + 7
+    assert not macros["FULL"]
+    wide = launch_shape(schedule(p.softmax(4, 8 * 8192, "float32"), flatten_rows=True), Tuning(packs=1), form=shifted)[0]
+    assert "store_pack(x_staged + first + shift, x_packs[p]);" in render(odd).source  # before it is what no one may write
+    assert not wide["FULL"]  # a multiple of the step, but the row may start inside of one
+
+
+def test_rows_in_shared_memory_fit_beside_each_other():
+    shapes = []
+    for program in (p.softmax(2048, 128256, "bfloat16"), p.softmax(2048, 50264, "bfloat16"), p.softmax(16, 50264, "bfloat16"),
+                    p.dropout_add_rmsnorm(4, 20000), p.normed_pairs(2, 16390, "float16"), p.logsumexp(4, 20000)):  # fmt: skip
+        plan = schedule(program, flatten_rows=True)
+        macros, _ = launch_shape(plan, Tuning(), form=Form(is_looped=True), shared=shared_memory_of(90))
+        shapes.append((macros["THREADS"], macros.get("STAGED"), shared_bytes_of(plan, macros)))
+    assert shapes == [
+        (1024, 115968, 2 * 115968),  # nine tenths of a row; two rows of 50,264 are under way on a multiprocessor
+        (512, 50272, 2 * 50272),
+        (1024, 50272, 2 * 50272),
+        (1024, 20000, (4 + 4) * 20000 + 20000 // 4),  # both operands, and a byte for the dropout of four columns
+        (1024, 16400, 2 * 2 * 16400),  # two neighbours each
+        (1024, None, 0),  # walked once
+    ]
+
+
+def test_a_device_without_room_reads_the_row_again():
+    plan = schedule(p.softmax(4, 20000), flatten_rows=True)
+    macros, _ = launch_shape(plan, Tuning(), form=Form(is_looped=True))
+    assert macros["STAGED"] == 0 and shared_bytes_of(plan, macros) == 0
+    assert [shared_memory_of(arch).block_bytes >> 10 for arch in (75, 80, 86, 90, 100, 999)] == [64, 163, 99, 227, 227, 48]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
+@pytest.mark.parametrize("staged", [0, 20000])
+def test_what_is_held_and_what_is_read_again_are_the_same(tmp_path, staged):
+    names = ("looped_softmax-1x20000", "looped_add_layernorm-1x20000", "dropout_add_rmsnorm-2x20000")
+    launches = [
+        cuda_on_host.Launch(
+            rendered=render(CASES[name]), program=CASES[name], inputs=inputs(name, CASES[name]), outputs=allocate(CASES[name]),
+            staged=staged,
+        )
+        for name in names
+    ]  # fmt: skip
+    cuda_on_host.run_all(launches, tmp_path)
+    for name, launch in zip(names, launches, strict=True):
+        for got, oracle in zip(launch.outputs, evaluate(launch.program, *launch.inputs), strict=True):
+            assert distance(name, got, oracle) <= 4
+
+
 def test_what_a_pack_shares_is_read_once_for_it():
     lines = render(CASES["gathered_group_norm"]).source.splitlines()
     lane = max(n for n, line in enumerate(lines) if "int lane = 0" in line)
@@ -299,7 +377,7 @@ def test_what_a_pack_shares_is_read_once_for_it():
 
 def test_what_rows_share_is_read_late_where_rows_are_many():
     def late(program):
-        return launch_shape(schedule(program, flatten_rows=True), Tuning(), is_looped=False)[0].get("LATE")
+        return launch_shape(schedule(program, flatten_rows=True), Tuning())[0].get("LATE")
 
     assert late(p.add_layernorm(4096, 4096, "bfloat16")) == 1
     assert late(p.add_layernorm(8, 4096, "bfloat16")) == 0

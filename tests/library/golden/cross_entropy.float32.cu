@@ -89,9 +89,17 @@ __device__ __forceinline__ T row_reduce(T value) {
         __shared__ T partial[THREADS / 32];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        value = partial[0];
-        #pragma unroll
-        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+        constexpr int warps = THREADS / 32;
+        if (warps >= 8 && (warps & (warps - 1)) == 0) {
+            value = partial[threadIdx.x % warps];
+            #pragma unroll
+            for (int distance = warps / 2; distance > 0; distance /= 2)
+                value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+        } else {
+            value = partial[0];
+            #pragma unroll
+            for (int warp = 1; warp < warps; ++warp) value = combine(value, partial[warp]);
+        }
     }
     return value;
 }
@@ -111,10 +119,11 @@ fa_cross_entropy_3e2824(
     const long long targets = targets_ptr[row];
     const bool has_logits = (targets >= 0) & (targets < logits_extent);
     const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : NAN_VALUEF;
+    constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;
     float exp_logits_shifted_sum_part = 0;
-    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+    for (index_t start = 0; start < cols; start += step) {
         Pack<float> logits_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {

@@ -20,6 +20,9 @@
 #ifndef FULL
 #define FULL 0  // 1 where PACKS * THREADS * VEC divides cols
 #endif
+#ifndef STAGED
+#define STAGED 0  // columns that stay in dynamic shared memory, a multiple of 16
+#endif
 #ifdef WIDE_INDEX
 typedef long long index_t;  // an index or an address passes 32 bits
 #else
@@ -76,9 +79,17 @@ __device__ __forceinline__ T row_reduce(T value) {
         __shared__ T partial[THREADS / 32];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        value = partial[0];
-        #pragma unroll
-        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+        constexpr int warps = THREADS / 32;
+        if (warps >= 8 && (warps & (warps - 1)) == 0) {
+            value = partial[threadIdx.x % warps];
+            #pragma unroll
+            for (int distance = warps / 2; distance > 0; distance /= 2)
+                value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+        } else {
+            value = partial[0];
+            #pragma unroll
+            for (int warp = 1; warp < warps; ++warp) value = combine(value, partial[warp]);
+        }
     }
     return value;
 }
@@ -121,16 +132,25 @@ fa_groupnorm_a2e130(
     const index_t i0 = row / size1;
     const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+    extern __shared__ uint4 staged[];
+    float* const x_staged = (float*)staged;
     const float eps = 1e-05f;
+    constexpr index_t step = PACKS * THREADS * VEC;
 
     Moments<float> x_seen = {};
-    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+    for (index_t start = 0; start < cols; start += step) {
         Pack<float> x_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
             const bool is_inside = FULL || first < cols;
             x_packs[p] = load_pack(x_row + first, is_inside);
+        }
+        #pragma unroll
+        for (int p = 0; p < PACKS; ++p) {
+            const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
+            if (first >= STAGED) continue;
+            store_pack(x_staged + first, x_packs[p]);
         }
         Moments<float> x_step = {};
         #pragma unroll
@@ -165,13 +185,14 @@ fa_groupnorm_a2e130(
     const float x_centered_squared_sum = row_reduce<Sum, 1>(x_seen.squares_about(x_mean));
     const float inverse_deviation = rsqrtf(x_centered_squared_sum / (float)cols + eps);
 
-    for (index_t start = 0; start < cols; start += PACKS * THREADS * VEC) {
+    for (index_t start = (cols - 1) / step * step; start >= 0; start -= step) {  // backwards: what was read last is near
         Pack<float> x_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t first = start + ((index_t)p * THREADS + threadIdx.x) * VEC;
             const bool is_inside = FULL || first < cols;
-            x_packs[p] = load_pack(x_row + first, is_inside);
+            x_packs[p] = first < STAGED ? load_pack(x_staged + first)
+                : load_pack(x_row + first, is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {

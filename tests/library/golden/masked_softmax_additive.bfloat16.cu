@@ -126,9 +126,17 @@ __device__ __forceinline__ T row_reduce(T value) {
         __shared__ T partial[THREADS / 32];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        value = partial[0];
-        #pragma unroll
-        for (int warp = 1; warp < THREADS / 32; ++warp) value = combine(value, partial[warp]);
+        constexpr int warps = THREADS / 32;
+        if (warps >= 8 && (warps & (warps - 1)) == 0) {
+            value = partial[threadIdx.x % warps];
+            #pragma unroll
+            for (int distance = warps / 2; distance > 0; distance /= 2)
+                value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+        } else {
+            value = partial[0];
+            #pragma unroll
+            for (int warp = 1; warp < warps; ++warp) value = combine(value, partial[warp]);
+        }
     }
     return value;
 }
