@@ -598,15 +598,16 @@ def _writes(module: GraphModule) -> tuple[frozenset[int], bool]:
 def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
     """Return the inputs whose old contents must be known to undo a region, by place; None where they would not suffice.
 
-    What the region appends needs none: rows that ``index_copy_`` writes at places counted by an input that the region moves on.
+    What the region appends needs none: rows that ``index_copy_``, or a fused call in its place, writes at places counted by an
+    input that the region moves on.
     With the count put back they lie where nothing is held yet, and the same call, run by the original ops, writes there again.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    appends: list[Node] = []
+    appends: list[tuple[Node, list[Node]]] = []
     written: set[int] = set()
     for node in module.graph.nodes:
-        if node.target is torch.ops.aten.index_copy_.default:
-            appends.append(node)
+        if node.target is torch.ops.aten.index_copy_.default or ("fusion_id" in node.meta and written_storages(node)):
+            appends.append((node, [source for source in node.all_input_nodes if source.meta["val"].dtype == torch.int64]))
         else:
             written.update(written_storages(node))
     if any(written & set(storages(node)) for node in module.graph.nodes if node.op == "get_attr"):
@@ -614,16 +615,16 @@ def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
     saved = [slot for slot, node in enumerate(placeholders) if written & set(storages(node))]
     counts = {placeholders[slot] for slot in saved}
     given = {key for node in placeholders for key in storages(node)}
-    for node in appends:
+    for node, places in appends:
         outlives = given & set(written_storages(node))
-        if outlives and (outlives & written or not counts & _ancestors(node.args[2])):
+        if outlives and (outlives & written or not places or not all(counts & _ancestors(place) for place in places)):
             return None
     return tuple(saved)
 
 
-def _ancestors(value: Any) -> set[Node]:
+def _ancestors(value: Node) -> set[Node]:
     found: set[Node] = set()
-    waiting = [value] if isinstance(value, Node) else []
+    waiting = [value]
     while waiting:
         node = waiting.pop()
         if node not in found:

@@ -15,6 +15,7 @@ from fusion_advisor.capture.arguments import copied
 from fusion_advisor.capture.graph import storages, writes_to_inputs, written_storages
 from fusion_advisor.fuse import trial
 from fusion_advisor.fuse.bench import PASSES
+from fusion_advisor.fuse.graphed import saved_inputs
 from fusion_advisor.fuse.model import FusedModel, HalfWritten
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.plan import make_plan
@@ -63,6 +64,17 @@ def test_the_step_is_one_graph_that_writes_to_its_cache(decode):
     assert len(names) == 6 and "past_key_values.layers.1.keys" in names
     kernels = {answer.kernel for answer in plan.answers if isinstance(answer, Match) and answer.is_library}
     assert kernels & {"add_rmsnorm", "add_layernorm"}
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_only_the_counts_are_saved_for_a_graph_that_is_launched_ahead(decode, is_fused):
+    _, _, live, fused, _ = decode
+    names = live.regions[0].names
+    modules = [module for module, _, _ in fused._modules_by_code.values()] if is_fused else [live.regions[0].graph]
+    for module in modules:
+        saved = [names[slot] for slot in saved_inputs(module)]
+        assert saved == [name for name in names if name.endswith("cumulative_length")]
+        assert len(saved) == 2
 
 
 def test_profiling_leaves_the_cache_where_it_was(decode):

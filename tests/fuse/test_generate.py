@@ -142,8 +142,9 @@ def test_a_decode_step_is_recorded_once_and_replayed_for_every_token(monkeypatch
         # The first decode step runs launch by launch, the second is recorded; the prefill made the first token.
         assert (recorder.recorded, recorder.replayed) == (1, NEW - 2)
         (recording,) = fused.graphs.recordings
-        held = {id(tensor) for tensor in (*recording.held, *recording.own)}
-        assert not held & {id(tensor) for tensor in tensors_of(seen[-1])}  # a finished call's cache is freed
+        # A finished call's cache is freed.
+        assert {type(reference) for reference in recording.read} == {weakref.ref}
+        assert not {*map(id, recording.own)} & {*map(id, tensors_of(seen[-1]))}
         # Another call brings another cache: recorded once more, at its first step, and dynamo traces nothing anew.
         chosen = fused._chosen
         assert torch.equal(call().sequences, expected)
