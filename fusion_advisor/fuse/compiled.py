@@ -2,7 +2,8 @@
 
 Inductor traces what it compiles on fake tensors, which a kernel's launch cannot take. So each fused call becomes an op of torch's
 with a result that is known by its layout, and what the graph keeps between calls (folded values, views over joined weights)
-becomes a constant. That holds for the tensors of this run only: it is measured, and never left in the model.
+becomes an input: a constant it would not be, for Inductor reads constants number by number to name its cache, weights too. That
+holds for the tensors of this run only: it is measured, and never left in the model.
 """
 
 from __future__ import annotations
@@ -41,41 +42,58 @@ def compile_rest(
     unique = uuid.uuid4().hex[:12]  # torch keeps one table of ops for the whole process
     compiled = []
     for region, module in zip(regions, modules, strict=True):
-        opaque = _opaque(module, region.example_args, library, f"call_{unique}_{region.index}")
+        opaque, kept = _opaque(module, region.example_args, library, f"call_{unique}_{region.index}")
         runner = GraphModule(opaque, opaque.graph)
-        runner.forward = compiler(opaque, list(region.example_args))
+        runner.forward = _with(compiler(opaque, [*region.example_args, *kept]), kept)
         object.__setattr__(runner, "library", library)  # the ops exist as long as it does
         compiled.append(runner)
     return tuple(compiled)
 
 
-def _opaque(module: GraphModule, inputs: Sequence[Any], library: torch.library.Library, name: str) -> GraphModule:
-    """Copy a rewritten graph, with ops and constants in place of Python functions."""
+def _with(compiled: Callable[..., Any], kept: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        return compiled(*args, *kept)
+
+    return forward
+
+
+def _opaque(
+    module: GraphModule, inputs: Sequence[Any], library: torch.library.Library, name: str
+) -> tuple[GraphModule, list[torch.Tensor]]:
+    """Copy a rewritten graph, with ops and inputs in place of Python functions; also return the tensors for the added inputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
-    holder = torch.nn.Module()
-    for key, value in module.__dict__.get("_buffers", {}).items():
-        holder.register_buffer(key, value, persistent=False)
-    placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, inputs, strict=True))
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    kept: list[torch.Tensor] = []
+
+    def keep(node: Node, value: torch.Tensor) -> None:
+        with graph.inserting_before(first):
+            node.replace_all_uses_with(graph.placeholder(f"kept_{len(kept)}"))
+        kept.append(value)
+
     for number, (original, node) in enumerate(list(copies.items())):
-        if original.op == "get_attr" and not hasattr(holder, str(original.target)):
-            holder.register_buffer(str(original.target), getattr(module, str(original.target)), persistent=False)
+        if original.op == "get_attr":
+            keep(node, getattr(module, str(original.target)))
+            continue
         if original.op != "call_function" or not _is_ours(original):
             continue
         if "fusion_id" in original.meta:
+            if original.meta.get("written"):
+                raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor would have to be told")
             _call_op(graph, original, node, library, f"{name}_{number}")
             continue
         if not all(source in given for source in original.all_input_nodes):
             raise NotAvailable(f"`{original.name}` depends on values of the step itself")
-        constant = f"constant_{number}"
         assert callable(original.target)
-        holder.register_buffer(constant, original.target(*(given[source] for source in original.args)), persistent=False)
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(graph.get_attr(constant))
-        graph.erase_node(node)
-    return GraphModule(holder, graph)
+        keep(node, original.target(*(given[source] for source in original.args)))
+    for node in reversed(list(graph.nodes)):
+        is_kept = node.op == "get_attr" or (node.op == "call_function" and _is_ours(node))
+        if is_kept and not node.users:
+            graph.erase_node(node)
+    return GraphModule(torch.nn.Module(), graph), kept
 
 
 def _is_ours(node: Node) -> bool:

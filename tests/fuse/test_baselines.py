@@ -19,6 +19,7 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, StepProfile
 from fusion_advisor.timing.stopwatch import nothing
+from fusion_advisor.workload.adjacent import leave_room
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import bench_of, patterns, profile_live
@@ -131,7 +132,40 @@ def test_kernels_stay_calls_of_their_own_in_what_is_compiled():
     assert all("fusion_id" not in name for names in seen for name in names)
 
 
-def test_what_is_folded_becomes_a_constant_and_what_depends_on_the_step_is_refused():
+class Odd(torch.nn.Module):
+    """A head of an odd width, for a padded GEMM: its weight is seen through a view of more rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(16, 13, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return torch.tanh(self.head(x))
+
+
+def test_what_a_graph_keeps_is_an_input_so_that_no_compiler_reads_it_number_by_number():
+    model, x = Odd(), torch.randn(4, 16, dtype=torch.bfloat16)
+    leave_room(model)
+    _, live = profile_live(model, (x,))
+    variant = Bench(live, on_cuda=False).build((), ["pad_linears"])
+    assert variant.changed["pad_linears"]
+    seen = []
+
+    def compiler(graph_module, inputs):
+        seen.append((graph_module, inputs))
+        return traced_on_fake_tensors(graph_module, inputs)
+
+    (module,) = compile_rest(live.regions, variant.modules, compiler)
+    ((graph_module, inputs),) = seen
+    assert not list(graph_module.buffers())
+    assert all(node.op != "get_attr" for node in graph_module.graph.nodes)
+    assert tuple(inputs[-1].shape) == (16, 16)
+    assert inputs[-1].data_ptr() == model.head.weight.data_ptr()
+    (result,) = module.forward(*live.regions[0].example_args)
+    torch.testing.assert_close(result, model(x), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_folded_becomes_an_input():
     class Positions(torch.nn.Module):
         def __init__(self):
             super().__init__()
