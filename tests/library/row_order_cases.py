@@ -27,8 +27,9 @@ def boolean(scores, mask):
 
 
 def causal_with_bias(scores, bias):
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1)
-    return torch.softmax((scores + bias).masked_fill(hidden.to(scores.device), float("-inf")), -1)
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    hidden = everything.triu(scores.shape[-1] - scores.shape[-2] + 1)
+    return torch.softmax((scores + bias).masked_fill(hidden, float("-inf")), -1)
 
 
 CASES = {
