@@ -189,8 +189,12 @@ def measure_all(
     budget_s: float,
     rewind: Callable[[], object] = nothing,
     progress: Progress | None = None,
+    on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
 ) -> tuple[Baseline, ...]:
     """Make contenders ready one by one, then time all of them in turn.
+
+    Those that the run needs come first and are timed by themselves before a compiler is started: compilers take minutes, and a
+    run that is ended meanwhile has its own result by then.
 
     Args:
         contenders: in the table's order.
@@ -200,13 +204,32 @@ def measure_all(
         budget_s: seconds for each contender.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         progress: told about each.
+        on_required: given the rows of those that the run needs, where there are others.
     """
     progress = progress or Progress()
+
+    def rows_of(ready: Sequence[_Ready]) -> dict[str, Baseline]:
+        timings = steps.walls(
+            [one.call for one in ready], on_cuda=on_cuda, runs=runs, budget_s=budget_s * len(ready), rewind=rewind
+        )
+        return {
+            one.contender.name: Baseline(
+                name=one.contender.name,
+                step=replace(one.step, wall=wall),
+                first_call_s=one.first_call_s,
+                note=one.contender.note,
+            )
+            for one, wall in zip(ready, timings, strict=True)
+        }
+
+    in_order = sorted(contenders, key=lambda one: not one.is_required)
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
     with torch.no_grad(), torch_internals.raise_recompile_limit(64):
-        for number, contender in enumerate(contenders):
+        for number, contender in enumerate(in_order):
             if not contender.is_required:  # the others take no time to make ready
+                if number and in_order[number - 1].is_required:
+                    on_required(tuple(rows_of(ready).values()))
                 progress.step(number, len(contenders), contender.name)
             try:
                 ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, rewind=rewind))
@@ -215,17 +238,7 @@ def measure_all(
                     raise
                 failed[contender.name] = Baseline(name=contender.name, note=_sentence(error))
                 progress.note(f"{contender.name}: {_sentence(error)}")
-        budget_s *= len(ready)
-        walls = steps.walls([one.call for one in ready], on_cuda=on_cuda, runs=runs, budget_s=budget_s, rewind=rewind)
-    rows = {
-        one.contender.name: Baseline(
-            name=one.contender.name,
-            step=replace(one.step, wall=wall),
-            first_call_s=one.first_call_s,
-            note=one.contender.note,
-        )
-        for one, wall in zip(ready, walls, strict=True)
-    }
+        rows = rows_of(ready)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 

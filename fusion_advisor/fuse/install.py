@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +62,7 @@ def install(
     clock: PhaseClock,
     *,
     gemvs: Sequence[BuiltGemv] = (),
+    on_report: Callable[[Report], object] = lambda _: None,
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
 
@@ -78,6 +79,7 @@ def install(
         progress: told what is found.
         clock: of the phases.
         gemvs: kernels of linears on few rows that stay, in place of the fusions whose ops they take in.
+        on_report: given the report without the other ways to run the step, ahead of the minutes that these take.
     """
     passes = kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
@@ -173,9 +175,17 @@ def install(
         name=OURS, make=lambda: fused_call, step=after, held_bytes=held, is_required=True,
         first_call_s=None if warm_up is None else warm_up.seconds, note="first call: from a saved plan, its kernels built before",
     )  # fmt: skip
+
+    def early(rows: tuple[Baseline, ...]) -> None:
+        so_far = replace(
+            measured, before=_step_of(rows, EAGER, "eager"), after=_step_of(rows, OURS, "fused"), warm_up=warm_up,
+            baselines=_without_doubles(rows), model_check=check, durations_s=tuple(clock.durations_s), status="interrupted",
+        )  # fmt: skip
+        on_report(so_far)
+
     with clock.phase("baselines"):
         rest = [ours_compiled(loaded, bench, variant, is_graphed=is_graphed)] if with_peers else []
-        baselines = measure_all([eager, *others, ours, *rest], **measuring)
+        baselines = measure_all([eager, *others, ours, *rest], **measuring, on_required=early)
     before, after = (_step_of(baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
     wall_before, wall_after = before.wall, after.wall
     assert wall_before is not None and wall_after is not None

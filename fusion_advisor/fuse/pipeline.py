@@ -97,7 +97,10 @@ def apply_workload(
             launch_cost_ns=cost_ns,
         )
         on_report(report)
-        run = install(loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock, gemvs=kept.gemvs)
+        run = install(
+            loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
+            gemvs=kept.gemvs, on_report=on_report,
+        )  # fmt: skip
         live.written.restore()
         return run
 

@@ -132,6 +132,26 @@ def test_kernels_stay_calls_of_their_own_in_what_is_compiled():
     assert all("fusion_id" not in name for names in seen for name in names)
 
 
+def test_what_the_run_needs_is_timed_before_a_compiler_starts():
+    made, early = [], []
+
+    def contender(name, **more):
+        return Contender(name=name, make=lambda: made.append(name) or nothing, step=STEP, **more)
+
+    def on_required(rows):
+        early.append((list(made), [row.name for row in rows], [row.step.wall.median_ns > 0 for row in rows]))
+
+    rows = measured(
+        contender("one", is_required=True), contender("peer"), contender("two", is_required=True), on_required=on_required
+    )
+    assert early == [(["one", "two"], ["one", "two"], [True, True])]
+    assert [row.name for row in rows] == ["one", "peer", "two"]
+    assert made == ["one", "two", "peer"]
+    early.clear()
+    measured(contender("one", is_required=True), on_required=on_required)
+    assert early == []  # nothing would be gained
+
+
 class Odd(torch.nn.Module):
     """A head of an odd width, for a padded GEMM: its weight is seen through a view of more rows."""
 
@@ -198,7 +218,8 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         "compiled_call",
         lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
     )
-    report = apply_workload(loaded, replace(quick, compile=True)).report
+    so_far = []
+    report = apply_workload(loaded, replace(quick, compile=True), on_report=so_far.append).report
     names = [row.name for row in report.baselines]
     ours = [OURS, OURS_COMPILED] if status is keep_all else []
     assert names == [EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead", "Liger", *ours]
@@ -210,6 +231,9 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         assert report.after.wall == named(report.baselines, OURS).step.wall
         assert [name for name, _ in report.warm_up.phases_s] == ["read the plan", "capture", "kernels", "install", "first step"]
         assert named(report.baselines, OURS).first_call_s == pytest.approx(report.warm_up.seconds, abs=1e-3)
+        early = so_far[-1]  # what a run that is ended while compilers work has found
+        assert (early.status, [row.name for row in early.baselines]) == ("interrupted", [EAGER, OURS])
+        assert early.after.wall.median_ns > 0 and early.model_check == report.model_check
     else:
         assert report.warm_up is None and report.after.label == "unchanged"
 
