@@ -1,0 +1,33 @@
+# add_rmsnorm: add -> to -> pow -> mean -> add -> rsqrt -> mul -> to -> mul in one kernel
+#
+# Moves each operand once: x 2 B/column, residual 2 B/column, weight 2 B/column, total 2 B/column, out
+# 2 B/column.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel add_rmsnorm, variant llama.
+# Source: https://arxiv.org/abs/1910.07467
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fa_add_rmsnorm_ac9597(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr,
+    rows, cols,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    col_mask = col < cols
+
+    x = tl.load(x_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0).to(tl.float32)
+    total = x + residual
+    total_squared_sum = tl.sum(total * total, axis=1, keep_dims=True)
+    total_squared_mean = tl.div_rn(total_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-06
+    inverse_rms = tl.rsqrt(total_squared_mean + eps)
+    out = weight * (total * inverse_rms)
+
+    tl.store(total_ptr + col, total, mask=col_mask)
+    tl.store(out_ptr + col, out, mask=col_mask)
