@@ -12,11 +12,11 @@ import torch
 
 from fusion_advisor.fuse.decide import verdict_of
 from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.records import GraphBreak, GraphRewrite, Status
+from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import median_interval, nothing
 
-TITLE = "CUDA graph around the step"
+TITLE = GRAPHED
 
 
 def why_no_graph(breaks: Sequence[GraphBreak], regions: int) -> str | None:

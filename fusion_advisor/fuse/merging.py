@@ -22,9 +22,9 @@ from fusion_advisor.fuse.relocate import merged_bench, relocate
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.rule import CannotLower
-from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
+from fusion_advisor.records import MERGED, Fusion, GraphRewrite, RenderedKernel, Status
 
-TITLE = "linears that read one input run as one GEMM"
+TITLE = MERGED
 _ID = f"R{len(PASSES) + 1}"
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import COMPILED, Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.records import COMPILED, GRAPHED, MERGED, Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.report import view
 from fusion_advisor.report.text import visible
 
@@ -208,17 +208,17 @@ def waterfall(report: Report) -> Waterfall | None:
     """Stack the measured changes between the captured step without and with the kept rewrites.
 
     Each change was measured on top of those before it, so they may be added; what the confirmation found beyond their sum is the
-    last row. None where the two ends were not timed.
+    last row. A CUDA graph is no part of it: it changes the wall time, and both ends are replays of one. None where the two ends
+    were not timed.
     """
     before, after = report.step_before, report.step_after
-    tried: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
-    timed = [row for row in tried if row.step_delta_ns is not None]
+    timed = [row for row in _in_order(report) if row.step_delta_ns is not None]
     if before is None or after is None or not timed:
         return None
     left = 290
     level, lowest, highest = before.median_ns, 0, max(before.ci_high_ns, after.ci_high_ns)
     for row in timed:
-        if row.status is Status.KEPT:
+        if row.status in _COUNTED:
             _, high = row.step_delta_ci_ns or (0, row.step_delta_ns or 0)
             highest = max(highest, level + high)
             level += row.step_delta_ns or 0
@@ -241,13 +241,13 @@ def waterfall(report: Report) -> Waterfall | None:
         )
         table.append((name, "", units.duration_interval(timing.ci_low_ns, timing.ci_high_ns), words))
 
-    def change(name: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str) -> None:
+    def change(name: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str = "", *, counts: bool = True) -> None:
         nonlocal level
         start = level
-        if not note:
+        if counts:
             level += delta_ns
         x, width = min(at(start), at(level)), abs(at(start) - at(level))
-        low, high = (at(level - delta_ns + end) for end in ci) if ci and not note else (at(level), at(level))
+        low, high = (at(level - delta_ns + end) for end in ci) if ci and counts else (at(level), at(level))
         figure = units.delta(delta_ns)
         right = max(at(start), at(level), high) + 8
         rows.append(Stage(_row_y(rows), name, x, round(width, 2), colour, figure, right, low, high, at(level), note))
@@ -256,13 +256,26 @@ def waterfall(report: Report) -> Waterfall | None:
     whole("without rewrites", before)
     for row in timed:
         name = f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 36)}"
+        counts, delta_ns = row.status in _COUNTED, row.step_delta_ns or 0
         note = "" if row.status is Status.KEPT else view.VERDICTS[row.status].words
-        colour = COLOURS["other"] if note else COLOURS["fused"] if (row.step_delta_ns or 0) <= 0 else COLOURS["pointwise"]
-        change(name, row.step_delta_ns or 0, row.step_delta_ci_ns, colour, note)
-    change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"], "")
+        colour = COLOURS["other"] if not counts else COLOURS["fused"] if delta_ns <= 0 else COLOURS["pointwise"]
+        change(name, delta_ns, row.step_delta_ci_ns, colour, note, counts=counts)
+    change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"])
     whole("with all kept", after)
     ticks = tuple(Tick(at(ns), units.duration(ns) if ns else "0") for ns in round_values(min(lowest, 0), highest))
     return Waterfall(14 + len(rows) * 26 + 26, left, tuple(rows), ticks, tuple(table))
+
+
+_COUNTED = (Status.KEPT, Status.ABSORBED)
+"""What was in the step when the next row was timed: a fusion that a larger kernel took in later was."""
+
+
+def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
+    """Rewrites and fusions in the order in which they were timed."""
+    passes = [row for row in report.rewrites if row.name not in (GRAPHED, MERGED)]
+    chains = [row for row in report.fusions if row.chain_id]
+    merged = [row for row in report.rewrites if row.name == MERGED]
+    return [*passes, *chains, *merged, *(row for row in report.fusions if not row.chain_id)]
 
 
 def _row_y(rows: list[Stage]) -> float:

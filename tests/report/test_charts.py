@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor import units
-from fusion_advisor.records import Report, Status, Timing
+from fusion_advisor.records import GRAPHED, MERGED, GraphRewrite, Report, Status, Timing
 from fusion_advisor.report import charts
 from fusion_advisor.report.roofline import points, roofline
 from tests.report.fixtures import applied, profiled, real
@@ -34,6 +34,26 @@ def test_the_waterfall_closes(report: Report) -> None:
     sum_ns = sum(row.step_delta_ns or 0 for row in kept)
     left_ns = report.step_after.median_ns - report.step_before.median_ns - sum_ns
     assert fall.table[-2][1] == units.delta(left_ns)
+
+
+def test_the_waterfall_stacks_what_was_timed_in_the_order_in_which_it_was() -> None:
+    report = applied()
+    assert report.step_before is not None
+
+    def rewrite(number: int, name: str) -> GraphRewrite:
+        return GraphRewrite(id=f"R{number}", name=name, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1000 * number)
+
+    chain = replace(report.fusions[0], id="F1", status=Status.ABSORBED, step_delta_ns=-50_000, step_delta_ci_ns=None)
+    gemv = replace(chain, id="G1", chain_id="", status=Status.KEPT, step_delta_ns=-20_000)
+    rewrites = (rewrite(1, "a pass"), rewrite(2, MERGED), rewrite(3, GRAPHED))
+    fall = charts.waterfall(replace(report, rewrites=rewrites, fusions=(chain, gemv)))
+    assert fall is not None
+    assert [row.name.split()[0] for row in fall.rows[1:-2]] == ["R1", "F1", "R2", "G1"]  # a graph changes the wall time alone
+    assert [bool(row.width) for row in fall.rows[1:-2]] == [True] * 4
+    assert fall.rows[2].note == "part of a larger kernel"
+    assert report.step_after is not None
+    rest = report.step_after.median_ns - report.step_before.median_ns + 73_000
+    assert fall.table[-2][1] == units.delta(rest)
 
 
 def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_chart() -> None:
