@@ -184,8 +184,15 @@ def prediction_line(report: Report) -> str:
 
 def predicted(row: Fusion | GraphRewrite) -> str:
     """What a rewrite was expected to change, signed as what was measured; a dash where no figure says."""
-    has_any = row.predicted_saving_ns if isinstance(row, GraphRewrite) else row.chain_after
-    return units.delta(-(row.predicted_saving_ns or 0)) if has_any is not None else "–"
+    saving_ns = predicted_ns(row)
+    return "–" if saving_ns is None else units.delta(-saving_ns)
+
+
+def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
+    """What a rewrite was expected to save; None for what was not timed alone, and for kernels of linears, judged by the step."""
+    if isinstance(row, Fusion) and (row.chain_after is None or not row.chain_id):
+        return None
+    return row.predicted_saving_ns
 
 
 def run_lines(report: Report) -> list[str]:

@@ -88,7 +88,7 @@ def _fusion(row: Fusion) -> tuple[Cell, ...]:
     return (
         *(row.id, "fusion", row.kernel, row.chain_id, row.status.value, row.reason, did.sites_found, did.sites_replaced),
         *(did.launches_before, did.launches_after, row.step_delta_ns, low, high),
-        *(row.predicted_saving_ns if row.chain_after else None, _median(row.chain_before), _median(row.chain_after)),
+        *(others.predicted_ns(row), _median(row.chain_before), _median(row.chain_after)),
         *(*errors, None),
     )
 

@@ -23,7 +23,7 @@ from fusion_advisor.report.text import visible
 from fusion_advisor.serialize import load_report
 from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real
 
-VOID = {"meta", "link", "br", "input", "img", "hr"}
+VOID = {"meta", "link", "br", "wbr", "input", "img", "hr"}
 
 
 class Page(HTMLParser):
