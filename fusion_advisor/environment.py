@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.content import content_dir
 from fusion_advisor.records import Bandwidth, Environment
 
 _CUDA_COPY_BYTES = 2**30
@@ -45,7 +47,45 @@ def describe_environment(device: torch.device | str) -> Environment:
         os=_operating_system(),
         cores=_cores(),
         tool=_version("fusion-advisor"),
+        commit=checkout_commit(content_dir("templates").parent),
+        templates=content_digest(),
+        container=_container(),
     )
+
+
+def checkout_commit(root: Path) -> str:
+    """Return the commit of a git checkout, and whether tracked files differ from it; empty where ``root`` is none."""
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return ""
+
+    def git(*words: str) -> str | None:
+        command = ["git", "-C", str(root), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}, changed" if commit and changed else commit or ""
+
+
+def content_digest() -> str:
+    """Return what tells two versions of the templates and kernels apart."""
+    digest = hashlib.sha256()
+    for name in ("templates", "kernels"):
+        folder = content_dir(name)
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".jinja", ".toml", ".py")):
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _container() -> str:
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    marks = {"docker": Path("/.dockerenv"), "podman": Path("/run/.containerenv")}
+    return next((name for name, path in marks.items() if path.exists()), "")
 
 
 def measure_bandwidth(device: torch.device | str) -> Bandwidth:

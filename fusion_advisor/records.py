@@ -158,6 +158,12 @@ class Environment:
     cores: int = 0
     tool: str = ""
     """fusion-advisor's own version."""
+    commit: str = ""
+    """Of the checkout that it runs from, ``, changed`` behind it where tracked files were; empty where it is installed."""
+    templates: str = ""
+    """The first 12 digits of the SHA-256 of its templates and kernels."""
+    container: str = ""
+    """``docker``, ``podman`` or ``kubernetes``; empty where none shows itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import getpass
 import platform
+import re
+import subprocess
 import time
 
 import pytest
 import torch
 
-from fusion_advisor.environment import describe_environment, measure_bandwidth
+from fusion_advisor import environment
+from fusion_advisor.environment import checkout_commit, content_digest, describe_environment, measure_bandwidth
 
 
 def test_the_cpu_is_described_without_who_and_where() -> None:
@@ -23,6 +26,41 @@ def test_the_cpu_is_described_without_who_and_where() -> None:
     text = repr(found)
     assert platform.node() not in text
     assert f"/{getpass.getuser()}" not in text
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
+
+
+def test_the_commit_of_a_checkout_says_whether_files_differ(tmp_path) -> None:
+    assert checkout_commit(tmp_path) == ""
+    git(tmp_path, "init")
+    assert checkout_commit(tmp_path) == ""  # nothing was committed yet
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "one")
+    commit = checkout_commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    (tmp_path / "another").write_text("not tracked")
+    assert checkout_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert checkout_commit(tmp_path) == f"{commit}, changed"
+
+
+def test_one_digest_tells_templates_apart(tmp_path, monkeypatch) -> None:
+    for name in ("templates", "kernels"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(environment, "content_dir", lambda name: tmp_path / name)
+    template = tmp_path / "templates" / "a.jinja"
+    template.write_text("a")
+    first = content_digest()
+    (tmp_path / "templates" / "notes.txt").write_text("no template")
+    assert content_digest() == first
+    template.write_text("b")
+    assert content_digest() != first
+    template.rename(tmp_path / "kernels" / "a.py")
+    assert len(content_digest()) == 12
 
 
 def test_a_missing_compiler_is_an_empty_string(monkeypatch) -> None:

@@ -47,7 +47,7 @@ ALLOWED = {
     "content": set(),
     "units": set(),
     "serialize": {"records", "errors"},
-    "environment": {"records", "errors"},
+    "environment": {"records", "errors", "content"},
     "timing": BASE,
     "capture": BASE | {"timing"},
     "chains": BASE,

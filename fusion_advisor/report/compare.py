@@ -407,6 +407,8 @@ def _differences(a: Report, b: Report) -> Iterable[Difference]:
         ("driver", e.driver, f.driver, False),
         ("compiler", e.compiler, f.compiler, False),
         ("fusion-advisor", e.tool, f.tool, False),
+        ("its commit", e.commit, f.commit, False),
+        ("its templates and kernels", e.templates, f.templates, False),
     )
     for name, left, right, is_obstacle in facts:
         if left != right:

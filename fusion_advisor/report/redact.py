@@ -62,7 +62,7 @@ def _without_source(report: Report) -> Report:
 
 
 def _device_only(env: Environment) -> Environment:
-    return replace(env, python="", transformers="", driver="", compiler="", os="", cores=0)
+    return replace(env, python="", transformers="", driver="", compiler="", os="", cores=0, commit="", container="")
 
 
 def _known_paths(report: Report) -> tuple[str, ...]:

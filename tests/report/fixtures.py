@@ -136,6 +136,9 @@ def _environment() -> Environment:
         os="Linux x86_64",
         cores=16,
         tool="0.1.0",
+        commit="0123456789ab, changed",
+        templates="ba9876543210",
+        container="docker",
     )
 
 
