@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._guards import TracingContext
@@ -266,7 +266,7 @@ def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        return compile_fx(graph_module, inputs)  # type: ignore[return-value]
+        return cast("Callable[..., Any]", compile_fx(graph_module, inputs))
 
 
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:

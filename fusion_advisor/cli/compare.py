@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fusion_advisor.records import Report
     from fusion_advisor.report.compare import Comparison, State
 
-_STATES = ("eager", "applied", "compile")
+_STATES: tuple[State, ...] = ("eager", "applied", "compile")
 _RUN_HELP = "A path, a run id, a unique prefix or @last; RUN:eager, RUN:applied or RUN:compile names one of its steps."
 
 
@@ -87,7 +87,7 @@ def _read(name: str) -> tuple[Report, State | None, Path]:
     run = base if state else name
     directory = run_dir.resolve(run)
     path = Path(run) if Path(run).is_file() else directory / "report.json"
-    return read_report(path), state, directory  # type: ignore[return-value]
+    return read_report(path), state, directory
 
 
 def _why_not(state: str) -> str:

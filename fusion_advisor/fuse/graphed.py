@@ -193,11 +193,10 @@ class Recording:
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        try:
-            addresses = [reference().data_ptr() for reference in self.read]  # type: ignore[union-attr]
-        except AttributeError:  # one of them is no more
+        alive = [tensor for reference in self.read if (tensor := reference()) is not None]
+        if len(alive) < len(self.read):
             return False
-        addresses += [tensor.data_ptr() for tensor in self.own]
+        addresses = [tensor.data_ptr() for tensor in (*alive, *self.own)]
         return addresses == self.addresses and self.is_unwritten() and backend_flags() == self.flags
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:

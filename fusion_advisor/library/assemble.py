@@ -157,12 +157,12 @@ def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[L
 
 def written_by(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[int]) -> tuple[int, ...]:
     """Return the owners of the memory that those of some outputs are written into which are results of in-place ops."""
-    found = []
-    for index in (index for index in outputs if ops[index].mutates):
-        while (owner := ops[index].alias_of) is not None:
-            index = owner  # noqa: PLW2901
-        found.append(index)
-    return tuple(found)
+
+    def owner_of(index: int) -> int:
+        owner = ops[index].alias_of
+        return index if owner is None else owner_of(owner)
+
+    return tuple(owner_of(index) for index in outputs if ops[index].mutates)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

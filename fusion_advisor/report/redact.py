@@ -101,4 +101,5 @@ def _each_text(value: T, change: Callable[[str], str]) -> T:
         old = {item.name: getattr(found, item.name) for item in fields(found)}
         new = {name: _each_text(item, change) for name, item in old.items()}
         found = replace(found, **{name: item for name, item in new.items() if item is not old[name]})
-    return found  # type: ignore[no-any-return]
+    changed: T = found
+    return changed

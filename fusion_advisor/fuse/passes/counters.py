@@ -98,8 +98,9 @@ def _is_movable(node: Node) -> bool:
     """Whether a node needs nothing that comes before it: a stored tensor, or an op that makes one from plain numbers."""
     if node.op == "get_attr":
         return True
-    is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes
-    return is_op and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+    if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _add_together(graph: Graph, batch: Sequence[Node]) -> None:
