@@ -46,7 +46,7 @@ class RowsCopy:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy."""
-        return self._call(tensor)  # type: ignore[no-any-return]
+        return self._call(tensor)
 
 
 def copy_for(layout: TensorMeta) -> RowsCopy | None:
