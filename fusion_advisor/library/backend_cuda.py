@@ -331,12 +331,14 @@ def launch_shape(
 
     Args:
         plan: the Program's schedule.
-        tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
+        tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one. ``block_cols`` narrows packs: on a
+            row of a few thousand elements, more threads that have less to do end sooner.
         form: of the kernel.
         width: columns of a pack; what the Program allows by default.
         shared: what a kernel that walks rows in parts keeps them in.
     """
     width = width or pack_width(plan, form)[0]
+    width = min(width, 1 << (tuning.block_cols.bit_length() - 1)) if tuning.block_cols else width
     cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
