@@ -18,7 +18,16 @@ import torch
 
 from fusion_advisor.content import content_dir
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem, around, candidates, default_config
+from fusion_advisor.library.gemv import (
+    AROUND,
+    CROSSOVER_ROWS,
+    CUBLAS,
+    GemvConfig,
+    GemvProblem,
+    around,
+    candidates,
+    default_config,
+)
 from fusion_advisor.library.gemv_around import around_launcher
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.program import ITEM_BYTES
@@ -99,7 +108,9 @@ def choose(
     backends = tuple(name for name in backends if name != "cuda" or _has_cuda_core())[:1]
     ours = candidates(problem, backends)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
-    theirs = [CUBLAS, *filter(None, (around(problem, name) for name in backends))] if with_cublas else []
+    theirs = [CUBLAS] if with_cublas else []
+    if with_cublas and (problem.m > CROSSOVER_ROWS or not ours):  # below, it never won, and to tune its kernels takes a while
+        theirs += filter(None, (around(problem, name) for name in backends))
     tried = [*theirs, *ours]
     if device.type != "cuda" or tried in ([], [CUBLAS]):
         return GemvChoice(config=fallback, source="default")

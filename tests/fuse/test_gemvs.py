@@ -24,7 +24,8 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.relocate import merged_bench
 from fusion_advisor.fuse.saved import apply_plan, load_plan
-from fusion_advisor.library.gemv import GemvConfig, candidates, entry_of
+from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, entry_of
+from fusion_advisor.library.gemv_choose import GemvChoice
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import RenderedKernel, Status
@@ -338,6 +339,16 @@ def test_configurations_are_read_back():
         assert GemvConfig.read(f"{config.text} (measured, best of 4)") == config
     with pytest.raises(ValueError, match="no form"):
         GemvConfig.read("BLOCK=4")
+
+
+def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path, monkeypatch):
+    around = GemvChoice(config=GemvConfig(form="cuda_cublas"), source="measured", tried=(("cublas", 1500), ("cuda_cublas", 900)))
+    monkeypatch.setattr(stage, "choose", lambda *args, **kwargs: around)
+    make = maker(tmp_path, torch.device("cuda"), backend=None, log=lambda line: None)
+    problem = GemvProblem(m=32, n=64, k=64, dtype="bfloat16", has_norm=True)
+    answer = make(problem, header_of("rmsnorm_linear"), "G1_rmsnorm_linear")
+    assert answer.startswith("cuBLAS and the ops around it are faster") and "cuda_cublas 0.9" in answer
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

@@ -239,6 +239,8 @@ def test_our_kernels_stand_around_cublas_where_that_is_faster(on_fake_cuda, tmp_
         # A backend's own row of a bench has no GEMM of cuBLAS.
         alone, _ = measured(problem, lambda config: 1, store, backends=("triton",), with_cublas=False)
         assert alone.config in (candidates(problem, ("triton",)) or (CUBLAS,))
+    few = GemvProblem(m=CROSSOVER_ROWS, n=64, k=64, dtype="bfloat16", has_norm=True)
+    assert around(few, "triton") not in measured(few, lambda config: 1, store, backends=("triton",))[1].built
     beaten = GemvProblem(m=256, n=64, k=64, dtype="bfloat16", is_gated=True)
     assert measured(beaten, lambda config: 500 if config == CUBLAS else 1000, store)[0].config == CUBLAS
 
