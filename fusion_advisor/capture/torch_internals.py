@@ -269,6 +269,17 @@ def inductor(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[
         return cast("Callable[..., Any]", compile_fx(graph_module, inputs))
 
 
+def inductor_calls_as_it_is(op: torch._ops.OpOverload) -> None:
+    """Tell Inductor that an op has no lowering, so that it calls it.
+
+    It would find that out by itself, and torch 2.11 then writes the op's arguments out for a log line that nobody asked for:
+    expressions in which each residual stands twice, so 2^24 of them for BERT's 12 layers and a compiler that never ends.
+    """
+    from torch._inductor.lowering import make_fallback
+
+    make_fallback(op, warn=False)
+
+
 def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
     """Let dynamo keep ``limit`` graphs per code object while the context lasts.
 
