@@ -2,8 +2,8 @@
 
 A ViT cuts its pictures into patches with a convolution whose stride is its window. cuDNN runs it as any convolution, and reorders
 the pictures and the result for that: 0.56 ms of a ViT-B/16 step of 5.3 ms (bf16, batch 64, H200), for products that a GEMM of the
-same step makes in 0.02 ms. One copy puts each window's elements side by side, a linear layer multiplies them with the weight as it
-lies, and a second copy gives the result the strides that the convolution gives it, where those differ.
+same step makes in 0.02 ms. One copy puts the elements of each window side by side, a linear layer multiplies them with the weight
+as it is, and a second copy gives the result the strides that the convolution gives it, where those differ.
 """
 
 from __future__ import annotations
