@@ -27,6 +27,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.capture.bias import is_slower_with_bias, split_bias
 from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.capture.distinct import retrace_distinct
 from fusion_advisor.capture.state import Written, written_by
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
@@ -104,8 +105,10 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines (see also ``capture.bias``)."""
-    interpreter = torch.fx.Interpreter(graph_module)
-    traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    traced = retrace_distinct(graph_module)
+    if traced is None:
+        interpreter = torch.fx.Interpreter(graph_module)
+        traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 

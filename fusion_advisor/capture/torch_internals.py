@@ -77,6 +77,14 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def is_plain_fake(value: torch.Tensor) -> bool:
+    """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, not known by value, not a subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    is_fake = type(value) is FakeTensor and value.constant is None and value.layout == torch.strided
+    return is_fake and not value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+
+
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
     """Return what a node of a traced graph returns on its inputs' fake tensors (``meta["val"]``); nothing is computed."""
     mode = fake_mode_of([source.meta.get("val") for source in node.all_input_nodes])
