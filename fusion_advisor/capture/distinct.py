@@ -334,7 +334,7 @@ def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Ma
             _add(graph, call, recipes[call.key], now)
     (result,) = next(node for node in graph_module.graph.nodes if node.op == "output").args
     graph.output(map_arg(result, lambda node: _placed(_example(node), now)))
-    return GraphModule(torch.nn.Module(), graph, class_name="Region")
+    return torch_internals.lazy_graph_module(torch.nn.Module(), graph, class_name="Region")
 
 
 def _add(graph: Graph, call: _Call, recipe: _Recipe, now: dict[int, Node]) -> None:
