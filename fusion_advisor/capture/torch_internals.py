@@ -22,6 +22,16 @@ def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
     return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
+def lazy_graph_module(root: torch.nn.Module, graph: torch.fx.Graph, *, class_name: str) -> torch.fx.GraphModule:
+    """Return a graph module that generates its Python code when it is first called or asked for it.
+
+    For 2,000 nodes that takes 40 ms, and a graph that is only read or interpreted never needs it.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name=class_name)
+
+
 def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a dynamo graph was traced with symbolic sizes: what is measured for one size then proves nothing for others."""
     for value in placeholder_values(graph_module):
@@ -75,6 +85,14 @@ def fake_tensors(values: list[Any]) -> list[Any]:
 
     mode = FakeTensorMode()
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def is_plain_fake(value: torch.Tensor) -> bool:
+    """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, not known by value, not a subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    is_fake = type(value) is FakeTensor and value.constant is None and value.layout == torch.strided
+    return is_fake and not value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
 
 
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
