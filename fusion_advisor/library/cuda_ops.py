@@ -67,6 +67,7 @@ class CudaWriter(Writer):
         per_pack: the values that all columns of a pack share, though others have their own.
         is_split: whether a pack may lie across a border between channels: nothing is shared then.
         is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
+        is_clustered: whether several blocks share a row.
     """
 
     helper_names = frozenset(
@@ -77,9 +78,12 @@ class CudaWriter(Writer):
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
-    def __init__(self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False) -> None:
+    def __init__(
+        self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False, is_clustered: bool = False
+    ) -> None:
         self.packs: dict[int, str] = {}
         self.is_shifted = is_shifted
+        self.is_clustered = is_clustered
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
