@@ -3,8 +3,10 @@
 Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
 16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
 allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
-between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``). The launch shape (THREADS, ROWS, PACKS,
-VEC, FULL, STAGED) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``) or in the registers of a cluster of blocks
+(CLUSTER; compute capability 9.0), where tuning finds that faster: many blocks are then at different points of their rows, so that
+one's loads hide another's barriers and stores, and few rows still use many multiprocessors. The launch shape (THREADS, ROWS,
+PACKS, VEC, FULL, STAGED, CLUSTER) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
@@ -43,6 +45,8 @@ _PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
 each. Those of a row wait for one another, and hide that with loads of their own."""
 _LOOP_REGISTERS = 32
 """The same where 1024 threads share a multiprocessor, in one block or in two, and have 64 registers each."""
+_CLUSTER_REGISTERS = 64
+"""The same in the blocks of a cluster, up to 512 threads each, which have 128 registers."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 _NO_SHARED_MEMORY = SharedMemory()
@@ -87,7 +91,8 @@ class CudaBackend:
         functions = functions_of(calls)
         try:
             given = {
-                "fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted, "is_clustered": form.is_clustered
+                "fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted,
+                "is_clustered": form.is_clustered,
             }  # fmt: skip
             plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
             bodies = [body(own, CudaWriter(own, **given), is_looped=form.is_looped) for own in plans]
@@ -395,6 +400,15 @@ def launch_shape(
         # A third of the registers, and all that a block waits for again: too much where few rows are under way.
         macros["LATE"] = int(rows >= _MIN_BLOCKS)
     return macros, _grid(plan, macros)
+
+
+def fits_cluster(plan: Schedule, tuning: Tuning) -> bool:
+    """Whether the registers of a cluster hold a row; what does not fit would be spilled."""
+    form = form_for([plan], tuning)
+    macros, _ = launch_shape(plan, tuning, form=form)
+    return macros["PACKS"] * _registers(plan, macros["VEC"]) <= (
+        _LOOP_REGISTERS if macros["THREADS"] > 512 else _CLUSTER_REGISTERS
+    )
 
 
 def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory, *, is_shifted: bool) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Rows that a cluster of blocks shares: on the host with all blocks' threads, compiled for GPUs with clusters, and on the device."""
+"""Rows that a cluster of blocks shares: on the host with all threads, compiled for GPUs that have clusters, and there."""
 
 from __future__ import annotations
 
