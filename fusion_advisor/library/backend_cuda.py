@@ -6,7 +6,8 @@ allow, single columns in the end, so any stride, offset and width is served by o
 between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``) or in the registers of a cluster of blocks
 (CLUSTER; compute capability 9.0), where tuning finds that faster: many blocks are then at different points of their rows, so that
 one's loads hide another's barriers and stores, and few rows still use many multiprocessors. The launch shape (THREADS, ROWS,
-PACKS, VEC, FULL, STAGED, CLUSTER) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+PACKS, VEC, FULL, STAGED, CLUSTER) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of
+milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """

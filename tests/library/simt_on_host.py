@@ -1,8 +1,8 @@
 """Run a CUDA kernel on the host with all threads of a block: warp shuffles, tensor cores and barriers, checked without a GPU.
 
 Threads are fibers that take turns, those of all blocks of a cluster together. Where the lanes of a warp meet (a shuffle, an mma)
-each leaves its operands, lets all others run up to the same point, and goes on with what they left: lanes must meet equally often,
-as they must on a GPU. Fragments of an mma are laid out as the PTX ISA says.
+each leaves its operands, lets all others run up to the same point, and goes on with what they left: lanes must meet equally
+often, as they must on a GPU. Fragments of an mma are laid out as the PTX ISA says.
 """
 
 from __future__ import annotations
