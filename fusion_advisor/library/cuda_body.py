@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
+from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows, shared_loads
 from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
 from fusion_advisor.library.expressions import PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments
@@ -45,10 +45,12 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     numbers = itertools.count()
     kept_value = None if is_looped else carried(plan, passes)
     arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
+    early = {n: writer.fresh(f"{writer.text(n).code}_of") for n in shared_loads(plan, writer)} if writer.is_clustered else {}
     steps, written = [], set[int]()
     for step in passes:
         before_it = frozenset(written)
-        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped, arrays=arrays, written=before_it))
+        given: dict[str, Any] = {"is_looped": is_looped, "arrays": arrays, "written": before_it, "early": early}
+        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, **given))
         written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores: list[str] = []
@@ -57,6 +59,7 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
     is_resident = plan.kind == "rows" and not is_looped
     loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
+    loads += _early_loads(plan, writer, early)
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
@@ -78,11 +81,16 @@ def _step(
     is_looped: bool,
     arrays: dict[int, str],
     written: frozenset[int],
+    early: dict[int, str],
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
     declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n not in writer.per_pack]
-    per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
+    per_pack = [
+        f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {early[n]}[p];" if n in early else _declare(plan, writer, n)
+        for n in step.values
+        if writer.is_named(n) and n in writer.per_pack
+    ]
     head: list[str] = []
     lane: list[str] = []
     pack_lines: list[str] = []  # as in `lane`, where all columns of a pack are one number
@@ -280,6 +288,17 @@ def _loads(
         each = [line for n in own for line in filled(n, writer.kept_bits(n))]
         lines += _over_packs(plan, writer, each, is_looped=is_looped, skips=False)
     return lines
+
+
+def _early_loads(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> list[str]:
+    """Read what the columns of a pack share beside the packs: what waits for a cluster must not wait for memory after that."""
+    if not arrays:
+        return []
+    values = plan.program.values
+    lines = [f"{COMPUTE[values[n].dtype]} {name}[PACKS];" for n, name in arrays.items()]
+    each = [f"{name}[p] = is_inside ? {writer.statement(n)[1]} : 0;" for n, name in arrays.items()]
+    needed = [_declare(plan, writer, n) for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
+    return [*lines, *_over_packs(plan, writer, [*kept(needed, each), *each], is_looped=False, skips=False)]
 
 
 def _staged_name(writer: CudaWriter, number: int) -> str:

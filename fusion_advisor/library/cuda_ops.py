@@ -10,7 +10,7 @@ import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
-from fusion_advisor.library.program import ADDRESSED, Value, dropout_constants
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -41,6 +41,17 @@ def moves_with_p(plan: Schedule, number: int) -> bool:
 def shared_by_rows(plan: Schedule, number: int) -> bool:
     """Whether one pack of a load serves all rows of a thread."""
     return plan.kind == "tiled" and not moves_with_p(plan, number)
+
+
+def shared_loads(plan: Schedule, writer: CudaWriter) -> tuple[int, ...]:
+    """Loads that the columns of a pack share and that need no reduction: a group norm's weight and bias."""
+    values = plan.program.values
+    reduced: set[int] = set()
+    for number, value in enumerate(values):
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        if value.op in REDUCTIONS or reduced & set(needs):
+            reduced.add(number)
+    return tuple(n for n in sorted(writer.per_pack - reduced) if values[n].op == "load" and writer.is_named(n))
 
 
 def _per_pack(plan: Schedule) -> frozenset[int]:
