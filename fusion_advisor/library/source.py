@@ -53,6 +53,7 @@ class Tuning:
     """Launch parameters of a tile kernel; None leaves the backend's own choice."""
 
     block_cols: int | None = None
+    """Columns of a tile; in CUDA kernels, of a pack at most."""
     block_rows: int | None = None
     """Rows of a tile; in CUDA kernels that walk rows in parts, rows under way on a multiprocessor."""
     num_warps: int | None = None

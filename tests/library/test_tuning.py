@@ -94,6 +94,25 @@ def test_candidates_are_few_and_launch_differently(backend, program):
         assert len(found) >= 3
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("rope", [False, True])
+def test_few_elements_get_threads_with_little_to_do(backend, rope):
+    program = programs.rope(1, 32, 1, 128, "bfloat16") if rope else programs.gelu_tanh((4096,), "bfloat16")
+    large = programs.rope(1, 32, 2048, 128, "bfloat16") if rope else programs.gelu_tanh((2**20,), "bfloat16")
+    declared = Tuning(block_cols=2048, block_rows=32, num_warps=8)
+    asked = [tuning for tuning, _ in candidates(program, backend, [declared])]
+    assert asked[1] != declared and [tuning for tuning, _ in candidates(large, "triton", [declared])][1] == declared
+
+    def each(text):
+        sizes = {name: int(number) for name, _, number in (item.partition("=") for item in text.split())}
+        if backend == "cuda":
+            return sizes["PACKS"] * sizes["VEC"]
+        return sizes["BLOCK_COLS"] * sizes.get("BLOCK_ROWS", 1) / sizes["num_warps"] / 32
+
+    assert min(each(text) for _, text in candidates(program, backend)) <= 2
+    assert min(each(text) for _, text in candidates(large, backend)) >= 4
+
+
 def test_a_manifest_s_tunables_come_before_derived_ones():
     program = programs.rmsnorm(16384, 4096, "bfloat16")
     declared = Tuning(num_warps=2)
@@ -108,7 +127,7 @@ def test_a_manifest_s_tunables_come_before_derived_ones():
         (programs.rope(1, 32, 2048, 64, "bfloat16"), 8),
         (programs.rope_pairs(1, 32, 2048, 64, "bfloat16"), 4),
         (programs.rope_qk(32, 8, 1, 2048, 64, "bfloat16"), 8),
-        (programs.bias_gelu_erf(64, 256, "bfloat16"), 2),
+        (programs.bias_gelu_erf(512, 256, "bfloat16"), 2),
     ],
 )
 def test_tiles_of_512_elements_are_tried_first(program, block_rows):
