@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -64,6 +65,18 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
         ["✓", "report"],
     ]
     assert "\x1b" not in ran.err + ran.out
+
+
+def test_traces_that_the_run_wrote_go_into_the_page(run: Run, fake: Core) -> None:
+    def work(progress: core.Progress) -> None:
+        directory = fake.options[-1].run_dir
+        assert directory is not None
+        (directory / "trace.before.json.gz").write_bytes(b"a trace")
+
+    fake.on_work = work
+    ran = run("apply", "org/m", "--embed-trace")
+    assert ran.code == 0 and "! trace.after.json.gz is not embedded" in ran.err
+    assert base64.b64encode(b"a trace").decode() in (only_run() / "report.html").read_text()
 
 
 def test_the_log_holds_the_traceback_of_a_baseline_that_fails(run: Run, fake: Core) -> None:
