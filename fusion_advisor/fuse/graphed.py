@@ -98,7 +98,7 @@ class CudaRecorder:
             return f"the current device is not cuda:{self._device}, where it was recorded"
         if torch.cuda.is_current_stream_capturing():
             return "the call is itself being recorded into a CUDA graph"
-        stream = int(torch.cuda.current_stream().cuda_stream)
+        stream = torch_internals.current_stream_number(self._device)
         if self._stream is None:
             self._stream = stream
         return None if stream == self._stream else "the call comes from another stream than the first one did"
@@ -162,6 +162,7 @@ class Recording:
         slots: places of the inputs that are read where they are, ``addresses`` their addresses and then those of ``own``.
         read: those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep its memory, and so keep
             the next one from getting the same addresses.
+        gone: those of them that were freed since.
         own: tensors of the rewritten graph itself.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
@@ -180,7 +181,8 @@ class Recording:
     copies: tuple[_Copy, ...]
     read: tuple[weakref.ref[torch.Tensor], ...]
     own: tuple[torch.Tensor, ...]
-    addresses: list[int]
+    gone: list[weakref.ref[torch.Tensor]]
+    addresses: torch_internals.Addresses
     slots: tuple[int, ...]
     others: tuple[tuple[int, Any], ...]
     folded_from: tuple[tuple[torch.Tensor, int], ...]
@@ -195,11 +197,10 @@ class Recording:
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        alive = [tensor for reference in self.read if (tensor := reference()) is not None]
-        if len(alive) < len(self.read):
+        if self.gone:
             return False
-        addresses = [tensor.data_ptr() for tensor in (*alive, *self.own)]
-        return addresses == self.addresses and self.is_unwritten() and backend_flags() == self.flags
+        alive = [tensor for reference in self.read if (tensor := reference()) is not None]
+        return self.addresses.are_of([*alive, *self.own]) and self.is_unwritten() and backend_flags() == self.flags
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
         """Whether it may be launched before the guards have held, by a call that passes these objects."""
@@ -222,9 +223,8 @@ class Recording:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
-        read = (*(args[slot] for slot in self.slots), *self.own)
         return (
-            [tensor.data_ptr() for tensor in read] == self.addresses
+            self.addresses.are_of([*(args[slot] for slot in self.slots), *self.own])
             and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
             and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
             and self.is_unwritten()
@@ -491,12 +491,13 @@ class GraphedRegion:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
         read = tuple(args[slot] for slot in slots)
+        gone: list[weakref.ref[torch.Tensor]] = []
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
         memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs, own_copies)
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), read=tuple(map(weakref.ref, read)), own=own,
-            addresses=[tensor.data_ptr() for tensor in (*read, *own)], slots=tuple(slots), others=tuple(others),
+            play=play, copies=tuple(copies), read=tuple(weakref.ref(tensor, gone.append) for tensor in read), own=own,
+            gone=gone, addresses=torch_internals.Addresses((*read, *own)), slots=tuple(slots), others=tuple(others),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
             objects=tuple(map(weakref.ref, objects)),

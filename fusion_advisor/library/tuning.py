@@ -41,6 +41,8 @@ _TIMING_S = 0.2
 _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
 _NO_SHARED_MEMORY = SharedMemory()
+_CLUSTERS = (4, 8, 2)
+"""Blocks that share a row, as they are tried."""
 _TINY_ELEMENTS = 2**16
 """Up to so many, a pointwise kernel takes as long as one thread of it: what counts is how little that has to do.
 
@@ -232,14 +234,15 @@ def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
 
 
 def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.library.backend_cuda import form_for, launch_shape
+    from fusion_advisor.library.backend_cuda import fits_cluster, form_for, launch_shape
     from fusion_advisor.library.cuda_ops import vector_width
 
     calls = calls_of(program, flatten_rows=True)
-    plan, form = largest(calls), form_for([call.plan for call in calls])
+    plans = [call.plan for call in calls]
+    plan, form = largest(calls), form_for(plans)
 
     def shape_of(tuning: Tuning) -> str:
-        macros, _ = launch_shape(plan, tuning, form=form, shared=shared)
+        macros, _ = launch_shape(plan, tuning, form=form_for(plans, tuning), shared=shared)
         return " ".join(f"{name}={value}" for name, value in macros.items())
 
     if plan.kind != "rows" and _is_tiny(program):
@@ -250,8 +253,9 @@ def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], st
     if plan.kind == "tiled":
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (2, 4))]
     if form.is_looped:
-        around = [Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32))]
-        return shape_of, [Tuning(num_warps=16, block_rows=2), *around, Tuning(packs=2, num_warps=16)]
+        around = [Tuning(num_warps=16, block_rows=2), *(Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32)))]
+        shared_rows = [Tuning(cluster=n) for n in _CLUSTERS if shared.is_distributed and fits_cluster(plan, Tuning(cluster=n))]
+        return shape_of, [*shared_rows, *around, Tuning(packs=2, num_warps=16)]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
     several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
     return shape_of, [*(Tuning(packs=n) for n in (2, 8)), *several, Tuning(packs=1), Tuning(packs=3)]

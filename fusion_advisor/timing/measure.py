@@ -71,6 +71,7 @@ def interleave(
     on_cuda: bool,
     least: int = 6,
     before: Callable[[], object] = nothing,
+    after: Callable[[int, int, int], object] = nothing,
 ) -> list[list[int]]:
     """Time candidates against each other.
 
@@ -81,6 +82,7 @@ def interleave(
         on_cuda: time with CUDA events instead of the host's clock.
         least: the fewest rounds.
         before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each run and not timed, with the round's number, the candidate's position and its nanoseconds.
 
     Returns:
         Nanoseconds per candidate and round.
@@ -100,6 +102,7 @@ def interleave(
         for position in turned if number // len(order) % 2 else reversed(turned):
             before()
             times[position].append(clock(candidates[position]))
+            after(number, position, times[position][-1])
     return times
 
 

@@ -13,6 +13,7 @@ import torch
 from fusion_advisor.library import tuning as tuning_module
 from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.library.staging import shared_memory_of
 from fusion_advisor.library.tuning import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
 from fusion_advisor.library.tuning_store import SCHEMA, TuningStore
 
@@ -131,6 +132,17 @@ def test_a_manifest_s_tunables_come_before_derived_ones():
 )
 def test_tiles_of_512_elements_are_tried_first(program, block_rows):
     assert candidates(program, "triton")[1][0] == Tuning(block_rows=block_rows, num_warps=4)
+
+
+def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_clusters():
+    def clusters(program, arch):
+        return [tuning.cluster for tuning, _ in candidates(program, "cuda", shared=shared_memory_of(arch)) if tuning.cluster]
+
+    assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 2]
+    assert clusters(programs.softmax(2048, 152064, "bfloat16"), 90) == [4, 8]  # two blocks have no registers for it
+    assert not clusters(programs.softmax(2048, 10**6), 90)
+    assert not clusters(programs.softmax(2048, 50264, "bfloat16"), 80)
+    assert not clusters(programs.rmsnorm(2048, 4096, "bfloat16"), 90)
 
 
 def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
