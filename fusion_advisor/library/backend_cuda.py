@@ -493,7 +493,7 @@ def _blocks_across(plan: Schedule, macros: dict[str, int]) -> int:
 def _divisors(plan: Schedule) -> dict[str, int]:
     """Sizes that a tiled kernel takes its row apart by, which is most of what it does before its first load.
 
-    With 32 heads for a constant, and without a loop over columns, rope's first load is its 49th instruction instead of the 86th,
+    With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
     and a thread of 16 elements has 159 instead of 204.
     """
     inner = plan.sizes[1:-1] if plan.kind == "tiled" else ()

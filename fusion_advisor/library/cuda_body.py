@@ -443,6 +443,9 @@ def _outer_indices(plan: Schedule, flat: str) -> list[str]:
 def _bases(writer: CudaWriter) -> list[tuple[str, Access]]:
     lines = []
     for name, code, access in writer.bases:
+        if writer.plan.kind == "tiled":
+            lines.append((f"const index_t {name} = {code};", access))
+            continue
         constness = "" if access.operand.is_output else "const "
         lines.append((f"{constness}{SCALARS[access.operand.dtype]}* const {name} = {code};", access))
     return lines

@@ -124,7 +124,7 @@ fa_bias_gelu_erf_39374c(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -141,7 +141,7 @@ fa_bias_gelu_erf_39374c(
                 const float out = total * half_normal_cdf(total);
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -79,7 +79,7 @@ fa_bias_gelu_erf_9ea5ed(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<float> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -96,7 +96,7 @@ fa_bias_gelu_erf_9ea5ed(
                 const float out = total * 0.5f * (1.0f - erff(total * -0.7071067811865476f));
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -115,7 +115,7 @@ fa_bias_gelu_tanh_3a36f1(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -132,7 +132,7 @@ fa_bias_gelu_tanh_3a36f1(
                 const float out = total * half_tanh_cdf(total);
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

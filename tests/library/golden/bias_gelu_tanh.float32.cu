@@ -82,7 +82,7 @@ fa_bias_gelu_tanh_c6758c(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<float> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -100,7 +100,7 @@ fa_bias_gelu_tanh_c6758c(
                 const float out = total * sigmoid(product);
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -82,7 +82,7 @@ fa_bias_quick_gelu_1a63e9(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<float> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -99,7 +99,7 @@ fa_bias_quick_gelu_1a63e9(
                 const float out = total * sigmoid(total * 1.702f);
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

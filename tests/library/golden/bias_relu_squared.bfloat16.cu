@@ -113,7 +113,7 @@ fa_bias_relu_squared_429c3b(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -130,7 +130,7 @@ fa_bias_relu_squared_429c3b(
                 const float out = maximum_total * maximum_total;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -120,8 +120,8 @@ fa_embedding_add_3dfb01(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
-            const long long ids = is_inside ? ids_row[0] : 0;
+            const index_t ids_start = i0 * ids_stride0 + i1;
+            const long long ids = is_inside ? ids_ptr[ids_start] : 0;
             const bool has_weight = (ids >= 0) & (ids < weight_extent);
             const long long position_ids = is_inside ? position_ids_ptr[i1] : 0;
             const bool has_positions = (position_ids >= 0) & (position_ids < positions_extent);
@@ -132,7 +132,7 @@ fa_embedding_add_3dfb01(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
@@ -142,7 +142,7 @@ fa_embedding_add_3dfb01(
                 const float out = weight + positions;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_row + first, out_pack);
+            store_pack(out_ptr + (out_start + first), out_pack);
         }
     }
 }

@@ -128,17 +128,17 @@ fa_embedding_add_rows_2726f7(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
-            const long long ids = is_inside ? ids_row[0] : 0;
+            const index_t ids_start = i0 * ids_stride0 + i1;
+            const long long ids = is_inside ? ids_ptr[ids_start] : 0;
             const bool has_weight = (ids >= 0) & (ids < weight_extent);
             weight_packs[p] = load_pack_or_nan(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
-            positions_packs[p] = load_pack(positions_ptr + i1 * positions_stride1 + first, is_inside);
+            positions_packs[p] = load_pack(positions_ptr + (i1 * positions_stride1 + first), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
@@ -148,7 +148,7 @@ fa_embedding_add_rows_2726f7(
                 const float out = weight + positions;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_row + first, out_pack);
+            store_pack(out_ptr + (out_start + first), out_pack);
         }
     }
 }

@@ -124,7 +124,7 @@ fa_embedding_scale_0d77f0(
                 const float out = weight * scale;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -102,7 +102,7 @@ fa_embedding_scale_c2047f(
                 const float out = weight * scale;
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -80,8 +80,8 @@ fa_geglu_erf_packed_b68aae(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            packed_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first, is_inside);
-            packed_shifted_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first + packed_offset, is_inside);
+            packed_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first), is_inside);
+            packed_shifted_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first + packed_offset), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -97,7 +97,7 @@ fa_geglu_erf_packed_b68aae(
                 const float out = product * packed_shifted;
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -94,19 +94,19 @@ fa_rope_9ec0b3(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack(x_row + first, is_inside);
-            x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack(x_ptr + (x_start + first), is_inside);
+            x_shifted_packs[p] = load_pack(x_ptr + (x_start + first + x_offset), is_inside);
         }
-        const Pack<float> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
-        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
-        const Pack<float> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
-        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
+        const Pack<float> cos_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first));
+        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first + cos_offset));
+        const Pack<float> sin_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first));
+        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float> out_pack;
             Pack<float> out_pack_2;
@@ -123,8 +123,8 @@ fa_rope_9ec0b3(
                 out_pack[lane] = out;
                 out_pack_2[lane] = out_2;
             }
-            store_pack(out_row + first, out_pack);
-            store_pack(out_row + first + out_offset, out_pack_2);
+            store_pack(out_ptr + (out_start + first), out_pack);
+            store_pack(out_ptr + (out_start + first + out_offset), out_pack_2);
         }
     }
 }

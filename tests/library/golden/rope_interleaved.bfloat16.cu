@@ -114,16 +114,16 @@ fa_rope_interleaved_5397bb(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack<2>(x_row + first * 2, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack<2>(x_ptr + (x_start + first * 2), is_inside);
         }
-        const Pack<bfloat16_bits, 2> cos_pack = load_pack<2>(cos_ptr + i0 * cos_stride0 + first * 2);
-        const Pack<bfloat16_bits, 2> sin_pack = load_pack<2>(sin_ptr + i0 * sin_stride0 + first * 2);
+        const Pack<bfloat16_bits, 2> cos_pack = load_pack<2>(cos_ptr + (i0 * cos_stride0 + first * 2));
+        const Pack<bfloat16_bits, 2> sin_pack = load_pack<2>(sin_ptr + (i0 * sin_stride0 + first * 2));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits, 2> out_pack;
             #pragma unroll
@@ -139,7 +139,7 @@ fa_rope_interleaved_5397bb(
                 out_pack[2 * lane] = narrow<bfloat16_bits>(out);
                 out_pack[2 * lane + 1] = narrow<bfloat16_bits>(out_2);
             }
-            store_pack(out_row + first * 2, out_pack);
+            store_pack(out_ptr + (out_start + first * 2), out_pack);
         }
     }
 }

@@ -91,16 +91,16 @@ fa_rope_interleaved_907e78(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack<2>(x_row + first * 2, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack<2>(x_ptr + (x_start + first * 2), is_inside);
         }
-        const Pack<float, 2> cos_pack = load_pack<2>(cos_ptr + i0 * cos_stride0 + first * 2);
-        const Pack<float, 2> sin_pack = load_pack<2>(sin_ptr + i0 * sin_stride0 + first * 2);
+        const Pack<float, 2> cos_pack = load_pack<2>(cos_ptr + (i0 * cos_stride0 + first * 2));
+        const Pack<float, 2> sin_pack = load_pack<2>(sin_ptr + (i0 * sin_stride0 + first * 2));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float, 2> out_pack;
             #pragma unroll
@@ -116,7 +116,7 @@ fa_rope_interleaved_907e78(
                 out_pack[2 * lane] = out;
                 out_pack[2 * lane + 1] = out_2;
             }
-            store_pack(out_row + first * 2, out_pack);
+            store_pack(out_ptr + (out_start + first * 2), out_pack);
         }
     }
 }

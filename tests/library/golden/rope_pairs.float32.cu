@@ -93,16 +93,16 @@ fa_rope_pairs_b51d65(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack<2>(x_row + first * 2, is_inside);
-            cos_packs[p] = load_pack(cos_ptr + i1 * cos_stride1 + first, is_inside);
-            sin_packs[p] = load_pack(sin_ptr + i1 * sin_stride1 + first, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack<2>(x_ptr + (x_start + first * 2), is_inside);
+            cos_packs[p] = load_pack(cos_ptr + (i1 * cos_stride1 + first), is_inside);
+            sin_packs[p] = load_pack(sin_ptr + (i1 * sin_stride1 + first), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float, 2> out_pack;
             #pragma unroll
@@ -116,7 +116,7 @@ fa_rope_pairs_b51d65(
                 out_pack[2 * lane] = out_2;
                 out_pack[2 * lane + 1] = out;
             }
-            store_pack(out_row + first * 2, out_pack);
+            store_pack(out_ptr + (out_start + first * 2), out_pack);
         }
     }
 }

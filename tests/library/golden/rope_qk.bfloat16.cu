@@ -114,19 +114,19 @@ __device__ __forceinline__ void part1(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const bfloat16_bits* const q_row = q_ptr + i0 * q_stride0 + i1 * q_stride1;
-            q_packs[p] = load_pack(q_row + first, is_inside);
-            q_shifted_packs[p] = load_pack(q_row + first + q_offset, is_inside);
+            const index_t q_start = i0 * q_stride0 + i1 * q_stride1;
+            q_packs[p] = load_pack(q_ptr + (q_start + first), is_inside);
+            q_shifted_packs[p] = load_pack(q_ptr + (q_start + first + q_offset), is_inside);
         }
-        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
-        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
+        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first));
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first + cos_offset));
+        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first));
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            bfloat16_bits* const q_out_row = q_out_ptr + i0 * q_out_stride0 + i1 * q_out_stride1;
+            const index_t q_out_start = i0 * q_out_stride0 + i1 * q_out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits> q_out_pack;
             Pack<bfloat16_bits> q_out_pack_2;
@@ -143,8 +143,8 @@ __device__ __forceinline__ void part1(
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
                 q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
             }
-            store_pack(q_out_row + first, q_out_pack);
-            store_pack(q_out_row + first + q_out_offset, q_out_pack_2);
+            store_pack(q_out_ptr + (q_out_start + first), q_out_pack);
+            store_pack(q_out_ptr + (q_out_start + first + q_out_offset), q_out_pack_2);
         }
     }
 }

@@ -109,13 +109,13 @@ __device__ __forceinline__ void part1(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            q_packs[p] = load_pack(q_ptr + row * q_stride0 + first, is_inside);
-            q_shifted_packs[p] = load_pack(q_ptr + row * q_stride0 + first + q_offset, is_inside);
+            q_packs[p] = load_pack(q_ptr + (row * q_stride0 + first), is_inside);
+            q_shifted_packs[p] = load_pack(q_ptr + (row * q_stride0 + first + q_offset), is_inside);
         }
         const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + first + cos_offset);
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (first + cos_offset));
         const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + first + sin_offset);
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
@@ -136,8 +136,8 @@ __device__ __forceinline__ void part1(
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
                 q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
             }
-            store_pack(q_out_ptr + row * q_out_stride0 + first, q_out_pack);
-            store_pack(q_out_ptr + row * q_out_stride0 + first + q_out_offset, q_out_pack_2);
+            store_pack(q_out_ptr + (row * q_out_stride0 + first), q_out_pack);
+            store_pack(q_out_ptr + (row * q_out_stride0 + first + q_out_offset), q_out_pack_2);
         }
     }
 }
@@ -181,15 +181,15 @@ __device__ __forceinline__ void part2(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            k_packs[p] = load_pack(k_ptr + row * k_stride0 + first, is_inside);
-            k_shifted_packs[p] = load_pack(k_ptr + row * k_stride0 + first + k_offset, is_inside);
-            v_packs[p] = load_pack(v_ptr + row * v_stride0 + first, is_inside);
-            v_shifted_packs[p] = load_pack(v_ptr + row * v_stride0 + first + v_offset, is_inside);
+            k_packs[p] = load_pack(k_ptr + (row * k_stride0 + first), is_inside);
+            k_shifted_packs[p] = load_pack(k_ptr + (row * k_stride0 + first + k_offset), is_inside);
+            v_packs[p] = load_pack(v_ptr + (row * v_stride0 + first), is_inside);
+            v_shifted_packs[p] = load_pack(v_ptr + (row * v_stride0 + first + v_offset), is_inside);
         }
         const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + first + cos_offset);
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (first + cos_offset));
         const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + first + sin_offset);
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;

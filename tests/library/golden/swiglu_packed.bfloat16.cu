@@ -117,8 +117,8 @@ fa_swiglu_packed_47a96c(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            packed_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first, is_inside);
-            packed_shifted_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first + packed_offset, is_inside);
+            packed_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first), is_inside);
+            packed_shifted_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first + packed_offset), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -133,7 +133,7 @@ fa_swiglu_packed_47a96c(
                 const float out = packed * half_sigmoid(packed) * packed_shifted;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -83,8 +83,8 @@ fa_swiglu_packed_38d3a5(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            packed_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first, is_inside);
-            packed_shifted_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first + packed_offset, is_inside);
+            packed_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first), is_inside);
+            packed_shifted_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first + packed_offset), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -99,7 +99,7 @@ fa_swiglu_packed_38d3a5(
                 const float out = packed * sigmoid(packed) * packed_shifted;
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }
