@@ -117,7 +117,8 @@ def test_a_pack_takes_whole_calls_of_the_random_numbers():
 
 
 def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
-    assert "load_pack(x_ptr + (x_start + first + x_offset), is_inside && first < 64)" in render(p.rope(2, 3, 5, 128, "bfloat16")).source
+    source = render(p.rope(2, 3, 5, 128, "bfloat16")).source
+    assert "load_pack(x_ptr + (x_start + first + x_offset), is_inside && first < 64)" in source
     assert "is_lt ? wide(x_ptr[x_start + col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
 
 
