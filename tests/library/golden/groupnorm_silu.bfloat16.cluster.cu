@@ -130,6 +130,7 @@ __device__ __forceinline__ void send(T* place, T value, unsigned long long* arri
 __device__ __forceinline__ void expect(unsigned long long* arrival, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(arrival)), "r"(bytes) : "memory");
 }
+// What was sent lies in the block's own shared memory: to acquire it at the cluster's scope would only empty the L1 cache.
 __device__ __forceinline__ void receive(unsigned long long* arrival) {
     unsigned is_complete;
     do {
@@ -255,7 +256,7 @@ fa_groupnorm_silu_a63ce4(
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = wide(x_packs[p], lane);
             const float x_centered = x - x_mean;
-            const float total = x_centered * inverse_deviation * weight + bias;
+            const float total = x_centered * (inverse_deviation * weight) + bias;
             const float out = total * half_sigmoid(total);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

@@ -139,6 +139,7 @@ __device__ __forceinline__ void send(T* place, T value, unsigned long long* arri
 __device__ __forceinline__ void expect(unsigned long long* arrival, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(arrival)), "r"(bytes) : "memory");
 }
+// What was sent lies in the block's own shared memory: to acquire it at the cluster's scope would only empty the L1 cache.
 __device__ __forceinline__ void receive(unsigned long long* arrival) {
     unsigned is_complete;
     do {
