@@ -44,14 +44,30 @@ def shared_by_rows(plan: Schedule, number: int) -> bool:
 
 
 def shared_loads(plan: Schedule, writer: CudaWriter) -> tuple[int, ...]:
-    """Loads that the columns of a pack share and that need no reduction: a group norm's weight and bias."""
+    """Loads that the columns of a pack share and that need no reduction: a group norm's weight and bias.
+
+    Where packs lie across borders between channels, loads for the channel of a column: a pack has two of them then.
+    """
     values = plan.program.values
     reduced: set[int] = set()
     for number, value in enumerate(values):
         needs = (*value.args, *(() if value.guard is None else (value.guard,)))
         if value.op in REDUCTIONS or reduced & set(needs):
             reduced.add(number)
-    return tuple(n for n in sorted(writer.per_pack - reduced) if values[n].op == "load" and writer.is_named(n))
+    shared = {n for n in range(len(values)) if writer.is_named(n) and split_quotient(writer, n) >= 0} | writer.per_pack
+    return tuple(n for n in sorted(shared - reduced) if values[n].op == "load" and writer.is_named(n))
+
+
+def split_quotient(writer: CudaWriter, number: int) -> int:
+    """The number of the channel that a load is for, where packs lie across borders; -1 where it is not such a load."""
+    plan, value = writer.plan, writer.plan.program.values[number]
+    if not writer.is_split or value.op != "load" or value.guard is not None or value.strides[-1] != 0:
+        return -1
+    along = [n for n in value.args if plan.has_col(n)]
+    if len(along) != 1 or plan.program.values[along[0]].op != "quotient" or not writer.is_named(along[0]):
+        return -1
+    index = plan.program.values[plan.program.values[along[0]].args[0]]
+    return along[0] if index.op == "index" and index.dim == plan.col_dim else -1
 
 
 def _per_pack(plan: Schedule) -> frozenset[int]:
