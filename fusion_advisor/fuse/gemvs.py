@@ -121,7 +121,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        _step(bench, (), (), ()),
+        _step(kept.captured, (), (), ()),
         _step(bench, kept.built, passes, chosen),
         budget_s=budget_s / 3,
     )
