@@ -180,8 +180,9 @@ def candidates(
         shared: the GPU's, on which the launches of CUDA kernels depend.
     """
     shape_of, derived = _triton(program) if backend == "triton" else _cuda(program, shared)
-    # What a manifest declares is for large tensors.
-    ordered = (*derived, *declared) if _is_tiny(program) else (*declared, *derived)
+    # What a manifest declares is for large tensors, and for rows that one block reads.
+    shares_rows = any(tuning.cluster for tuning in derived)
+    ordered = (*derived, *declared) if shares_rows or _is_tiny(program) else (*declared, *derived)
     found: dict[str, Tuning] = {}
     for tuning in (Tuning(), *ordered):
         try:
@@ -258,6 +259,7 @@ def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], st
         around = [Tuning(num_warps=16, block_rows=2), *(Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32)))]
         clusters = _CLUSTERS_OF_FEW_ROWS if plan.row_count < _FEW_ROWS else _CLUSTERS
         shared_rows = [tuning for tuning in clusters if shared.is_distributed and fits_cluster(plan, tuning)]
+        # The search may run out of time: what gains most comes first.
         return shape_of, [*shared_rows, *around, Tuning(packs=2, num_warps=16)]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
     several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
