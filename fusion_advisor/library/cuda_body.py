@@ -7,9 +7,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows, shared_loads
+from fusion_advisor.library.cuda_ops import (
+    COMPUTE,
+    SCALARS,
+    CudaWriter,
+    moves_with_p,
+    shared_by_rows,
+    shared_loads,
+    split_quotient,
+)
 from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
-from fusion_advisor.library.expressions import PRODUCT, SUM, Text
+from fusion_advisor.library.expressions import ATOM, PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.schedule import (
@@ -85,7 +93,11 @@ def _step(
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
-    declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n not in writer.per_pack]
+    declared = [
+        _of_side(plan, writer, n, early[n]) if n in early else _declare(plan, writer, n)
+        for n in step.values
+        if writer.is_named(n) and n not in writer.per_pack
+    ]
     per_pack = [
         f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {early[n]}[p];" if n in early else _declare(plan, writer, n)
         for n in step.values
@@ -294,11 +306,29 @@ def _early_loads(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> 
     """Read what the columns of a pack share beside the packs: what waits for a cluster must not wait for memory after that."""
     if not arrays:
         return []
+    values, sides = plan.program.values, "[2]" if writer.is_split else ""
+    lines = [f"{COMPUTE[values[n].dtype]} {name}[PACKS]{sides};" for n, name in arrays.items()]
+    side = "[side]" if sides else ""
+    each = [f"{name}[p]{side} = is_inside ? {writer.statement(n)[1]} : 0;" for n, name in arrays.items()]
+    if not sides:
+        needed = [_declare(plan, writer, n) for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
+        return [*lines, *_over_packs(plan, writer, [*kept(needed, each), *each], is_looped=False, skips=False)]
+    channels = {}
+    for n in arrays:
+        quotient, last = split_quotient(writer, n), f"{plan.sizes[-1]} - 1"
+        extent = writer.text(values[quotient].args[1]).at(ATOM)
+        name = writer.text(quotient).code
+        channels[name] = f"const long long {name} = min(first / {extent} + side, ({last}) / {extent});"
+    each = _loop("side", "2", [*channels.values(), *each])
+    return [*lines, *_over_packs(plan, writer, each, is_looped=False, skips=False)]
+
+
+def _of_side(plan: Schedule, writer: CudaWriter, number: int, array: str) -> str:
+    """What was read for the channel on a column's side of the border in its pack."""
     values = plan.program.values
-    lines = [f"{COMPUTE[values[n].dtype]} {name}[PACKS];" for n, name in arrays.items()]
-    each = [f"{name}[p] = is_inside ? {writer.statement(n)[1]} : 0;" for n, name in arrays.items()]
-    needed = [_declare(plan, writer, n) for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
-    return [*lines, *_over_packs(plan, writer, [*kept(needed, each), *each], is_looped=False, skips=False)]
+    extent = writer.text(values[split_quotient(writer, number)].args[1]).at(ATOM)
+    kind, name = COMPUTE[values[number].dtype], writer.text(number).code
+    return f"const {kind} {name} = first % {extent} + lane >= {extent} ? {array}[p][1] : {array}[p][0];"
 
 
 def _staged_name(writer: CudaWriter, number: int) -> str:

@@ -41,8 +41,10 @@ _TIMING_S = 0.2
 _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
 _NO_SHARED_MEMORY = SharedMemory()
-_CLUSTERS = (4, 8, 2)
-"""Blocks that share a row, as they are tried."""
+_CLUSTERS = (Tuning(cluster=4), Tuning(cluster=8), Tuning(cluster=2))
+_CLUSTERS_OF_FEW_ROWS = (Tuning(cluster=8), Tuning(cluster=8, packs=1), Tuning(cluster=4))
+"""Where there are fewer rows than a GPU runs blocks at once, as many threads as a row can use."""
+_FEW_ROWS = 512
 _TINY_ELEMENTS = 2**16
 """Up to so many, a pointwise kernel takes as long as one thread of it: what counts is how little that has to do.
 
@@ -178,8 +180,9 @@ def candidates(
         shared: the GPU's, on which the launches of CUDA kernels depend.
     """
     shape_of, derived = _triton(program) if backend == "triton" else _cuda(program, shared)
-    # What a manifest declares is for large tensors.
-    ordered = (*derived, *declared) if _is_tiny(program) else (*declared, *derived)
+    # What a manifest declares is for large tensors, and for rows that one block reads.
+    shares_rows = any(tuning.cluster for tuning in derived)
+    ordered = (*derived, *declared) if shares_rows or _is_tiny(program) else (*declared, *derived)
     found: dict[str, Tuning] = {}
     for tuning in (Tuning(), *ordered):
         try:
@@ -254,7 +257,9 @@ def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], st
         return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (2, 4))]
     if form.is_looped:
         around = [Tuning(num_warps=16, block_rows=2), *(Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32)))]
-        shared_rows = [Tuning(cluster=n) for n in _CLUSTERS if shared.is_distributed and fits_cluster(plan, Tuning(cluster=n))]
+        clusters = _CLUSTERS_OF_FEW_ROWS if plan.row_count < _FEW_ROWS else _CLUSTERS
+        shared_rows = [tuning for tuning in clusters if shared.is_distributed and fits_cluster(plan, tuning)]
+        # The search may run out of time: what gains most comes first.
         return shape_of, [*shared_rows, *around, Tuning(packs=2, num_warps=16)]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
     several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
