@@ -120,11 +120,6 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "wrong, so none are printed. A call or two at the edges of a recorded window is common, and only a warning.",
         "Two profilers cannot both read the device's counters: under nsys or ncu torch.profiler sees launches and no kernels.",
     ),
-    "FA509": (
-        "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
-        "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
-        "the run ends there, because a report needs the kernels. Both are told by the variables that they give to what they start.",
-    ),
     "FA503": ("The first key of a report names its schema. Within one schema only optional fields are added.",),
     "FA504": (
         "A run is named by a path, its id, a prefix that fits one run alone, or @last. Ids are looked up in ./fusion- "
@@ -142,6 +137,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA508": (
         "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
         "RUN:compile choose; a run has the step under torch.compile only where --compile measured it.",
+    ),
+    "FA509": (
+        "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
+        "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
+        "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
