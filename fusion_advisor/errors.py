@@ -276,6 +276,16 @@ class MissingKernels(AdvisorError):
     exit_code = 6
 
 
+class ProfilerAttached(AdvisorError):
+    """A run under nsys or ncu: torch.profiler would get no kernel, so it is not started."""
+
+    code = "FA509"
+    message = "{tool} is attached, so torch.profiler was not started, and there is no report"
+    note = "{recorded}"
+    hint = "run the same command without {tool} for a report"
+    exit_code = 6
+
+
 class UnknownSchema(AdvisorError):
     """A report of another version of the program."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ import nvtx
 import torch
 
 from fusion_advisor.capture import graph, timeline
+from fusion_advisor.capture.attached import attached_profiler
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
-from fusion_advisor.errors import MissingKernels
+from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
 from fusion_advisor.timing import stopwatch
 from fusion_advisor.timing.watch import watching
@@ -39,17 +41,13 @@ def nvtx_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
-    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi``, with a range for each submodule's call."""
-    with timeline.module_ranges(model, nvtx_range):
-        if not on_cuda:
-            yield
-            return
-        torch.cuda.profiler.start()
-        try:
-            yield
-        finally:
-            torch.cuda.profiler.stop()
+def recorded_elsewhere() -> Iterator[None]:
+    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi`` and ``ncu --profile-from-start off``."""
+    torch.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        torch.cuda.profiler.stop()
 
 
 def _numbered(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -116,6 +114,7 @@ def profile_model(
 
     Raises:
         CannotCapture: dynamo captured nothing.
+        ProfilerAttached: nsys or ncu watches; the eager step was timed for it.
         MissingKernels: the profiler saw launches and no kernel.
     """
     on_cuda = environment.device_kind == "cuda"
@@ -127,33 +126,38 @@ def profile_model(
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
         rewind = live.written.rewind
         with named_range("fa:warmup", is_on=with_nvtx):
-            warmups = _warmups(eager, warmup, rewind)
+            _warm_up(eager, warmup, rewind)
         timed = _numbered(eager) if with_nvtx else eager
+        tool = attached_profiler(os.environ) if on_cuda else ""
         with (
             named_range("fa:baseline", is_on=with_nvtx),
-            watching(on_cuda=on_cuda) as watch,
-            seen_by_nsys(model, on_cuda=on_cuda) if with_nvtx else contextlib.nullcontext(),
+            watching(on_cuda=on_cuda and not tool) as watch,
+            timeline.module_ranges(model, nvtx_range) if with_nvtx else contextlib.nullcontext(),
+            recorded_elsewhere() if on_cuda and (with_nvtx or tool) else contextlib.nullcontext(),
         ):
 
-            def queued() -> None:
-                rewind()
-                eager()
+            def untimed() -> None:
+                with named_range("fa:clocks", is_on=with_nvtx):
+                    rewind()
+                    eager()
 
             def between(number: int, last_ns: int) -> None:
-                with named_range("fa:clocks", is_on=with_nvtx):
-                    watch.sample(number, 0, queued, last_ns)
+                watch.sample(number, 0, untimed, last_ns)
 
             times = stopwatch.wall_times(
-                timed, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=warmups, before=rewind, after=between
+                timed, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between
             )
         eager_step = stopwatch.as_timing(times, "wall", watch.clocks())
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
+        if tool:
+            recorded = f"the {len(times)} timed runs of the eager step, between cudaProfilerStart and cudaProfilerStop"
+            raise ProfilerAttached(tool=tool, recorded=f"{tool} holds the device's counters; its own recording has {recorded}")
         with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(
                 timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
         if eager_trace.calls and not eager_trace.launches:
-            known = "another profiler (nsys, ncu) may hold the device's counters; then its own recording is whole"
+            known = "another profiler may hold the device's counters; then its own recording is whole"
             raise MissingKernels(kernels=0, launches=eager_trace.calls, known=known)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
     ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
@@ -220,10 +224,12 @@ def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[l
     return ops, runners
 
 
-def _warmups(step: Callable[[], Any], wanted: int, rewind: Callable[[], object]) -> int:
-    """Warm up at least twice; fewer than asked for when one step already takes over a tenth of a second."""
+def _warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object]) -> None:
+    """Run a step at least twice before any run counts; fewer times than asked for when one takes over a tenth of a second."""
     first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
-    return max(0, min(wanted, int(1e9 / max(first[-1], 1))))
+    for _ in range(max(0, min(wanted, int(1e9 / max(first[-1], 1))))):
+        rewind()
+        step()
 
 
 def _quality(eager: Step, captured: Step, ops: list[OpNode], live: graph.LiveCapture) -> DataQuality:

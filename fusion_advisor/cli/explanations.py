@@ -138,6 +138,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
         "RUN:compile choose; a run has the step under torch.compile only where --compile measured it.",
     ),
+    "FA509": (
+        "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
+        "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
+        "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
+    ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
         "says so. speedup and regression judge ratios of times of one run; milliseconds of different runs differ between "
