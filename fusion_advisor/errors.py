@@ -180,7 +180,7 @@ class NoExampleInputs(AdvisorError):
 
     code = "FA107"
     message = "no example inputs are known for `{model_id}` ({class_name} wants `{wanted}`)"
-    hint = "pass FILE.py:factory returning (model, example_inputs)"
+    hint = "pass --input FILE.py:fn returning them, or FILE.py:factory returning (model, example_inputs)"
     exit_code = 4
 
 
@@ -240,6 +240,14 @@ class BadFactory(AdvisorError):
     message = "`{factory}` cannot be used: {detail}"
     hint = "write FILE.py:name or package.module:name; it takes no arguments and returns (model, example_inputs)"
     exit_code = 2
+
+
+class BadInputFunction(BadFactory):
+    """The function of --input cannot be found, or returns nothing that a model can be called with."""
+
+    code = "FA310"
+    message = "--input {factory} cannot be used: {detail}"
+    hint = "write FILE.py:name or package.module:name; it takes no arguments and returns a tensor, a tuple or a dict of keywords"
 
 
 # cli and report

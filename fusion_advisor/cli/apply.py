@@ -11,6 +11,8 @@ import typer
 from fusion_advisor.cli import completion, core, options, run_dir
 from fusion_advisor.errors import UnknownRun, UsageError
 
+_PARAMETERS = {"context": "context_tokens", "input": "example_input"}
+"""Workload fields whose parameter has another name here."""
 _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
 
 
@@ -30,6 +32,7 @@ def apply(
     device: options.DeviceOpt = None,
     batch: options.BatchOpt = None,
     seq_len: options.SeqLenOpt = None,
+    example_input: options.InputOpt = None,
     phase: options.PhaseOpt = None,
     context_tokens: options.ContextOpt = None,
     new_tokens: options.NewTokensOpt = None,
@@ -107,6 +110,7 @@ def apply(
         device=device,
         batch=batch,
         seq_len=seq_len,
+        input=example_input,
         phase=phase,
         context=context_tokens,
         new_tokens=new_tokens,
@@ -116,7 +120,7 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    typed = {name for name in asked if _is_typed(context, "context_tokens" if name == "context" else name)}
+    typed = {name for name in asked if _is_typed(context, _PARAMETERS.get(name, name))}
     rules = parse_rules(fail_on or (), absolute=absolute)
     runner.run_apply(settings, _request(target, asked, typed), chosen, shown, rules)
 

@@ -66,10 +66,15 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
     "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
+    "FA310": (
+        "--input names a function without arguments, in a file or a module, that returns what the model is called with: one "
+        "tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors are moved to the device, and "
+        "floating-point ones take the model's dtype.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
-        "wants: pass FILE.py:factory returning (model, example_inputs) to choose them.",
+        "wants: choose them with --input FILE.py:fn, or pass FILE.py:factory returning (model, example_inputs).",
     ),
     "FA308": (
         "Measuring, tracing and checking repeat a step, so whatever it writes (a cache, a count) is put back before each repeat. "

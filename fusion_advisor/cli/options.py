@@ -93,6 +93,12 @@ BatchOpt = Annotated[int | None, typer.Option("--batch", metavar="N", min=1, hel
 SeqLenOpt = Annotated[
     int | None, typer.Option("--seq-len", metavar="N", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)
 ]
+InputOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--input", metavar="FILE.py:FN", help="A function of yours that returns the inputs of a step.", rich_help_panel=_INPUT
+    ),
+]
 PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
 ContextOpt = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)

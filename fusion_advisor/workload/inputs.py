@@ -26,9 +26,10 @@ NEW_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleInputs:
-    """Keyword arguments of one step."""
+    """Arguments of one step; those that are made here have names."""
 
     kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
     seq_len: int
     """Tokens, or the image's edge where there are no tokens."""
     context: int = 0

@@ -31,6 +31,7 @@ class FakeRequest:
     device: str = "auto"
     batch: int = 1
     seq_len: int | None = None
+    input: str | None = None
     phase: str = "forward"
     context: int | None = None
     new_tokens: int | None = None

@@ -77,6 +77,19 @@ def test_json_is_one_document(run: Run, fake: Core) -> None:
     assert load_report(ran.out) == read_report(only_run() / "report.json")
 
 
+def test_inputs_of_the_users_own_are_part_of_the_run(run: Run, fake: Core) -> None:
+    assert run("profile", "org/m", "-o", "made").code == 0
+    assert run("profile", "org/m", "--input", "mine.py:fn", "-o", "own").code == 0
+    assert [request.input for request in fake.requests] == [None, "mine.py:fn"]
+    first, second = read_report(Path("made/report.json")), read_report(Path("own/report.json"))
+    assert " --input mine.py:fn " in second.command and first.config_hash != second.config_hash
+    assert run("apply", "own", "-o", "again").code == 0
+    assert fake.requests[-1].input == "mine.py:fn"
+    ran = run("apply", "own", "--input", "other.py:fn", "-o", "no")
+    assert ran.code == 2
+    assert "--input contradicts the run `own`" in ran.err
+
+
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
