@@ -24,7 +24,6 @@ from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment,
 from fusion_advisor.timing import stopwatch
 
 NVTX_DOMAIN = "fusion_advisor"
-_TRACED_STEPS = 3
 
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -92,6 +91,8 @@ def profile_model(
     warmup: int = 10,
     runs: int = 50,
     budget_s: float = 3.0,
+    least_s: float = 0.0,
+    traced_steps: int = 3,
     with_nvtx: bool = False,
     trace_to: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
@@ -106,6 +107,8 @@ def profile_model(
         warmup: eager runs before anything is measured (bounded by ``budget_s``).
         runs: wall-time runs of the eager step at most.
         budget_s: seconds spent on eager wall times.
+        least_s: seconds spent on them at least, beyond ``runs`` and ``budget_s``.
+        traced_steps: how many steps are traced, eager and captured; the median of each is kept.
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
         note: told one sentence per finished part.
@@ -132,18 +135,20 @@ def profile_model(
             named_range("fa:baseline", is_on=with_nvtx),
             seen_by_nsys(model, on_cuda=on_cuda) if with_nvtx else contextlib.nullcontext(),
         ):
-            times = stopwatch.wall_times(timed, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=warmups, before=rewind)
+            times = stopwatch.wall_times(
+                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=warmups, before=rewind
+            )
         eager_step = stopwatch.as_timing(times, "wall")
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(
-                timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
+                timeline.record(eager, steps=traced_steps, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
         if eager_trace.calls and not eager_trace.launches:
             known = "another profiler (nsys, ncu) may hold the device's counters; then its own recording is whole"
             raise MissingKernels(kernels=0, launches=eager_trace.calls, known=known)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
-    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
+    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx, traced_steps=traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
         workload=workload,
@@ -182,7 +187,9 @@ def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch
     )
 
 
-def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -> tuple[list[OpNode], Step]:
+def _trace_regions(
+    live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool, traced_steps: int = 3
+) -> tuple[list[OpNode], Step]:
     ops, runners = describe_all(live, with_nvtx=with_nvtx)
 
     def captured() -> None:
@@ -192,7 +199,7 @@ def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -
     with torch.no_grad():
         live.written.rewind()
         captured()
-        trace = timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda, before=live.written.rewind)
+        trace = timeline.record(captured, steps=traced_steps, on_cuda=on_cuda, before=live.written.rewind)
     return ops, median_step(trace, on_cuda=on_cuda)
 
 

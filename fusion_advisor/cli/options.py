@@ -76,6 +76,19 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_seconds(text: str) -> float:
+    """Read ``2s``, ``500ms`` or ``2``, which is seconds; an hour at most."""
+    number = text.strip()
+    unit = next((unit for unit in ("ms", "s") if number.endswith(unit)), "")
+    try:
+        value = float(number.removesuffix(unit)) / (1000 if unit == "ms" else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3600:
+        raise typer.BadParameter(f"{text!r} is not a time: write 2s or 500ms, an hour at most")
+    return value
+
+
 def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
     """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
     from fusion_advisor.content import content_dir
@@ -123,6 +136,13 @@ WarmupOpt = Annotated[
     int, typer.Option("--warmup", metavar="N", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)
 ]
 RunsOpt = Annotated[int, typer.Option("--runs", metavar="N", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
+MinTimeOpt = Annotated[
+    str,
+    typer.Option("--min-time", metavar="TIME", help="Time steps for at least 2s, say, beyond --runs.", rich_help_panel=_MEASURE),
+]
+StepsOpt = Annotated[
+    int, typer.Option("--steps", metavar="N", min=1, max=100, help="Traced steps; the median is shown.", rich_help_panel=_MEASURE)
+]
 NvtxOpt = Annotated[
     bool,
     typer.Option(

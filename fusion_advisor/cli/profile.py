@@ -41,6 +41,8 @@ def profile(
     offline: options.OfflineOpt = False,
     warmup: options.WarmupOpt = 10,
     runs: options.RunsOpt = 50,
+    min_time: options.MinTimeOpt = "0s",
+    steps: options.StepsOpt = 3,
     nvtx: options.NvtxOpt = False,
     min_share: options.MinShareOpt = "0.5%",
     top: options.TopOpt = 20,
@@ -76,6 +78,8 @@ def profile(
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,
+        min_time_s=options.parse_seconds(min_time),
+        steps=steps,
         min_share=options.parse_share(min_share),
         top=top,
         only=tuple(only or ()),

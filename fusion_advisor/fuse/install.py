@@ -123,7 +123,7 @@ def install(
                 graph = choose_graph(
                     fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S,
-                    wait=bench.wait, rewind=rewind,
+                    least_s=options.min_time_s, wait=bench.wait, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
@@ -136,7 +136,7 @@ def install(
     )
     measuring: dict[str, Any] = {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
-        "budget_s": WALL_S, "rewind": rewind, "progress": progress,
+        "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps, "rewind": rewind, "progress": progress,
     }  # fmt: skip
     if not built and not gemvs and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
@@ -158,7 +158,7 @@ def install(
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
         with launched_singly(fused):
-            after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+            after_step = steps.trace_fused(bench, variant, fused_call, trace_to, traced_steps=options.steps)
         after = steps.step_profile(
             "fused", after_step.launches, device=decision.after if decision.method == "cuda_graph" else None
         )

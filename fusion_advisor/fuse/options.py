@@ -13,7 +13,9 @@ class ProfileOptions:
 
     Attributes:
         warmup: Steps before any is timed.
-        runs: Timed steps.
+        runs: Timed steps; fewer where they would take more than a few seconds.
+        min_time_s: Where steps are counted by ``runs``, time them for at least so many seconds, however many runs that takes.
+        steps: Traced steps; the median one is shown.
         min_share: Chains below this share of device time are not listed.
         top: At most so many chains.
         only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
@@ -30,6 +32,8 @@ class ProfileOptions:
 
     warmup: int = 10
     runs: int = 50
+    min_time_s: float = 0.0
+    steps: int = 3
     min_share: float = 0.005
     top: int = 20
     only: tuple[str, ...] = ()

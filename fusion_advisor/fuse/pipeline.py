@@ -125,6 +125,8 @@ def _profile(
             warmup=options.warmup,
             runs=options.runs,
             budget_s=WALL_S,
+            least_s=options.min_time_s,
+            traced_steps=options.steps,
             with_nvtx=options.nvtx,
             trace_to=trace_to,
             note=progress.note,
@@ -160,7 +162,7 @@ def _report(
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
-        "Device time is the sum of raw kernel events of one step (the median of three)."
+        f"Device time is the sum of raw kernel events of one step ({_which_step(options.steps)})."
         if on_cuda
         else "On a CPU a launch is one ATen op call that computes, and device time the sum of their durations.",
         "The byte floor uses the copy bandwidth measured in this run; savings before a run are upper bounds and do not add up.",
@@ -184,6 +186,10 @@ def _report(
         durations_s=tuple(clock.durations_s),
         notes=(*notes, *_written_notes(written)),
     )
+
+
+def _which_step(traced: int) -> str:
+    return "the only one traced" if traced == 1 else f"the median of {traced} that were traced"
 
 
 def _written_notes(written: Written) -> tuple[str, ...]:

@@ -48,16 +48,18 @@ def wall_times(
     budget_s: float,
     on_cuda: bool,
     warmup: int = 2,
+    least_s: float = 0.0,
     before: Callable[[], object] = nothing,
 ) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
     Args:
         call: the work.
-        runs: the most runs; at least five are made whatever the budget says.
+        runs: the most runs, ``least_s`` aside; at least five are made whatever the budget says.
         budget_s: stop once this much time has been measured.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
+        least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
 
     Returns:
@@ -69,7 +71,8 @@ def wall_times(
         call()
     wait()
     times: list[int] = []
-    while len(times) < runs and (len(times) < 5 or sum(times) < budget_s * 1e9):
+    measured_ns = 0
+    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
         if before is not nothing:
             before()
             wait()
@@ -77,4 +80,5 @@ def wall_times(
         call()
         wait()
         times.append(time.perf_counter_ns() - start)
+        measured_ns += times[-1]
     return times

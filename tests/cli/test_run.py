@@ -90,6 +90,22 @@ def test_inputs_of_the_users_own_are_part_of_the_run(run: Run, fake: Core) -> No
     assert "--input contradicts the run `own`" in ran.err
 
 
+def test_how_long_and_how_often_to_measure(run: Run, fake: Core) -> None:
+    assert run("profile", "org/m", "--min-time", "500ms", "--steps", "5", "-o", "a").code == 0
+    assert run("apply", "org/m", "--min-time", "2", "-o", "b").code == 0
+    assert [(options.min_time_s, options.steps) for options in fake.options] == [(0.5, 5), (2.0, 3)]
+    assert read_report(Path("a/report.json")).command.endswith(" --min-time 0.5 --steps 5")
+    Path("fusion-advisor.toml").write_text("min-time = '0.05ms'\nsteps = 1\n")
+    assert run("profile", "org/m", "-o", "c").code == 0
+    again = read_report(Path("c/report.json")).command.split()
+    assert run(*again[1:], "-o", "d").code == 0
+    assert [(options.min_time_s, options.steps) for options in fake.options[2:]] == [(5e-05, 1), (5e-05, 1)]
+    for wrong in ("soon", "-1", "nan", "inf", "2h", "3601"):
+        ran = run("profile", "org/m", "--min-time", wrong)
+        assert (ran.code, "write 2s or 500ms" in ran.err) == (2, True)
+    assert run("profile", "org/m", "--steps", "0").code == 2
+
+
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)

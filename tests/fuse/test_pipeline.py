@@ -180,6 +180,22 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, mo
     assert_traces(quick.run_dir, report)
 
 
+def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    asked = []
+
+    def walls(calls, *, least_s, **_):
+        asked.append(least_s)
+        return [TIMING] * len(calls)
+
+    monkeypatch.setattr(install.steps, "walls", walls)
+    apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
+    assert set(asked) == {0.03}
+    for side in ("before", "after"):
+        events = json.loads(gzip.decompress((quick.run_dir / f"trace.{side}.json.gz").read_bytes()))["traceEvents"]
+        assert {event["name"] for event in events if event["name"].startswith("fa:step:")} == {"fa:step:0", "fa:step:1"}
+
+
 def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     seen, progress = [], Told()
