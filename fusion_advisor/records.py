@@ -326,6 +326,19 @@ ULP_ENDS = (0, 1, 2, 4, 16, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """A limit on errors that the user set, in place of the one that eager's own error sets."""
+
+    rtol: float
+    """Times the oracle's magnitude …"""
+    atol: float
+    """… and this much more."""
+
+    def __str__(self) -> str:
+        return f"|error| ≤ {self.atol:g} + {self.rtol:g} × |oracle| for every element (--atol, --rtol)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
 
@@ -647,6 +660,8 @@ class Report:
     findings: tuple[Finding, ...] = ()
     """What would be faster without any kernel of ours."""
     model_check: ModelCheck | None = None
+    tolerance: Tolerance | None = None
+    """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None

@@ -185,6 +185,15 @@ MinGainOpt = Annotated[
 ConfidenceOpt = Annotated[
     float, typer.Option("--confidence", min=0.5, max=0.999, help="Of the interval that must be past it.", rich_help_panel=_KEEP)
 ]
+RtolOpt = Annotated[
+    float | None,
+    typer.Option(
+        "--rtol", metavar="X", help="With --atol, a limit on each element's error, instead of eager's own.", rich_help_panel=_KEEP
+    ),
+]
+AtolOpt = Annotated[
+    float | None, typer.Option("--atol", metavar="X", help="|error| ≤ atol + rtol × |oracle|.", rich_help_panel=_KEEP)
+]
 StrictOpt = Annotated[
     bool, typer.Option("--strict", help="Wrong numbers (exit 7) or a failed build (exit 8) are errors.", rich_help_panel=_KEEP)
 ]

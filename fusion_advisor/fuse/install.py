@@ -95,7 +95,7 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
-        has_gemvs=bool(gemvs),
+        has_gemvs=bool(gemvs), tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
@@ -152,7 +152,7 @@ def install(
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
         with torch.no_grad():
-            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
+            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written, tolerance=options.tolerance)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None

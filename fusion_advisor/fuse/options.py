@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.records import Tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class ApplyOptions(ProfileOptions):
     Attributes:
         min_gain: A rewrite must save at least this share of the step.
         confidence: Of the interval that must lie past the threshold as a whole.
+        rtol: With ``atol``, how far each element of a floating-point result may be from the oracle, ``atol + rtol × |oracle|``,
+            in place of the limit that eager's own error sets. One of the two alone makes the other 0.
+        atol: See ``rtol``.
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
         compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
@@ -70,6 +77,8 @@ class ApplyOptions(ProfileOptions):
 
     min_gain: float = 0.005
     confidence: float = 0.95
+    rtol: float | None = None
+    atol: float | None = None
     strict: bool = False
     dry_run: bool = False
     compile: bool | None = None
@@ -78,3 +87,15 @@ class ApplyOptions(ProfileOptions):
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
+
+    def __post_init__(self) -> None:
+        for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
+            if value is not None and not 0 <= value < math.inf:
+                raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """The user's limit on errors; None where there is none."""
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(rtol=self.rtol or 0.0, atol=self.atol or 0.0)

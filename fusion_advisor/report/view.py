@@ -122,6 +122,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         lines.append(
             "Random weights: speed does not depend on them, but the numerics say nothing about a trained model's accuracy."
         )
+    if report.tolerance is not None:
+        lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)
@@ -211,7 +213,8 @@ def headline(report: Report) -> Headline:
         points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
     if report.model_check is not None:
         passed = report.model_check.is_passed
-        points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
+        whose = "the limit" if report.tolerance is None else "--rtol and --atol"
+        points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not is_unchanged(report):
         points.append("whole-model numerics were not checked")
     points += others.against_others(report)

@@ -106,6 +106,24 @@ def test_how_long_and_how_often_to_measure(run: Run, fake: Core) -> None:
     assert run("profile", "org/m", "--steps", "0").code == 2
 
 
+def test_limits_of_the_users_own(run: Run, fake: Core) -> None:
+    assert run("apply", "org/m", "--rtol", "1e-2", "--atol", "0", "-o", "a").code == 0
+    assert run("apply", "org/m", "--atol", "0.5", "-o", "b").code == 0
+    assert run("apply", "org/m", "-o", "c").code == 0
+    assert [str(options.tolerance)[:33] for options in fake.options] == [  # type: ignore[attr-defined]
+        "|error| ≤ 0 + 0.01 × |oracle| for",
+        "|error| ≤ 0.5 + 0 × |oracle| for ",
+        "None",
+    ]
+    command = read_report(Path("a/report.json")).command
+    assert command.endswith(" --rtol 0.01 --atol 0.0")
+    assert run(*command.split()[1:], "-o", "d").code == 0
+    assert fake.options[-1].tolerance == fake.options[0].tolerance  # type: ignore[attr-defined]
+    for wrong in ("-1", "nan", "inf"):
+        ran = run("apply", "org/m", "--rtol", wrong)
+        assert (ran.code, f"--rtol {float(wrong)} is no limit" in ran.err) == (2, True)
+
+
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
