@@ -668,6 +668,8 @@ class Report:
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
+    baseline: str = "eager"
+    """What the headline compares with: ``eager``, ``compile`` or ``both``."""
     baselines: tuple[Baseline, ...] = ()
     """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
     warm_up: WarmUp | None = None

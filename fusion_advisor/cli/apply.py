@@ -61,6 +61,7 @@ def apply(
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = None,
+    baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
     fail_on: options.FailOnOpt = None,
@@ -106,6 +107,7 @@ def apply(
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        baseline=baseline.value,
         max_autotune=max_autotune,
         merge_copies=merge_copies,
     )

@@ -56,6 +56,14 @@ class Weights(enum.StrEnum):
     RANDOM = "random"
 
 
+class Against(enum.StrEnum):
+    """What the headline compares with."""
+
+    EAGER = "eager"
+    COMPILE = "compile"
+    BOTH = "both"
+
+
 class Backend(enum.StrEnum):
     """What kernels are written in."""
 
@@ -209,6 +217,12 @@ CompileOpt = Annotated[
         "--compile/--no-compile",
         help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
         rich_help_panel=_MEASURE,
+    ),
+]
+BaselineOpt = Annotated[
+    Against,
+    typer.Option(
+        "--baseline", help="What the headline compares with; all but eager measure torch.compile.", rich_help_panel=_MEASURE
     ),
 ]
 MaxAutotuneOpt = Annotated[

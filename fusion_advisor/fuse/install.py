@@ -129,7 +129,7 @@ def install(
         report = replace(report, rewrites=(*report.rewrites, graph))
         measured = replace(measured, rewrites=report.rewrites)
     is_graphed = graph is not None and graph.status is Status.KEPT
-    with_peers = (bench.on_cuda if options.compile is None else options.compile) or options.max_autotune
+    with_peers = bench.on_cuda if options.measures_compile is None else options.measures_compile
     eager = Contender(name=EAGER, make=lambda: eager_call, step=report.before, held_bytes=0, is_required=True)
     others = (
         peers(loaded, eager_call, on_cuda=bench.on_cuda, max_autotune=options.max_autotune, rewind=rewind) if with_peers else []

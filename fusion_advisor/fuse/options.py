@@ -10,6 +10,9 @@ from typing import Literal
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Tolerance
 
+BASELINES = ("eager", "compile", "both")
+"""What the headline may compare with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
@@ -64,6 +67,8 @@ class ApplyOptions(ProfileOptions):
         atol: See ``rtol``.
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
+        baseline: What the headline compares with: ``eager``, ``compile`` (torch.compile's fastest mode) or ``both``. The last two
+            measure torch.compile, on a CPU too.
         compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
             for the rest of ours. None: on a GPU only.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
@@ -81,6 +86,7 @@ class ApplyOptions(ProfileOptions):
     atol: float | None = None
     strict: bool = False
     dry_run: bool = False
+    baseline: Literal["eager", "compile", "both"] = "eager"
     compile: bool | None = None
     max_autotune: bool = False
     merge_copies: bool = False
@@ -92,6 +98,19 @@ class ApplyOptions(ProfileOptions):
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
+
+        if self.baseline not in BASELINES:
+            raise UsageError(detail=f"--baseline {self.baseline} is not known", help=f"use {', '.join(BASELINES)}")
+        if self.baseline != "eager" and self.compile is False:
+            raise UsageError(
+                detail=f"--baseline {self.baseline} and --no-compile contradict each other",
+                help="torch.compile has to be measured to be compared with: leave one of them out",
+            )
+
+    @property
+    def measures_compile(self) -> bool | None:
+        """Whether torch.compile and its like are measured; None leaves it to the device."""
+        return True if self.baseline != "eager" or self.max_autotune else self.compile
 
     @property
     def tolerance(self) -> Tolerance | None:

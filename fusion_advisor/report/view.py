@@ -235,13 +235,14 @@ def _result(report: Report) -> tuple[str, str]:
     better = others.faster_compile(report)
     if better is not None:
         mode, wall = better
-        own, (_, text) = others.own_wall(report), _against_eager(report)
+        own, (_, text) = others.own_wall(report), _compared_with(report)
         ours = "" if own is None or is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
         return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
-    return _against_eager(report)
+    return _compared_with(report)
 
 
-def _against_eager(report: Report) -> tuple[str, str]:
+def _compared_with(report: Report) -> tuple[str, str]:
+    """The sentence on the step, against what the run was asked to compare with; that is named in any case."""
     pair = step_pair(report)
     if pair is None:
         with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
@@ -257,14 +258,29 @@ def _against_eager(report: Report) -> tuple[str, str]:
     what, before, after = pair
     if is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
+    against_eager = _against("eager", "", what, before, after)
+    if report.baseline == "eager":
+        return against_eager
+    compiled = others.best_compile(report)
+    if compiled is None or what != "wall time":
+        return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
+    against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
+    if report.baseline == "compile":
+        return against_compile
+    tones = {against_eager[0], against_compile[0]}
+    tone = next(tone for tone in ("loss", "warn", "gain") if tone in tones)
+    return tone, f"{against_eager[1]} {against_compile[1]}"
+
+
+def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
     ratio, low, high = speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     spread = units.speedup_interval(low, high)
     if low > 1:
-        return "gain", f"{units.speedup(ratio)} eager's speed {spread}: {times}."
+        return "gain", f"{units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
     if high < 1:
-        return "loss", f"Slower: {units.speedup(ratio)} eager's speed {spread}: {times}."
-    return "warn", f"No measurable change against eager, {units.speedup(ratio)} {spread}: {times}."
+        return "loss", f"Slower: {units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
+    return "warn", f"No measurable change against {rival}{mode}, {units.speedup(ratio)} {spread}: {times}."
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
@@ -478,7 +494,7 @@ def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
 
 def steps(report: Report) -> tuple[StepProfile, ...]:
     """The profiles that exist, in the order in which they were taken."""
-    compiled = min(others.compiled_walls(report), key=lambda row: row[1].median_ns, default=None)
+    compiled = others.best_compile(report)
     name = "" if compiled is None else f"{COMPILED}{compiled[0]}"
     peer = next((row.step for row in report.baselines if row.name == name), None)
     return tuple(step for step in (report.before, report.captured, report.after, peer) if step is not None)

@@ -124,6 +124,20 @@ def test_limits_of_the_users_own(run: Run, fake: Core) -> None:
         assert (ran.code, f"--rtol {float(wrong)} is no limit" in ran.err) == (2, True)
 
 
+def test_what_the_headline_compares_with(run: Run, fake: Core) -> None:
+    for given in ((), ("--baseline", "compile"), ("--baseline", "both", "--compile")):
+        assert run("apply", "org/m", *given, "-o", f"run{len(given)}").code == 0
+    assert [(o.baseline, o.compile, o.measures_compile) for o in fake.options] == [  # type: ignore[attr-defined]
+        ("eager", None, None),
+        ("compile", None, True),
+        ("both", True, True),
+    ]
+    assert " --baseline compile" in read_report(Path("run2/report.json")).command
+    ran = run("apply", "org/m", "--baseline", "both", "--no-compile")
+    assert (ran.code, "--baseline both and --no-compile contradict each other" in ran.err) == (2, True)
+    assert run("apply", "org/m", "--baseline", "liger").code == 2
+
+
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
