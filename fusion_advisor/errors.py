@@ -341,6 +341,27 @@ class CompileFailed(AdvisorError):
     exit_code = 8
 
 
+class NotTrainable(AdvisorError):
+    """--phase train of a model that has no backward pass, or fails in one."""
+
+    code = "FA311"
+    message = "`{model_id}` cannot run a training step: {detail}"
+    hint = "profile it with --phase forward, or choose its inputs (labels, say) with --input FILE.py:fn"
+    exit_code = 4
+
+
+class FusionIsForInference(AdvisorError):
+    """apply was asked for a training step."""
+
+    code = "FA312"
+    message = "--phase train can be profiled, and not applied: the fused kernels compute no gradients"
+    note = "a model that is fused runs its original ops wherever gradients are enabled"
+    hint = (
+        "use torch.compile(model) for training, or Liger's kernels where it knows the model; apply --phase forward for inference"
+    )
+    exit_code = 2
+
+
 class NothingReplaced(AdvisorError):
     """A fusion was planned, replaced nothing, and --strict was given."""
 

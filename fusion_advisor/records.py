@@ -620,6 +620,33 @@ class GenerationCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """Kernels of a training step that serve one module, or the same module of several layers."""
+
+    path: str
+    """``model.layers.*.mlp.act_fn``; empty for what belongs to no submodule."""
+    modules: int
+    """How many modules the row stands for."""
+    launches: int
+    forward_ns: int
+    """Kernel time of the forward pass, all of them together."""
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training step by its parts: kernel time of the traced step."""
+
+    loss: str
+    """What the backward pass begins at, in words."""
+    forward_ns: int
+    """The loss included."""
+    backward_ns: int
+    modules: tuple[ModuleTime, ...]
+    """Dearest first; together they are the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """A limit that ends the command with exit code 10 when a figure is past it."""
 
@@ -678,6 +705,8 @@ class Report:
     """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
+    training: Training | None = None
+    """Of phase ``train``: then there are no chains, for nothing is fused."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()
@@ -692,8 +721,9 @@ class Report:
         """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.
 
         Args:
-            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps`` or ``baselines``; when left out, the
-                table that the terminal prints: rewrites where any was tried, else chains. Units are in the columns' names.
+            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps``, ``baselines`` or ``modules``; when
+                left out, the table that the terminal prints: rewrites where any was tried, modules of a training step, else
+                chains. Units are in the columns' names.
 
         Raises:
             UsageError: there is no such table.

@@ -37,8 +37,11 @@ def nvtx_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
+def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool, is_on: bool = True) -> Iterator[None]:
     """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi``, with a range for each submodule's call."""
+    if not is_on:
+        yield
+        return
     with timeline.module_ranges(model, nvtx_range):
         if not on_cuda:
             yield
@@ -50,7 +53,7 @@ def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
             torch.cuda.profiler.stop()
 
 
-def _numbered(step: Callable[[], Any]) -> Callable[[], Any]:
+def numbered(step: Callable[[], Any]) -> Callable[[], Any]:
     """Give each run of a step an NVTX range with its number as payload; one name, for nvtx keeps every name for good."""
     numbers = itertools.count()
 
@@ -129,14 +132,14 @@ def profile_model(
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
         rewind = live.written.rewind
         with named_range("fa:warmup", is_on=with_nvtx):
-            warmups = _warmups(eager, warmup, rewind)
-        timed = _numbered(eager) if with_nvtx else eager
+            warm = warmups(eager, warmup, rewind)
+        timed = numbered(eager) if with_nvtx else eager
         with (
             named_range("fa:baseline", is_on=with_nvtx),
-            seen_by_nsys(model, on_cuda=on_cuda) if with_nvtx else contextlib.nullcontext(),
+            seen_by_nsys(model, on_cuda=on_cuda, is_on=with_nvtx),
         ):
             times = stopwatch.wall_times(
-                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=warmups, before=rewind
+                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=warm, before=rewind
             )
         eager_step = stopwatch.as_timing(times, "wall")
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
@@ -214,7 +217,7 @@ def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[l
     return ops, runners
 
 
-def _warmups(step: Callable[[], Any], wanted: int, rewind: Callable[[], object]) -> int:
+def warmups(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = stopwatch.nothing) -> int:
     """Warm up at least twice; fewer than asked for when one step already takes over a tenth of a second."""
     first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
     return max(0, min(wanted, int(1e9 / max(first[-1], 1))))

@@ -71,6 +71,15 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors are moved to the device, and "
         "floating-point ones take the model's dtype.",
     ),
+    "FA311": (
+        "A training step needs a scalar to begin the backward pass at: the model's own loss where it returns one (labels make "
+        "it), else the mean of its floating-point outputs. Here none depends on a parameter that requires gradients, or the "
+        "model raised in train() mode, or autograd refused an op.",
+    ),
+    "FA312": (
+        "A fused kernel replaces the forward ops of a chain; autograd finds nothing behind it to differentiate. `profile "
+        "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "

@@ -45,6 +45,7 @@ class Phase(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     GENERATE = "generate"
+    TRAIN = "train"
 
 
 class Weights(enum.StrEnum):
@@ -120,7 +121,7 @@ InputOpt = Annotated[
         "--input", metavar="FILE.py:FN", help="A function of yours that returns the inputs of a step.", rich_help_panel=_INPUT
     ),
 ]
-PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
+PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is; train: to profile.", rich_help_panel=_INPUT)]
 ContextOpt = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)
 ]

@@ -45,7 +45,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with _memory_errors(loaded, "profiling"):
+    with memory_errors(loaded, "profiling"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         live.written.restore()
@@ -72,7 +72,7 @@ def apply_workload(
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with _memory_errors(loaded, "applying"):
+    with memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
@@ -209,7 +209,8 @@ def _written_notes(written: Written) -> tuple[str, ...]:
 
 
 @contextmanager
-def _memory_errors(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
+def memory_errors(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
+    """Turn running out of memory into the error that says what to try; ``stage`` says what was being done."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -21,6 +21,7 @@ from fusion_advisor.records import (
     Status,
     StepProfile,
     Timing,
+    Training,
 )
 from fusion_advisor.report import others
 from fusion_advisor.report.text import plural, visible
@@ -159,6 +160,34 @@ def generation_lines(report: Report) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def step_lines(report: Report) -> tuple[str, ...]:
+    """What is to be said of a step that is more than one forward pass."""
+    if report.training is None:
+        return generation_lines(report)
+    return (
+        f"Training step: forward, loss ({report.training.loss}) and backward in train() mode, without an optimizer.",
+        "Fusions are for inference: no chain was looked for.",
+    )
+
+
+def module_rows(report: Report, limit: int) -> tuple[tuple[str, str, str, str, str, str], ...]:
+    """Modules of a training step, dearest first: (path, modules, launches, forward, backward, share); none for another phase."""
+    if report.training is None:
+        return ()
+    whole = max(report.training.forward_ns + report.training.backward_ns, 1)
+    return tuple(
+        (
+            row.path or "outside every submodule",
+            str(row.modules),
+            units.number(row.launches),
+            units.duration(row.forward_ns),
+            units.duration(row.backward_ns),
+            units.share((row.forward_ns + row.backward_ns) / whole),
+        )
+        for row in report.training.modules[:limit]
+    )
+
+
 def launch_line(report: Report) -> str:
     """Whether the eager step waits for its launches, and how far each remedy could go; empty where it was not judged."""
     found = report.launch_verdict
@@ -232,6 +261,8 @@ def headline(report: Report) -> Headline:
 
 
 def _result(report: Report) -> tuple[str, str]:
+    if report.training is not None:
+        return "plain", _training_sentence(report, report.training)
     better = others.faster_compile(report)
     if better is not None:
         mode, wall = better
@@ -239,6 +270,19 @@ def _result(report: Report) -> tuple[str, str]:
         ours = "" if own is None or is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
         return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
     return _compared_with(report)
+
+
+def _training_sentence(report: Report, training: Training) -> str:
+    kernels = (
+        f"kernels of the forward pass {units.duration(training.forward_ns)}, of the backward pass "
+        f"{units.duration(training.backward_ns)}"
+    )
+    wall = report.before.wall
+    return (
+        f"A training step takes {units.duration(wall.median_ns)} (wall time): {kernels}."
+        if wall
+        else f"{kernels[:1].upper()}{kernels[1:]}."
+    )
 
 
 def _compared_with(report: Report) -> tuple[str, str]:

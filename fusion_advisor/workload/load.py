@@ -155,7 +155,7 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
         "--layers": request.layers is not None,
         "--revision": request.revision is not None,
         "--weights": request.weights != "auto",
-        "--phase": request.phase != "forward",
+        "--phase": request.phase not in ("forward", "train"),
     }
     for option, is_set in ignored.items():
         if is_set:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from fusion_advisor.errors import UsageError
 
 DTYPES = ("auto", "fp32", "fp16", "bf16")
-PHASES = ("forward", "prefill", "decode", "generate")
+PHASES = ("forward", "prefill", "decode", "generate", "train")
 WEIGHTS = ("auto", "hub", "local", "random")
 
 # A factory's right side is a Python name, its left side a dotted module or a .py file; hub ids never hold a colon.
@@ -32,6 +32,7 @@ class WorkloadRequest:
         phase: ``forward``: one pass, all logits. ``prefill``: one pass over the prompt, logits of the last token only. Neither
             fills a cache: the cost of writing it is left out. ``decode``: one token on top of a static cache that holds
             ``context`` tokens. ``generate``: a prompt of ``seq_len`` tokens and ``new_tokens`` more through ``model.generate``.
+            ``train``: forward, loss and backward in ``train()`` mode, to be profiled only.
         context: Tokens that the cache holds before a ``decode`` step; None takes 512, or what the model has room for.
         new_tokens: Tokens that ``generate`` makes; None takes 32.
         layers: Keep only that many layers, for a quick look.
@@ -85,7 +86,11 @@ class WorkloadRequest:
             raise UsageError(detail=f"--input has no effect on `{self.model_id}`", help="the factory returns its own inputs")
         if self.input_function is None:
             raise UsageError(detail=f"--input {self.input} names no function", help="write FILE.py:name or package.module:name")
-        others = {"--seq-len": self.seq_len is not None, "--batch": self.batch != 1, "--phase": self.phase != "forward"}
+        others = {
+            "--seq-len": self.seq_len is not None,
+            "--batch": self.batch != 1,
+            "--phase": self.phase not in ("forward", "train"),
+        }
         for option, is_set in others.items():
             if is_set:
                 raise UsageError(

@@ -138,6 +138,19 @@ def test_what_the_headline_compares_with(run: Run, fake: Core) -> None:
     assert run("apply", "org/m", "--baseline", "liger").code == 2
 
 
+def test_a_training_step_is_profiled_and_not_applied(run: Run, fake: Core) -> None:
+    ran = run("profile", "org/m", "--phase", "train", "-o", "step")
+    assert ran.code == 0, ran.err
+    assert "A training step takes " in ran.out and "transformer.h.*.mlp.c_fc" in ran.out
+    assert ran.out.splitlines()[-1] == "next: fusion-advisor explain FA312"
+    for target in (("org/m", "--phase", "train"), ("step",)):
+        ran = run("apply", *target)
+        assert (ran.code, "error[FA312]: --phase train can be profiled, and not applied" in ran.err) == (2, True)
+        assert "help: use torch.compile(model) for training" in ran.err
+    assert len(fake.requests) == 1  # nothing was loaded for a command that is refused
+    assert run("explain", "FA312").code == 0
+
+
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch, extra in (("1", ()), ("2", ()), ("3", ("--runs", "9")), ("4", ("--batch", "2"))):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)

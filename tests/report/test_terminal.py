@@ -89,6 +89,19 @@ def test_a_limit_of_the_users_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("held to a limit that was asked for" in render(asked) for render in (render_markdown, render_html))
 
 
+def test_a_training_step_is_told_by_module_and_by_kernel() -> None:
+    text = " ".join("\n".join(shown("training", 120)).split())
+    assert "(wall time): kernels of the forward pass 5.12 ms, of the backward pass 10.88 ms." in text
+    assert "loss (the model's own) and backward in train() mode, without an optimizer" in text
+    assert "transformer.h.*.mlp.c_fc 24 96 4.00 ms 8.00 ms 75.0%" in text
+    assert "outside every submodule 1 9 120 µs 380 µs 3.1%" in text
+    assert "No chain" not in text
+    for render in (render_markdown, render_html):
+        page = render(ALL["training"]())
+        assert "transformer.h.*.mlp.c_fc" in page and "8.00 ms" in page and "75.0%" in page
+        assert "No chain" not in page
+
+
 def test_an_unchanged_model_has_no_speedup() -> None:
     """Before and after are one measurement then; a ratio of it with itself would look like a result."""
     report = applied()
