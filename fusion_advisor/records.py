@@ -167,6 +167,36 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSample:
+    """What NVML said of the device at one moment; None where it does not say."""
+
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    temperature_c: int | None = None
+    power_mw: int | None = None
+    """Milliwatts; on recent devices the mean of the last second."""
+    power_limit_mw: int | None = None
+    """Milliwatts, of the limit in force."""
+    reasons: tuple[str, ...] | None = None
+    """Why the clock is not higher, in NVML's words: ``sw_power_cap``, ``hw_thermal_slowdown``, ``gpu_idle`` …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """The device's state while steps ran on it, read between timed runs, never within one."""
+
+    samples: tuple[ClockSample, ...] = ()
+    missing: str = ""
+    """Why there are no samples."""
+
+    @property
+    def sm_mhz(self) -> int | None:
+        """Median of the samples' SM clocks; None where none was read."""
+        known = sorted(sample.sm_mhz for sample in self.samples if sample.sm_mhz is not None)
+        return known[len(known) // 2] if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Repeated measurements of one thing; ``times_ns`` keeps them all."""
 
@@ -177,6 +207,8 @@ class Timing:
     """95 % interval of the median, from order statistics."""
     method: str
     """``wall``, ``cuda_graph`` or ``cuda_events``."""
+    clocks: Clocks | None = None
+    """None on a CPU, where they were not looked for, and in reports that were written before they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

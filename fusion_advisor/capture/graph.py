@@ -27,6 +27,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.capture.bias import is_slower_with_bias, split_bias
 from fusion_advisor.capture.classify import base_name, class_of
+from fusion_advisor.capture.distinct import retrace_distinct
 from fusion_advisor.capture.state import Written, written_by
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
@@ -104,8 +105,10 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 def retrace(graph_module: GraphModule) -> GraphModule:
     """Retrace a dynamo graph into ATen ops that keep their module paths and source lines (see also ``capture.bias``)."""
-    interpreter = torch.fx.Interpreter(graph_module)
-    traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    traced = retrace_distinct(graph_module)
+    if traced is None:
+        interpreter = torch.fx.Interpreter(graph_module)
+        traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 
@@ -302,6 +305,8 @@ def written_storages(node: Node) -> list[int]:
     """Return the storages that a node writes into, as keys of :func:`storages`; a fused call carries them as ``written``."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return list(node.meta.get("written", ()))
+    if not node.target._schema.is_mutable:
+        return []
     written: list[int] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -346,19 +351,29 @@ def module_path(node: Node) -> str:
 
 def source_of(node: Node) -> tuple[str, int, str]:
     """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return _innermost(str(node.meta.get("stack_trace") or ""), str(Path.cwd()), tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1024)
+def _innermost(stack_trace: str, here: str, import_path: tuple[str, ...]) -> tuple[str, int, str]:
+    """Read the last frame of a stack trace; every layer of a model comes from the same lines."""
+    lines = stack_trace.strip().splitlines()
     for position in range(len(lines) - 1, -1, -1):
         line = lines[position].strip()
         if line.startswith('File "'):
             file, _, rest = line.removeprefix('File "').partition('", line ')
             text = lines[position + 1].strip() if position + 1 < len(lines) else ""
-            return relative_path(file), int(rest.split(",")[0]), text
+            return _below(file, _roots(import_path, here)), int(rest.split(",")[0]), text
     return "", 0, ""
 
 
 def relative_path(path: str) -> str:
     """Return a path relative to an import root or the working directory where it is inside one: reports name no folders."""
-    for root in _roots(tuple(sys.path), str(Path.cwd())):
+    return _below(path, _roots(tuple(sys.path), str(Path.cwd())))
+
+
+def _below(path: str, roots: Iterable[str]) -> str:
+    for root in roots:
         if path.startswith(root + "/"):
             return path[len(root) + 1 :]
     return path

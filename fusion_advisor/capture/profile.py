@@ -22,6 +22,7 @@ from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
 from fusion_advisor.timing import stopwatch
+from fusion_advisor.timing.watch import watching
 
 NVTX_DOMAIN = "fusion_advisor"
 
@@ -136,12 +137,22 @@ def profile_model(
         timed = numbered(eager) if with_nvtx else eager
         with (
             named_range("fa:baseline", is_on=with_nvtx),
+            watching(on_cuda=on_cuda) as watch,
             seen_by_nsys(model, on_cuda=on_cuda, is_on=with_nvtx),
         ):
+
+            def queued() -> None:
+                rewind()
+                eager()
+
+            def between(number: int, last_ns: int) -> None:
+                with named_range("fa:clocks", is_on=with_nvtx):
+                    watch.sample(number, 0, queued, last_ns)
+
             times = stopwatch.wall_times(
-                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=warm, before=rewind
+                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=warm, before=rewind, after=between
             )
-        eager_step = stopwatch.as_timing(times, "wall")
+        eager_step = stopwatch.as_timing(times, "wall", watch.clocks())
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(

@@ -267,6 +267,10 @@ FormatOpt = Annotated[
     list[str] | None,
     typer.Option("--format", metavar="LIST", help="html, md, json, csv; repeat or comma.", rich_help_panel=_OUTPUT),
 ]
+EmbedTraceOpt = Annotated[
+    bool,
+    typer.Option("--embed-trace", help="Put the profiler's traces into the HTML, up to 13.5 MB.", rich_help_panel=_OUTPUT),
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]
 QuietOpt = Annotated[bool, typer.Option("-q", "--quiet", help="Warnings and one line of result.", rich_help_panel=_OUTPUT)]

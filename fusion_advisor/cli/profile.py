@@ -53,6 +53,7 @@ def profile(
     fast_math: options.FastMathOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
+    embed_trace: options.EmbedTraceOpt = False,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
     open_html: options.OpenOpt = False,
@@ -90,7 +91,12 @@ def profile(
         nvtx=nvtx,
     )
     target = runner.Output(
-        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+        directory=output,
+        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
+        as_json=as_json,
+        force=force,
+        is_opened=open_html,
+        embed_trace=embed_trace,
     )
     asked = options.workload_fields(
         revision=revision,

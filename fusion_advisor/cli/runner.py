@@ -41,6 +41,7 @@ class Output:
     as_json: bool
     force: bool
     is_opened: bool = False
+    embed_trace: bool = False
 
 
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
@@ -119,7 +120,7 @@ def _write_part(options: ProfileOptions, name: str, report: Report, capture: Cap
         folder = options.run_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         write_capture(capture, folder / "capture.json.gz")
-        run_dir.write_run(report, folder, output.formats)
+        run_dir.write_run(report, folder, output.formats, run_dir.traces_of(report, folder, embed_trace=output.embed_trace))
 
 
 def _run(
@@ -161,7 +162,10 @@ def _run(
             _write_partial(directory, output)
             raise
         progress.phase("report")
-        run_dir.write_run(report, directory, output.formats)
+        traces = run_dir.traces_of(report, directory, embed_trace=output.embed_trace)
+        run_dir.write_run(report, directory, output.formats, traces)
+        for sentence in run_dir.trace_warnings(traces, directory):
+            progress.warn(sentence)
         if "md" in output.formats:
             run_dir.append_step_summary(render_markdown(report))
     return report, directory
@@ -171,7 +175,8 @@ def _write_partial(directory: Path, output: Output) -> None:
     """Write the views of what an interrupted run has found; a second Ctrl-C ends this too."""
     path = directory / "report.json"
     if path.is_file():
-        run_dir.write_run(read_report(path), directory, output.formats)
+        report = read_report(path)
+        run_dir.write_run(report, directory, output.formats, run_dir.traces_of(report, directory, embed_trace=output.embed_trace))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,13 @@ interleaved run, called as their users call them. One that cannot be run stays i
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfil
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import nothing
 from fusion_advisor.workload.load import LoadedWorkload
+
+_log = logging.getLogger(__name__)
 
 _WARM = 3
 """Calls before one is measured: a recorded step warms up, is recorded, is replayed."""
@@ -247,6 +252,8 @@ def measure_all(
                     raise
                 failed[contender.name] = Baseline(name=contender.name, note=_sentence(error))
                 progress.note(f"{contender.name}: {_sentence(error)}")
+                if not isinstance(error, NotAvailable):
+                    _log.info("%s", contender.name, exc_info=error)
         rows = rows_of(ready)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
@@ -289,8 +296,15 @@ def named(rows: Sequence[Baseline], name: str) -> Baseline:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong, in one line; who raised it where the words do not tell."""
+    """What went wrong, in one line; who raised it, and where, unless the words are ours or the driver's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
-    is_plain = isinstance(error, NotAvailable | AdvisorError | measure.CannotRecord)
-    return text if is_plain else f"{type(error).__name__}: {text}"
+    has_heading = bool(lines) and lines[0].endswith(":")  # "backend='inductor' raised:"
+    text = " ".join(lines[: 2 if has_heading else 1]).rstrip(":")
+    if text and isinstance(error, NotAvailable | AdvisorError | measure.CannotRecord):
+        return text
+    raised: BaseException = error
+    while raised.__cause__ is not None:
+        raised = raised.__cause__
+    frames = traceback.extract_tb(raised.__traceback__)
+    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{where}: {text}" if text else f"{type(error).__name__}{where}, without a message"

@@ -30,7 +30,7 @@ from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import source_around
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.gemv import CUBLAS, GemvConfig, GemvProblem
+from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
@@ -121,7 +121,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        _step(bench, (), (), ()),
+        _step(kept.captured, (), (), ()),
         _step(bench, kept.built, passes, chosen),
         budget_s=budget_s / 3,
     )
@@ -163,7 +163,8 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
     def make(problem: GemvProblem, header: Header, file: str) -> Made | str:
         choice = choose(problem, device, header=header, backends=backends)
         log(f"{header.title} {problem.m} x {problem.n} x {problem.k}: {choice.text} in {choice.tune_ns / 1e9:.2f} s")
-        if choice.config == CUBLAS:
+        # A step has the norm's and the gate's kernels around cuBLAS as fusions of their own.
+        if choice.config == CUBLAS or choice.config.form in AROUND.values():
             times = "; ".join(f"{text} {ns / 1e3:.1f} µs" for text, ns in choice.tried)
             return f"cuBLAS and the ops around it are faster, or no kernel serves ({choice.source}{': ' * bool(times)}{times})"
         return build(problem, header, choice.config, kernel_dir / file, tuning=choice.text)

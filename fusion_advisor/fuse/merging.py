@@ -30,9 +30,10 @@ _ID = f"R{len(PASSES) + 1}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What stays in the model, and the bench whose graphs it is written into."""
+    """What stays in the model, the bench whose graphs it is written into, and the one that has the graphs as captured."""
 
     bench: Bench
+    captured: Bench
     decision: Decision
     rewrites: tuple[GraphRewrite, ...]
     fusions: list[Fusion]
@@ -225,16 +226,16 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    untouched = kept.bench.build((), ())
+    untouched = kept.captured.build((), ())
 
     def original() -> Any:
-        return kept.bench.run(untouched)
+        return kept.captured.run(untouched)
 
     decision = confirmed(runner, kept.decision, original, after, budget_s=budget_s / 3)
     fusions = [
         replace(fusion, rendered=merged.kernels[fusion.id]) if fusion.id in merged.kernels else fusion for fusion in kept.fusions
     ]
-    return Kept(bench=merged.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=merged.built)
+    return replace(kept, bench=merged.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=merged.built)
 
 
 def _row(verdict: Verdict, merged: MergedStep, refusals: Sequence[str]) -> GraphRewrite:

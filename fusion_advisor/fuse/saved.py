@@ -80,9 +80,13 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     Raises:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
-    folder = Path(run_dir)
+    # In the process that captured, the collector would walk all that dynamo left behind.
     with collector_paused():
-        capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
+        return _load(Path(run_dir))
+
+
+def _load(folder: Path) -> SavedPlan:
+    capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT and fusion.chain_id}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))

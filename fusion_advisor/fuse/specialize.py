@@ -118,7 +118,13 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
         return layout_key(lower(bench.ops, members, outputs).program) in by_layout
 
-    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs), has_kernel):
+    groups = find_groups(
+        bench.ops,
+        lambda members, outputs: judge_with(bench.ops, members, outputs),
+        has_kernel,
+        lambda members, outputs: not has_kernel(members, outputs),
+    )
+    for group in groups:
         if group.verdict.is_fusible:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
     found: list[tuple[PlannedFusion, BuiltFusion]] = []

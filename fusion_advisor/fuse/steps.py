@@ -18,6 +18,7 @@ from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave
 from fusion_advisor.timing.stopwatch import as_timing, nothing
+from fusion_advisor.timing.watch import watching
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -131,7 +132,7 @@ def walls(
     least_s: float = 0.0,
     rewind: Callable[[], object] = nothing,
 ) -> list[Timing]:
-    """Time ways of calling the model against each other, from the host's side, interleaved.
+    """Time ways of calling the model against each other, from the host's side, interleaved; the clocks are read in between.
 
     Args:
         calls: warm.
@@ -155,7 +156,18 @@ def walls(
 
         return run
 
-    with torch.no_grad():
+    def queued(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            rewind()
+            call()
+
+        return run
+
+    with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
+
+        def after(number: int, position: int, last_ns: int) -> None:
+            watch.sample(number, position, queued(calls[position]), last_ns)
+
         times = interleave(
             [waiting(call) for call in calls],
             rounds=runs,
@@ -163,5 +175,6 @@ def walls(
             least_s=least_s * len(calls),
             on_cuda=False,
             before=from_rest,
+            after=after,
         )
-    return [as_timing(series, "wall") for series in times]
+    return [as_timing(series, "wall", watch.clocks(position)) for position, series in enumerate(times)]

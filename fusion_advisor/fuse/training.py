@@ -19,6 +19,7 @@ from fusion_advisor.fuse.pipeline import memory_errors
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.records import Capture, DataQuality, Report
 from fusion_advisor.timing import stopwatch
+from fusion_advisor.timing.watch import watching
 from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
@@ -47,7 +48,16 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
             step = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
             _first(step, loaded)
             warm = warmups(step, options.warmup)
-            with named_range("fa:baseline", is_on=options.nvtx), seen_by_nsys(loaded.model, on_cuda=on_cuda, is_on=options.nvtx):
+            with (
+                named_range("fa:baseline", is_on=options.nvtx),
+                watching(on_cuda=on_cuda) as watch,
+                seen_by_nsys(loaded.model, on_cuda=on_cuda, is_on=options.nvtx),
+            ):
+
+                def between(number: int, last_ns: int) -> None:
+                    with named_range("fa:clocks", is_on=options.nvtx):
+                        watch.sample(number, 0, step, last_ns)
+
                 times = stopwatch.wall_times(
                     numbered(step) if options.nvtx else step,
                     runs=options.runs,
@@ -55,8 +65,9 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
                     least_s=options.min_time_s,
                     on_cuda=on_cuda,
                     warmup=warm,
+                    after=between,
                 )
-            wall = stopwatch.as_timing(times, "wall")
+            wall = stopwatch.as_timing(times, "wall", watch.clocks())
             progress.note(f"training step {wall.median_ns / 1e6:.2f} ms over {len(times)} runs, loss: {step.loss}")
             with timeline.module_ranges(loaded.model, torch.profiler.record_function):
                 save_to = options.run_dir / "trace.before.json.gz" if options.run_dir else None

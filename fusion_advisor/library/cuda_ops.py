@@ -10,7 +10,7 @@ import math
 
 from fusion_advisor.library.expressions import ATOM, COMPARE, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
-from fusion_advisor.library.program import ADDRESSED, Value, dropout_constants
+from fusion_advisor.library.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule
 
 SCALARS = {
@@ -43,6 +43,17 @@ def shared_by_rows(plan: Schedule, number: int) -> bool:
     return plan.kind == "tiled" and not moves_with_p(plan, number)
 
 
+def shared_loads(plan: Schedule, writer: CudaWriter) -> tuple[int, ...]:
+    """Loads that the columns of a pack share and that need no reduction: a group norm's weight and bias."""
+    values = plan.program.values
+    reduced: set[int] = set()
+    for number, value in enumerate(values):
+        needs = (*value.args, *(() if value.guard is None else (value.guard,)))
+        if value.op in REDUCTIONS or reduced & set(needs):
+            reduced.add(number)
+    return tuple(n for n in sorted(writer.per_pack - reduced) if values[n].op == "load" and writer.is_named(n))
+
+
 def _per_pack(plan: Schedule) -> frozenset[int]:
     """The values that differ between columns, but not inside a pack: quotients of the column, and what is made of them alone.
 
@@ -67,6 +78,7 @@ class CudaWriter(Writer):
         per_pack: the values that all columns of a pack share, though others have their own.
         is_split: whether a pack may lie across a border between channels: nothing is shared then.
         is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
+        is_clustered: whether several blocks share a row.
     """
 
     helper_names = frozenset(
@@ -77,9 +89,12 @@ class CudaWriter(Writer):
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
     )  # fmt: skip
 
-    def __init__(self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False) -> None:
+    def __init__(
+        self, plan: Schedule, *, fast_math: bool, is_split: bool = False, is_shifted: bool = False, is_clustered: bool = False
+    ) -> None:
         self.packs: dict[int, str] = {}
         self.is_shifted = is_shifted
+        self.is_clustered = is_clustered
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site, Training
+from fusion_advisor.report import clocks, others, view
 from fusion_advisor.report import compare as comparing
 from fusion_advisor.report import gate as gates
-from fusion_advisor.report import others, view
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
@@ -130,8 +130,8 @@ def is_ascii(console: Console) -> bool:
 
 
 def details(report: Report, console: Console, *, with_source: bool = False) -> RenderableType:
-    """Return what ``-v`` adds: each decision with its sites and errors, each reason for no kernel, and if asked the sources."""
-    lines: list[RenderableType] = []
+    """Return what ``-v`` adds: the clocks, decisions with sites and errors, reasons for no kernel, and if asked the sources."""
+    lines: list[RenderableType] = [Text(""), *(_line(sentence, console, "dim") for _, sentence in clocks.rows(report))]
     replies = view.answers(report)
     for chain in report.chains:
         lines += [Text(""), _line(f"{chain.id}  {' → '.join(chain.ops)}", console, "bold")]

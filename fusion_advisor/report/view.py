@@ -23,7 +23,7 @@ from fusion_advisor.records import (
     Timing,
     Training,
 )
-from fusion_advisor.report import others
+from fusion_advisor.report import clocks, others
 from fusion_advisor.report.text import plural, visible
 
 
@@ -511,6 +511,7 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
     if attention_line(report):
         rows.append((False, attention_line(report)))
+    rows += clocks.rows(report)
     if report.noise_share is not None:
         noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
         rows.append((report.noise_share > 0.02, noise))
@@ -582,6 +583,7 @@ def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
         ("fusion-advisor", env.tool),
         ("Commit", env.commit),
         ("Templates and kernels", env.templates),
+        *clocks.environment_rows(report),
         ("torch", env.torch),
         ("triton", env.triton),
         ("transformers", env.transformers),

@@ -73,6 +73,7 @@ def interleave(
     least: int = 6,
     least_s: float = 0.0,
     before: Callable[[], object] = nothing,
+    after: Callable[[int, int, int], object] = nothing,
 ) -> list[list[int]]:
     """Time candidates against each other.
 
@@ -84,6 +85,7 @@ def interleave(
         least: the fewest rounds.
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each run and not timed, with the round's number, the candidate's position and its nanoseconds.
 
     Returns:
         Nanoseconds per candidate and round.
@@ -104,6 +106,7 @@ def interleave(
         for position in turned if number // len(order) % 2 else reversed(turned):
             before()
             times[position].append(clock(candidates[position]))
+            after(number, position, times[position][-1])
     return times
 
 

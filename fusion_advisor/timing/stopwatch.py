@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fusion_advisor.records import Timing
+from fusion_advisor.records import Clocks, Timing
 
 _Z = {0.9: 1.645, 0.95: 1.96, 0.99: 2.576}
 
@@ -31,13 +31,20 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return middle, ordered[low], ordered[max(high, low)]
 
 
-def as_timing(times_ns: Sequence[int], method: str) -> Timing:
+def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None) -> Timing:
     """Summarise raw times."""
     middle, low, high = median_interval(times_ns)
-    return Timing(times_ns=tuple(times_ns), median_ns=round(middle), ci_low_ns=round(low), ci_high_ns=round(high), method=method)
+    return Timing(
+        times_ns=tuple(times_ns),
+        median_ns=round(middle),
+        ci_low_ns=round(low),
+        ci_high_ns=round(high),
+        method=method,
+        clocks=clocks,
+    )
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """Do nothing, where a callable is wanted."""
 
 
@@ -50,6 +57,7 @@ def wall_times(
     warmup: int = 2,
     least_s: float = 0.0,
     before: Callable[[], object] = nothing,
+    after: Callable[[int, int], object] = nothing,
 ) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
@@ -61,6 +69,7 @@ def wall_times(
         warmup: runs before the first timed one.
         least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each run and not timed, with the run's number and its nanoseconds.
 
     Returns:
         One duration in nanoseconds per run.
@@ -73,7 +82,7 @@ def wall_times(
     times: list[int] = []
     measured_ns = 0
     while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
-        if before is not nothing:
+        if before is not nothing or after is not nothing:
             before()
             wait()
         start = time.perf_counter_ns()
@@ -81,4 +90,5 @@ def wall_times(
         wait()
         times.append(time.perf_counter_ns() - start)
         measured_ns += times[-1]
+        after(len(times) - 1, times[-1])
     return times

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -7,13 +8,16 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from fusion_advisor.cli import console, core
 from fusion_advisor.errors import CannotCapture
+from fusion_advisor.fuse.baselines import Contender, measure_all
 from fusion_advisor.records import Status
 from fusion_advisor.serialize import load_report, read_capture, read_report
+from fusion_advisor.timing.stopwatch import nothing
 from tests.cli.conftest import Core, Ran
 from tests.report.fixtures import applied, failed_numbers
 
@@ -61,6 +65,32 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
         ["✓", "report"],
     ]
     assert "\x1b" not in ran.err + ran.out
+
+
+def test_traces_that_the_run_wrote_go_into_the_page(run: Run, fake: Core) -> None:
+    def work(progress: core.Progress) -> None:
+        directory = fake.options[-1].run_dir
+        assert directory is not None
+        (directory / "trace.before.json.gz").write_bytes(b"a trace")
+
+    fake.on_work = work
+    ran = run("apply", "org/m", "--embed-trace")
+    assert ran.code == 0 and "! trace.after.json.gz is not embedded" in ran.err
+    assert base64.b64encode(b"a trace").decode() in (only_run() / "report.html").read_text()
+
+
+def test_the_log_holds_the_traceback_of_a_baseline_that_fails(run: Run, fake: Core) -> None:
+    def broken() -> NoReturn:
+        raise AssertionError
+
+    def work(progress: core.Progress) -> None:
+        fine = Contender(name="eager", make=lambda: nothing, step=applied().before)
+        measure_all([fine, Contender(name="peer", make=broken)], needed_bytes=0, on_cuda=False, runs=1, budget_s=0.0)
+
+    fake.on_work = work
+    assert run("apply", "org/m").code == 0
+    log = (only_run() / "log.txt").read_text()
+    assert "fusion_advisor.fuse.baselines: peer" in log and "Traceback" in log and "in broken" in log
 
 
 def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,9 +126,10 @@ def place(monkeypatch):
     monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
     decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
 
-    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, **options):
+    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, captured=None, **options):
         monkeypatch.setattr(stage, "on_top", on_top(status_of))
-        kept = Kept(bench=qwen2_bench(), decision=decision, rewrites=(), fusions=[], built=[])
+        bench = qwen2_bench()
+        kept = Kept(bench=bench, captured=captured or bench, decision=decision, rewrites=(), fusions=[], built=[])
         return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, make=make)
 
     return placed
@@ -188,6 +190,20 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
         assert row.receipt.launches_before > row.receipt.sites_found
         assert "on top of all that was kept" in row.reason
     assert kept.decision.method == "wall" and kept.decision.after != kept.decision.before
+
+
+def test_the_step_before_is_the_one_as_captured_not_the_merged_one(place, monkeypatch):
+    run = []
+    captured = SimpleNamespace(build=lambda *_: "untouched", run=run.append)
+    real = stage.confirmed
+
+    def confirmed(runner, decision, original, after, **options):
+        original()
+        return real(runner, decision, original, after, **options)
+
+    monkeypatch.setattr(stage, "confirmed", confirmed)
+    place(captured=captured)
+    assert run and set(run) == {"untouched"}
 
 
 def test_nothing_changes_where_nothing_pays(place):

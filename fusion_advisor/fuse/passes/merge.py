@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region, storages, written_storages
@@ -112,7 +112,7 @@ def _copy_of(region: Region) -> MergedRegion:
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(region.graph.graph, copies))
-    module = GraphModule(region.graph, graph, class_name="MergedRegion")
+    module = torch_internals.lazy_graph_module(region.graph, graph, class_name="MergedRegion")
     copy = Region(
         index=region.index,
         graph=module,

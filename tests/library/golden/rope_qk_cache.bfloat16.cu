@@ -16,6 +16,9 @@
 #ifndef PACKS
 #define PACKS 4  // packs of a thread: neighbouring rows
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
@@ -98,7 +101,8 @@ __device__ __forceinline__ void part1(
     const index_t top = ((index_t)block * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> q_packs[PACKS];
         Pack<bfloat16_bits> q_shifted_packs[PACKS];
         #pragma unroll
@@ -167,7 +171,8 @@ __device__ __forceinline__ void part2(
     const long long position = position_ptr[0];
     const bool fits_k_cache = (position >= 0) & (position < k_cache_extent);
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> k_packs[PACKS];
         Pack<bfloat16_bits> k_shifted_packs[PACKS];
         Pack<bfloat16_bits> v_packs[PACKS];
