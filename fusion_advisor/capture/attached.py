@@ -18,3 +18,9 @@ def attached_profiler(variables: Mapping[str, str]) -> str:
         variables: the process's environment.
     """
     return next((tool for tool, names in _MARKS.items() if any(variables.get(name) for name in names)), "")
+
+
+def recorded_by(tool: str, runs: int, step: str) -> str:
+    """Say what the tool's own recording holds, for the error that ends such a run."""
+    region = f"the {runs} timed runs of the {step}, between cudaProfilerStart and cudaProfilerStop"
+    return f"{tool} holds the device's counters; its own recording has {region}"

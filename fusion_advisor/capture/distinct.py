@@ -166,7 +166,11 @@ def _code(value: Any, inputs: dict[int, torch.Tensor]) -> Any:
         return (dict, *[(name, _code(item, inputs)) for name, item in value.items()])
     if isinstance(value, slice):
         return (slice, *[_code(item, inputs) for item in (value.start, value.stop, value.step)])
-    if value is None or value is Ellipsis or isinstance(value, bool | int | str | torch.dtype | torch.device | torch.memory_format):
+    if (
+        value is None
+        or value is Ellipsis
+        or isinstance(value, bool | int | str | torch.dtype | torch.device | torch.memory_format)
+    ):
         return (type(value), value)
     if isinstance(value, float):
         return (float, repr(value))  # 0.0 and -0.0 are equal

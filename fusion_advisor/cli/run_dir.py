@@ -27,6 +27,8 @@ FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
 """Only where asked for."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
+"""Options that are spelt otherwise than their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
 """Options that name a run rather than describe it."""
 
@@ -73,7 +75,7 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
                 value = pinned
             if value == item.default and item.name != "seed":
                 continue
-            option = {"kernel_dirs": "--kernels"}.get(item.name, "--" + item.name.replace("_", "-"))
+            option = _SPELLED.get(item.name, "--" + item.name.replace("_", "-"))
             if isinstance(value, bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):

@@ -16,7 +16,7 @@ import typer
 from fusion_advisor.cli import core, gates, run_dir
 from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
-from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
+from fusion_advisor.errors import CompileFailed, FusionIsForInference, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.report import gate
@@ -51,6 +51,8 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
         if loaded.record.phase == "generate":
             (report, capture), (part, part_capture) = core.profile_generate(loaded, full, progress)
             _write_part(full, "prefill", part, part_capture, output)
+        elif loaded.record.phase == "train":
+            report, capture = core.profile_training(loaded, full, progress)
         else:
             report, capture = core.profile_workload(loaded, full, progress)
         if full.run_dir is not None:
@@ -62,7 +64,13 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
 
 
 def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate.Rule, ...] = ()) -> None:
-    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed."""
+    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed.
+
+    Raises:
+        FusionIsForInference: the workload is a training step.
+    """
+    if request.phase == "train":
+        raise FusionIsForInference
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
         def save(report: Report) -> None:
@@ -229,6 +237,8 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
 
 def _after_profile(report: Report, run: str) -> str:
     """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
+    if report.training is not None:
+        return "fusion-advisor explain FA312"
     reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
     if reasons and len(reasons) == len(report.answers):
         return f"fusion-advisor explain {reasons[0]}"

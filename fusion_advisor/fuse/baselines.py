@@ -192,6 +192,8 @@ def measure_all(
     on_cuda: bool,
     runs: int,
     budget_s: float,
+    least_s: float = 0.0,
+    traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
@@ -207,6 +209,8 @@ def measure_all(
         on_cuda: wait for the device, and trace it.
         runs: rounds at most.
         budget_s: seconds for each contender.
+        least_s: seconds for each contender at least, beyond ``runs``.
+        traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         progress: told about each.
         on_required: given the rows of those that the run needs, where there are others.
@@ -215,7 +219,12 @@ def measure_all(
 
     def rows_of(ready: Sequence[_Ready]) -> dict[str, Baseline]:
         timings = steps.walls(
-            [one.call for one in ready], on_cuda=on_cuda, runs=runs, budget_s=budget_s * len(ready), rewind=rewind
+            [one.call for one in ready],
+            on_cuda=on_cuda,
+            runs=runs,
+            budget_s=budget_s * len(ready),
+            least_s=least_s,
+            rewind=rewind,
         )
         return {
             one.contender.name: Baseline(
@@ -237,7 +246,7 @@ def measure_all(
                     on_required(tuple(rows_of(ready).values()))
                 progress.step(number, len(contenders), contender.name)
             try:
-                ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, rewind=rewind))
+                ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
             except Exception as error:  # compilers and peers raise what they like; the row says what it was
                 if contender.is_required:
                     raise
@@ -249,7 +258,9 @@ def measure_all(
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 
-def _made_ready(contender: Contender, needed_bytes: int, *, on_cuda: bool, rewind: Callable[[], object]) -> _Ready:
+def _made_ready(
+    contender: Contender, needed_bytes: int, *, on_cuda: bool, traced_steps: int, rewind: Callable[[], object]
+) -> _Ready:
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     before = memory.held_bytes(on_cuda=on_cuda)
     rewind()
@@ -268,7 +279,7 @@ def _made_ready(contender: Contender, needed_bytes: int, *, on_cuda: bool, rewin
     peak = needed_bytes + held + memory.transient_bytes(call, on_cuda=on_cuda)
     step = contender.step
     if step is None:
-        trace = timeline.record(call, steps=3, on_cuda=on_cuda, before=rewind)
+        trace = timeline.record(call, steps=traced_steps, on_cuda=on_cuda, before=rewind)
         step = steps.step_profile(contender.name, median_step(trace, on_cuda=on_cuda).launches)
     first_s = taken_s if contender.first_call_s is None else contender.first_call_s
     return _Ready(

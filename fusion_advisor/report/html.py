@@ -28,6 +28,7 @@ from fusion_advisor.report.text import plural, visible
 from fusion_advisor.serialize import dump_report
 
 MAX_KERNELS = 500
+MAX_MODULES = 200
 MAX_SITES = 100
 MAX_EMBEDDED_BYTES = 4_000_000
 MAX_EMBEDDED_LAUNCHES = 20_000
@@ -69,7 +70,8 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
     html = page.render(
         report=report,
         headline=view.headline(report),
-        generation=view.generation_lines(report),
+        generation=view.step_lines(report),
+        modules=view.module_rows(report, MAX_MODULES),
         caveats=view.caveats(report),
         context=view.context_line(report),
         device=view.device_word(report),

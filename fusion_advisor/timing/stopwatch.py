@@ -55,6 +55,7 @@ def wall_times(
     budget_s: float,
     on_cuda: bool,
     warmup: int = 2,
+    least_s: float = 0.0,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int], object] = nothing,
 ) -> list[int]:
@@ -62,10 +63,11 @@ def wall_times(
 
     Args:
         call: the work.
-        runs: the most runs; at least five are made whatever the budget says.
+        runs: the most runs, ``least_s`` aside; at least five are made whatever the budget says.
         budget_s: stop once this much time has been measured.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
+        least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called behind each run and not timed, with the run's number and its nanoseconds.
 
@@ -78,7 +80,8 @@ def wall_times(
         call()
     wait()
     times: list[int] = []
-    while len(times) < runs and (len(times) < 5 or sum(times) < budget_s * 1e9):
+    measured_ns = 0
+    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
         if before is not nothing or after is not nothing:
             before()
             wait()
@@ -86,5 +89,6 @@ def wall_times(
         call()
         wait()
         times.append(time.perf_counter_ns() - start)
+        measured_ns += times[-1]
         after(len(times) - 1, times[-1])
     return times

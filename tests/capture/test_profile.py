@@ -61,6 +61,17 @@ def test_the_model_runs_as_before(tmp_path):
     assert len(notes) == 3
 
 
+def test_steps_are_traced_and_timed_as_asked(tmp_path):
+    model, args = toy()
+    capture, _ = profile_model(
+        model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
+        runs=5, budget_s=0.01, least_s=0.05, traced_steps=1, trace_to=tmp_path / "trace.json.gz",
+    )  # fmt: skip
+    assert sum(capture.eager_step.times_ns) >= 50_000_000
+    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert {event["name"] for event in trace["traceEvents"] if event["name"].startswith("fa:step:")} == {"fa:step:0"}
+
+
 def test_nvtx_names_phases_steps_and_modules(monkeypatch):
     seen, opened = [], []
 

@@ -263,7 +263,9 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
     )
     so_far = []
-    report = apply_workload(loaded, replace(quick, compile=True), on_report=so_far.append).report
+    asked = {"baseline": "both"} if status is keep_all else {"compile": True}
+    report = apply_workload(loaded, replace(quick, **asked), on_report=so_far.append).report
+    assert report.baseline == asked.get("baseline", "eager")
     names = [row.name for row in report.baselines]
     ours = [OURS, OURS_COMPILED] if status is keep_all else []
     assert names == [EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead", "Liger", *ours]
