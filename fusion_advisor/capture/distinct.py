@@ -6,7 +6,7 @@ kind is traced, and the others get copies of the ATen ops it became. The fake te
 made each op's result, and its layout and memory are compared with the traced one's.
 
 Wherever that reasoning could fail (an op that changes a tensor's layout in place, state that is switched within the graph,
-constants made in it, a result that differs from the one traced), ``retrace_distinct`` returns None, and the whole graph is traced.
+constants made in it, a result that differs from the one traced), ``retrace_distinct`` returns None: the whole graph is traced.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def _read_calls(graph_module: GraphModule) -> list[_Call]:
     calls = []
     layouts: dict[int, tuple[Any, ...]] = {}
     for node in graph_module.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node.target is torch_internals.SAYS_ONLY:
             continue
-        if node.op not in ("call_function", "call_method"):
-            raise _Differs
+        if node.op not in ("call_function", "call_method") or node.meta.get("example_value") is None:
+            raise _Differs  # a module, or a switch: gradients, autocast
         inputs: dict[int, torch.Tensor] = {}
         code = (node.op, node.target, _code(node.args, inputs), _code(node.kwargs, inputs))
         tensors = tuple(inputs.values())
@@ -147,7 +147,7 @@ def _read_calls(graph_module: GraphModule) -> list[_Call]:
                 layouts[id(tensor)] = _layout(tensor)
         shared = _shared(tensors) if len(tensors) > 1 else ()
         key = (code, tuple(layouts[id(tensor)] for tensor in tensors), shared)
-        calls.append(_Call(node, key, tensors, tuple(_tensors(node.meta.get("example_value")))))
+        calls.append(_Call(node, key, tensors, tuple(_tensors(_example(node)))))
     return calls
 
 
@@ -229,7 +229,7 @@ def _example(node: Node) -> Any:
 def _placed(value: Any, places: Mapping[int, Node]) -> Any:
     if isinstance(value, torch.Tensor):
         return places[id(value)]
-    return type(value)(_placed(item, places) for item in value) if isinstance(value, tuple | list) else value
+    return type(value)([_placed(item, places) for item in value]) if isinstance(value, tuple | list) else value
 
 
 def _recipes(traced: Graph, counts: Sequence[int]) -> list[_Recipe]:
@@ -272,7 +272,7 @@ def _recipe(
         value = node.meta["val"]
         found: Any
         if isinstance(value, tuple | list):
-            found = type(value)(_value(items.get(at), item, leaves, after, given, made) for at, item in enumerate(value))
+            found = type(value)([_value(items.get(at), item, leaves, after, given, made) for at, item in enumerate(value)])
         else:
             found = _value(node, value, leaves, after, given, made)
         name = re.sub(r"_\d+$", "", node.name)
@@ -355,7 +355,7 @@ def _add(graph: Graph, call: _Call, recipe: _Recipe, now: dict[int, Node]) -> No
     for op in recipe.ops:
         node = graph.create_node("call_function", op.target, _replaced(op.args, find), _replaced(op.kwargs, find), op.name)
         is_many = isinstance(op.value, tuple | list)
-        value = type(op.value)(_fake(one, call) for one in op.value) if is_many else _fake(op.value, call)
+        value = type(op.value)([_fake(one, call) for one in op.value]) if is_many else _fake(op.value, call)
         node.meta = {**origin, "val": value}
         made.append(node)
     for tensor, reference in zip(call.inputs, recipe.after, strict=True):
@@ -379,7 +379,7 @@ def _compare(call: _Call, recipe: _Recipe) -> None:
 
 def _replaced(value: Any, find: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_replaced(item, find) for item in value)
+        return type(value)([_replaced(item, find) for item in value])
     if isinstance(value, dict):
         return {name: _replaced(item, find) for name, item in value.items()}
     return find(value)

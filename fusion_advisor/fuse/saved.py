@@ -162,11 +162,12 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
 
 def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> FusedModel:
     with clock.phase("capture"):
-        live = capture_regions(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
-        bench = Bench(live, on_cuda=saved.capture.environment.device_kind == "cuda")
-        difference = first_difference(saved.capture.ops, bench.ops)
-        if difference is not None:
-            raise PlanMismatch(run=saved.run_dir.name, detail=_of_site(saved, *difference))
+        bench = _captured(loaded, saved, with_lines=False)
+        live = bench.live
+        if first_difference(saved.capture.ops, bench.ops) is not None:
+            difference = first_difference(saved.capture.ops, _captured(loaded, saved, with_lines=True).ops)
+            detail = _of_site(saved, *difference) if difference else "the model gives another graph each time"
+            raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
         fusions = list(saved.fusions)
         if saved.merge is not None:
@@ -190,6 +191,13 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
         live.written.restore()
         fused.report = saved.report
         return fused.apply()
+
+
+def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> Bench:
+    live = capture_regions(
+        loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, with_lines=with_lines
+    )  # fmt: skip
+    return Bench(live, on_cuda=saved.capture.environment.device_kind == "cuda")
 
 
 def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[BuiltFusion]:

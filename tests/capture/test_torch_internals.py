@@ -15,7 +15,7 @@ from fusion_advisor.capture import torch_internals
 from tests.tiny import Toy
 
 
-def dynamo_graph(function, *inputs, dynamic=False, then=None):
+def dynamo_graph(function, *inputs, dynamic=False, then=None, **named):
     """Run a function under dynamo; return its graph, and what ``then`` made of it inside the backend."""
     found = []
 
@@ -24,7 +24,7 @@ def dynamo_graph(function, *inputs, dynamic=False, then=None):
         return graph.forward
 
     with torch.no_grad(), torch_internals.raise_recompile_limit(64):
-        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs, **named)
     return found[0]
 
 
@@ -56,6 +56,65 @@ def test_the_mask_that_attention_makes_is_read_off():
     assert torch.equal(made == 0, mask.expand(1, 1, 3, 3)) and float(made.min()) < -60000
     # A mask that is additive already is not converted.
     assert torch_internals.mask_in_attention(q, q, q, made) is None
+
+
+def test_a_fake_tensor_is_plain_unless_more_than_its_layout_is_known_of_it():
+    plain, symbolic = (
+        dynamo_graph(
+            lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=lambda graph: torch_internals.placeholder_values(graph)[-1]
+        )[1]
+        for dynamic in (False, True)
+    )
+    assert torch_internals.is_plain_fake(plain)
+    assert not torch_internals.is_plain_fake(symbolic)
+    assert not torch_internals.is_plain_fake(torch.randn(3))
+    with plain.fake_mode:
+        assert not torch_internals.is_plain_fake(torch.tensor(5))  # its value is known
+        assert not torch_internals.is_plain_fake(torch.randn(3, 5).to_sparse())
+
+
+def test_a_lazy_graph_module_generates_its_code_when_it_is_needed():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.add, (graph.placeholder("x"), 1)))
+    made = torch_internals.lazy_graph_module(torch.nn.Module(), graph, class_name="Made")
+    generated = []
+    graph.set_codegen(_Telling(generated))
+    made.recompile()
+    assert torch.fx.Interpreter(made).run(1) == 2 and not generated
+    assert made(torch.tensor(1)) == 2 and generated
+    assert "torch.add" in made.code
+
+
+class _Telling(torch.fx.graph.CodeGen):
+    def __init__(self, generated):
+        super().__init__()
+        self.generated = generated
+
+    def _gen_python_code(self, *args, **kwargs):
+        self.generated.append(1)
+        return super()._gen_python_code(*args, **kwargs)
+
+
+def test_dynamo_traces_without_source_lines_and_keeps_modules():
+    def meta(graph):
+        nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
+        return [(str(node.meta["stack_trace"]).strip(), "nn_module_stack" in node.meta) for node in nodes]
+
+    model = Toy(blocks=1).eval()
+    with torch_internals.without_source_lines():
+        _, without = dynamo_graph(model, torch.randn(2, 32), then=meta)
+    _, lines = dynamo_graph(model, torch.randn(2, 32), then=meta)
+    assert {text for text, _ in without} == {""} and all("tiny.py" in text for text, _ in lines)
+    assert [has for _, has in without] == [has for _, has in lines] and any(has for _, has in lines)
+
+
+def test_a_node_that_only_says_something_is_known():
+    def graph(x):
+        torch_internals.SAYS_ONLY("fusion-advisor.test")
+        return x * 2
+
+    targets = [node.target for node in dynamo_graph(graph, torch.randn(3))[0].graph.nodes]
+    assert torch_internals.SAYS_ONLY in targets
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -150,7 +150,7 @@ def test_a_plan_that_fits_a_part_of_the_model_is_refused_with_the_site_and_the_w
     with pytest.raises(PlanMismatch) as refused:
         apply_plan(other, plan)
     text = str(refused.value)
-    assert "add_layernorm, site 1 of 1 (norm)" in text and "0.001" in text
+    assert "add_layernorm, site 1 of 1 (norm)" in text and "0.001" in text and "(norm at tests/fuse/test_pipeline.py:" in text
     assert "apply` again for this model" in PlanMismatch.hint
     assert "_compiled_call_impl" not in other.model.__dict__
 
