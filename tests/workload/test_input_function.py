@@ -8,6 +8,7 @@ from hub_server import write_config
 
 from fusion_advisor.errors import BadInputFunction, FactoryFailed, UsageError
 from fusion_advisor.workload import load as load_module
+from fusion_advisor.workload.device import out_of_memory
 from fusion_advisor.workload.first_call import first_call
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
@@ -115,6 +116,12 @@ def test_what_it_raises_is_located(here: Path) -> None:
     assert caught.value.note_text == "at mine.py:30"
     with pytest.raises(BadInputFunction, match=r"there is no file other\.py"):
         load("one", input="other.py:one")
+
+
+def test_what_does_not_fit_needs_smaller_inputs_of_the_users() -> None:
+    request = WorkloadRequest(model_id="gpt2", input="mine.py:one")
+    error = out_of_memory(stage="profiling", device=torch.device("cpu"), request=request, error=MemoryError())
+    assert error.hint_text == "try smaller example inputs"
 
 
 @pytest.mark.parametrize(
