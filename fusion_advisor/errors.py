@@ -180,7 +180,7 @@ class NoExampleInputs(AdvisorError):
 
     code = "FA107"
     message = "no example inputs are known for `{model_id}` ({class_name} wants `{wanted}`)"
-    hint = "pass FILE.py:factory returning (model, example_inputs)"
+    hint = "pass --input FILE.py:fn returning them, or FILE.py:factory returning (model, example_inputs)"
     exit_code = 4
 
 
@@ -242,6 +242,14 @@ class BadFactory(AdvisorError):
     exit_code = 2
 
 
+class BadInputFunction(BadFactory):
+    """The function of --input cannot be found, or returns nothing that a model can be called with."""
+
+    code = "FA310"
+    message = "--input {factory} cannot be used: {detail}"
+    hint = "write FILE.py:name or package.module:name; it takes no arguments and returns a tensor, a tuple or a dict of keywords"
+
+
 # cli and report
 
 
@@ -273,6 +281,16 @@ class MissingKernels(AdvisorError):
     message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
     note = "{known}"
     hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    exit_code = 6
+
+
+class ProfilerAttached(AdvisorError):
+    """A run under nsys or ncu: torch.profiler would get no kernel, so it is not started."""
+
+    code = "FA509"
+    message = "{tool} is attached, so torch.profiler was not started, and there is no report"
+    note = "{recorded}"
+    hint = "run the same command without {tool} for a report"
     exit_code = 6
 
 
@@ -331,6 +349,27 @@ class CompileFailed(AdvisorError):
     note = "the ops it would have replaced still run as they were"
     hint = "the compiler's own words are in the run's log.txt; without --strict this is a warning"
     exit_code = 8
+
+
+class NotTrainable(AdvisorError):
+    """--phase train of a model that has no backward pass, or fails in one."""
+
+    code = "FA311"
+    message = "`{model_id}` cannot run a training step: {detail}"
+    hint = "profile it with --phase forward, or choose its inputs (labels, say) with --input FILE.py:fn"
+    exit_code = 4
+
+
+class FusionIsForInference(AdvisorError):
+    """apply was asked for a training step."""
+
+    code = "FA312"
+    message = "--phase train can be profiled, and not applied: the fused kernels compute no gradients"
+    note = "a model that is fused runs its original ops wherever gradients are enabled"
+    hint = (
+        "use torch.compile(model) for training, or Liger's kernels where it knows the model; apply --phase forward for inference"
+    )
+    exit_code = 2
 
 
 class NothingReplaced(AdvisorError):

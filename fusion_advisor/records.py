@@ -167,6 +167,36 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSample:
+    """What NVML said of the device at one moment; None where it does not say."""
+
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    temperature_c: int | None = None
+    power_mw: int | None = None
+    """Milliwatts; on recent devices the mean of the last second."""
+    power_limit_mw: int | None = None
+    """Milliwatts, of the limit in force."""
+    reasons: tuple[str, ...] | None = None
+    """Why the clock is not higher, in NVML's words: ``sw_power_cap``, ``hw_thermal_slowdown``, ``gpu_idle`` …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """The device's state while steps ran on it, read between timed runs, never within one."""
+
+    samples: tuple[ClockSample, ...] = ()
+    missing: str = ""
+    """Why there are no samples."""
+
+    @property
+    def sm_mhz(self) -> int | None:
+        """Median of the samples' SM clocks; None where none was read."""
+        known = sorted(sample.sm_mhz for sample in self.samples if sample.sm_mhz is not None)
+        return known[len(known) // 2] if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Repeated measurements of one thing; ``times_ns`` keeps them all."""
 
@@ -177,6 +207,8 @@ class Timing:
     """95 % interval of the median, from order statistics."""
     method: str
     """``wall``, ``cuda_graph`` or ``cuda_events``."""
+    clocks: Clocks | None = None
+    """None on a CPU, where they were not looked for, and in reports that were written before they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +355,19 @@ class Status(enum.StrEnum):
 
 ULP_ENDS = (0, 1, 2, 4, 16, 256)
 """Upper ends of the bins in which distances are counted, in units in the last place; a last bin holds all beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """A limit on errors that the user set, in place of the one that eager's own error sets."""
+
+    rtol: float
+    """Times the oracle's magnitude …"""
+    atol: float
+    """… and this much more."""
+
+    def __str__(self) -> str:
+        return f"|error| ≤ {self.atol:g} + {self.rtol:g} × |oracle| for every element (--atol, --rtol)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -607,6 +652,33 @@ class GenerationCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """Kernels of a training step that serve one module, or the same module of several layers."""
+
+    path: str
+    """``model.layers.*.mlp.act_fn``; empty for what belongs to no submodule."""
+    modules: int
+    """How many modules the row stands for."""
+    launches: int
+    forward_ns: int
+    """Kernel time of the forward pass, all of them together."""
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training step by its parts: kernel time of the traced step."""
+
+    loss: str
+    """What the backward pass begins at, in words."""
+    forward_ns: int
+    """The loss included."""
+    backward_ns: int
+    modules: tuple[ModuleTime, ...]
+    """Dearest first; together they are the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """A limit that ends the command with exit code 10 when a figure is past it."""
 
@@ -647,12 +719,16 @@ class Report:
     findings: tuple[Finding, ...] = ()
     """What would be faster without any kernel of ours."""
     model_check: ModelCheck | None = None
+    tolerance: Tolerance | None = None
+    """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
+    baseline: str = "eager"
+    """What the headline compares with: ``eager``, ``compile`` or ``both``."""
     baselines: tuple[Baseline, ...] = ()
     """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
     warm_up: WarmUp | None = None
@@ -661,6 +737,8 @@ class Report:
     """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
+    training: Training | None = None
+    """Of phase ``train``: then there are no chains, for nothing is fused."""
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()
@@ -675,8 +753,9 @@ class Report:
         """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.
 
         Args:
-            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps`` or ``baselines``; when left out, the
-                table that the terminal prints: rewrites where any was tried, else chains. Units are in the columns' names.
+            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps``, ``baselines`` or ``modules``; when
+                left out, the table that the terminal prints: rewrites where any was tried, modules of a training step, else
+                chains. Units are in the columns' names.
 
         Raises:
             UsageError: there is no such table.

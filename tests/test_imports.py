@@ -99,7 +99,7 @@ def test_torch_stays_where_it_runs():
     allowed = {"workload", "capture", "fuse", "timing", "bench"}
     inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
     inner |= {"library.accuracy", "library.check", "library.check_inputs", "library.source_of", "library.tuning"}
-    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch", "library.resemble"}
+    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch", "library.gemv_around", "library.resemble"}
     for module in users("torch"):
         short = module.removeprefix("fusion_advisor.")
         assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module

@@ -17,7 +17,7 @@ import torch
 
 from fusion_advisor.bench.inputs import TensorSet, as_list
 from fusion_advisor.library.build import backend as backend_named
-from fusion_advisor.library.gemv import CUBLAS, GemvProblem
+from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose, launcher_for
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.lower import Lowered
@@ -104,7 +104,7 @@ def cublas(work: Work) -> Contender:
 
 
 def chosen(work: Work) -> Contender:
-    """What the library takes by itself, cuBLAS too."""
+    """What the library takes by itself, cuBLAS with or without our kernels around it too."""
     return _chosen(work, "chosen", BACKENDS, with_cublas=True)
 
 
@@ -115,10 +115,11 @@ def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bo
     if choice.config == CUBLAS and not with_cublas:
         return Contender(name=name, note=f"no kernel of ours for these rows and dtype in {name}")
     started = time.perf_counter_ns()
-    launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder)
+    launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder, store=work.store)
     found = _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
     if with_cublas:
-        found.note = "takes cuBLAS" if choice.config == CUBLAS else f"takes {choice.config.form}"
+        taken = {CUBLAS.form: "cuBLAS", **dict.fromkeys(AROUND.values(), "our kernels around cuBLAS")}
+        found.note = f"takes {taken.get(choice.config.form, choice.config.form)}"
     return found
 
 

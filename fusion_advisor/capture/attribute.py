@@ -8,6 +8,7 @@ calls inside the range are the launches, and their durations are the device time
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from fusion_advisor.records import Launch, OpClass
 FUSED_PREFIX = "fa_"
 """Every kernel of ours starts with this; it is how the after-trace proves that it ran."""
 OP_RANGE = "fa:op:"
+_IDLE = frozenset(["empty", "empty_strided", "empty_like", "resize_", "result_type", "item", "_local_scalar_dense"])
+_AUTOGRAD = re.compile(r"autograd::|Backward\d+$")
+"""A node of autograd's that called no op: it computed nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class Step:
 
     launches: tuple[Launch, ...]
     calls: int
+    origin_ns: int = 0
+    """Where ``Launch.start_ns`` counts from, on the trace's own clock."""
 
     @property
     def device_ns(self) -> int:
@@ -91,7 +97,7 @@ def _cuda_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
                 call_ns=call.duration_ns,
             )
         )
-    return Step(launches=tuple(launches), calls=len(calls))
+    return Step(launches=tuple(launches), calls=len(calls), origin_ns=first_ns)
 
 
 def category_of(kernel_name: str, op_name: str) -> str:
@@ -123,7 +129,7 @@ def _cpu_step(trace: Trace, step: Event, ranges: _Ranges) -> Step:
         for event in trace.ranges
         if is_kernel(event) and step.start_ns <= event.start_ns <= step.end_ns
     ]  # fmt: skip
-    return Step(launches=tuple(launches), calls=len(launches))
+    return Step(launches=tuple(launches), calls=len(launches), origin_ns=step.start_ns)
 
 
 def computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]]:
@@ -141,6 +147,6 @@ def computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]]
         found = class_of(name)
         if found is OpClass.VIEW or name in COMPOSITE or (found is OpClass.OTHER and inside > position + 1):
             yield from computing_ops(ops[position + 1 : inside])
-        elif name not in ("empty", "empty_strided", "empty_like", "resize_", "result_type", "item", "_local_scalar_dense"):
+        elif not (name in _IDLE or _AUTOGRAD.search(name)):
             yield event, event.name, found.value, event.duration_ns
         position = inside

@@ -22,9 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
 
-_CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default)
+CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default)
 _LINEAR, _ADDMM, _MM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default
-_MARK = "is_written_out_bias"
+WRITTEN_OUT = "is_written_out_bias"
 _FEWEST_ROWS = 32
 """Below, a GEMM is a matrix-vector product: it reads its weight once, whatever is done with the sums."""
 _MOST_ELEMENTS = 264 * 64 * 64
@@ -51,7 +51,7 @@ def split_bias(
             (:func:`torch_internals.adds_bias_after_convolution`).
         is_slower: given a GEMM's result, says whether its bias is better added afterwards (:func:`is_slower_with_bias`).
     """
-    convolutions = [node for node in graph_module.graph.nodes if node.target in _CONVOLUTIONS and _has_bias(node)]
+    convolutions = [node for node in graph_module.graph.nodes if node.target in CONVOLUTIONS and _has_bias(node)]
     chosen = [node for node in convolutions if is_added_after(*torch.fx.node.map_arg(node.args, lambda arg: arg.meta["val"]))]
     count = sum(_split(graph_module, node) for node in chosen)
     for node in [node for node in graph_module.graph.nodes if _has_vector_bias(node) and is_slower(node.meta["val"])]:
@@ -64,29 +64,39 @@ def split_bias(
 
 def leave_gemm_biases_apart(graph: Graph) -> int:
     """Keep written-out biases of GEMMs from being given back; returns how many."""
-    left = [node for node in graph.nodes if _MARK in node.meta and node.args[0].target in (_LINEAR, _MM)]
+    left = [node for node in graph.nodes if WRITTEN_OUT in node.meta and node.args[0].target in (_LINEAR, _MM)]
     for total in left:
-        del total.meta[_MARK]
+        del total.meta[WRITTEN_OUT]
     return len(left)
 
 
 def join_bias(graph: Graph) -> None:
     """Give biases that :func:`split_bias` wrote out, and that no rewrite has taken, back to their ops."""
-    for total in [node for node in graph.nodes if _MARK in node.meta]:
+    for total in [node for node in graph.nodes if WRITTEN_OUT in node.meta]:
         bare, shown = total.args
         if bare.target in (_LINEAR, _MM):
             _join_gemm(graph, total)
             continue
-        is_whole = bare.target in _CONVOLUTIONS and list(bare.users) == [total] and shown.target is torch.ops.aten.view.default
+        is_whole = bare.target in CONVOLUTIONS and list(bare.users) == [total] and shown.target is torch.ops.aten.view.default
         if not is_whole:
             continue
         with graph.inserting_before(bare):
             whole = graph.call_function(bare.target, (*bare.args[:2], shown.args[0], *bare.args[3:]))
-        whole.meta = {key: value for key, value in total.meta.items() if key != _MARK}
+        whole.meta = {key: value for key, value in total.meta.items() if key != WRITTEN_OUT}
         total.replace_all_uses_with(whole)
         for node in (total, bare, shown):
             if not node.users:
                 graph.erase_node(node)
+
+
+def written_out_bias(convolution: Node) -> tuple[Node, Node] | None:
+    """Return the addition of a convolution's written-out bias, and the bias; None where there is none or a chain has taken it."""
+    users = list(convolution.users)
+    if len(users) != 1 or WRITTEN_OUT not in users[0].meta:
+        return None
+    total = users[0]
+    _, shown = total.args
+    return (total, shown.args[0]) if isinstance(shown, Node) and isinstance(shown.args[0], Node) else None
 
 
 def _has_vector_bias(node: Node) -> bool:
@@ -104,7 +114,7 @@ def _split_gemm(graph_module: GraphModule, node: Node) -> None:
         bare = graph.call_function(bare_op, (x, weight))
         total = graph.call_function(torch.ops.aten.add.Tensor, (bare, bias))
     bare.meta = {**origin, "val": torch_internals.fake_result(graph_module, bare)}
-    total.meta = {**origin, "val": node.meta["val"], _MARK: True}
+    total.meta = {**origin, "val": node.meta["val"], WRITTEN_OUT: True}
     node.replace_all_uses_with(total)
     graph.erase_node(node)
 
@@ -117,7 +127,7 @@ def _join_gemm(graph: Graph, total: Node) -> None:
     with graph.inserting_before(total):
         arguments = (x, weight, bias) if bare.target is _LINEAR else (bias, x, weight)
         whole = graph.call_function(_LINEAR if bare.target is _LINEAR else _ADDMM, arguments)
-    whole.meta = {key: value for key, value in total.meta.items() if key != _MARK}
+    whole.meta = {key: value for key, value in total.meta.items() if key != WRITTEN_OUT}
     total.replace_all_uses_with(whole)
     for node in (total, bare):
         graph.erase_node(node)
@@ -146,7 +156,7 @@ def _split(graph_module: GraphModule, node: Node) -> bool:
         for made in (total, bare, shown):
             graph.erase_node(made)
         return False
-    total.meta |= {"val": node.meta["val"], _MARK: True}  # whose storage the views of it share
+    total.meta |= {"val": node.meta["val"], WRITTEN_OUT: True}  # whose storage the views of it share
     node.replace_all_uses_with(total)
     graph.erase_node(node)
     return True

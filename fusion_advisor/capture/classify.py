@@ -6,6 +6,7 @@ The same table classifies graph nodes and the CPU ops of a profiler trace, so ca
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 
@@ -170,6 +171,7 @@ _POINTWISE_UNTAGGED = frozenset(
         "dropout",
         "native_dropout",
         "seeded_dropout",
+        "bernoulli",
         "softplus",
         "glu",
         "hardswish",
@@ -220,6 +222,7 @@ _VIEWS = frozenset(
         "unfold",
     ]
 )
+_BACKWARD = re.compile(r"(_dense)?_backward(_data)?$")
 COMPOSITE = frozenset(
     ["contiguous", "reshape", "to", "dropout", "flatten", "type_as", "float", "half", "scaled_dot_product_attention"]
 )
@@ -249,10 +252,15 @@ def class_of(name: str) -> OpClass:
         if name in names:
             return op_class
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+        return OpClass.POINTWISE
+    forward = _BACKWARD.sub("", name)
+    if forward == name:
         return OpClass.OTHER
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return OpClass.POINTWISE if any(torch.Tag.pointwise in overload.tags for overload in overloads) else OpClass.OTHER
+    # The gradient of a view is a copy into zeros, and the one of an embedding a scatter.
+    found = class_of(forward)
+    return OpClass.MEMORY if found is OpClass.VIEW else found
 
 
 MATH_ATTENTION = "aten::_scaled_dot_product_attention_math"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +19,14 @@ import nvtx
 import torch
 
 from fusion_advisor.capture import graph, timeline
+from fusion_advisor.capture.attached import attached_profiler, recorded_by
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
-from fusion_advisor.errors import MissingKernels
+from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
 from fusion_advisor.timing import stopwatch
+from fusion_advisor.timing.watch import watching
 
 NVTX_DOMAIN = "fusion_advisor"
-_TRACED_STEPS = 3
 
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -38,10 +40,17 @@ def nvtx_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
-    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi``, with a range for each submodule's call."""
-    with timeline.module_ranges(model, nvtx_range):
-        if not on_cuda:
+def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool, has_ranges: bool, is_recorded: bool) -> Iterator[None]:
+    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi`` and ``ncu --profile-from-start off``.
+
+    Args:
+        model: whose submodules' calls get a range each.
+        on_cuda: whether there is a device to record.
+        has_ranges: open those ranges.
+        is_recorded: start and stop the recording.
+    """
+    with timeline.module_ranges(model, nvtx_range) if has_ranges else contextlib.nullcontext():
+        if not (on_cuda and is_recorded):
             yield
             return
         torch.cuda.profiler.start()
@@ -51,7 +60,7 @@ def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool) -> Iterator[None]:
             torch.cuda.profiler.stop()
 
 
-def _numbered(step: Callable[[], Any]) -> Callable[[], Any]:
+def numbered(step: Callable[[], Any]) -> Callable[[], Any]:
     """Give each run of a step an NVTX range with its number as payload; one name, for nvtx keeps every name for good."""
     numbers = itertools.count()
 
@@ -92,6 +101,8 @@ def profile_model(
     warmup: int = 10,
     runs: int = 50,
     budget_s: float = 3.0,
+    least_s: float = 0.0,
+    traced_steps: int = 3,
     with_nvtx: bool = False,
     trace_to: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
@@ -106,6 +117,8 @@ def profile_model(
         warmup: eager runs before anything is measured (bounded by ``budget_s``).
         runs: wall-time runs of the eager step at most.
         budget_s: seconds spent on eager wall times.
+        least_s: seconds spent on them at least, beyond ``runs`` and ``budget_s``.
+        traced_steps: how many steps are traced, eager and captured; the median of each is kept.
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
         note: told one sentence per finished part.
@@ -115,6 +128,7 @@ def profile_model(
 
     Raises:
         CannotCapture: dynamo captured nothing.
+        ProfilerAttached: nsys or ncu watches; the eager step was timed for it.
         MissingKernels: the profiler saw launches and no kernel.
     """
     on_cuda = environment.device_kind == "cuda"
@@ -126,24 +140,39 @@ def profile_model(
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
         rewind = live.written.rewind
         with named_range("fa:warmup", is_on=with_nvtx):
-            warmups = _warmups(eager, warmup, rewind)
-        timed = _numbered(eager) if with_nvtx else eager
+            warm_up(eager, warmup, rewind)
+        timed = numbered(eager) if with_nvtx else eager
+        tool = attached_profiler(os.environ) if on_cuda else ""
         with (
             named_range("fa:baseline", is_on=with_nvtx),
-            seen_by_nsys(model, on_cuda=on_cuda) if with_nvtx else contextlib.nullcontext(),
+            watching(on_cuda=on_cuda and not tool) as watch,
+            seen_by_nsys(model, on_cuda=on_cuda, has_ranges=with_nvtx, is_recorded=with_nvtx or bool(tool)),
         ):
-            times = stopwatch.wall_times(timed, runs=runs, budget_s=budget_s, on_cuda=on_cuda, warmup=warmups, before=rewind)
-        eager_step = stopwatch.as_timing(times, "wall")
+
+            def untimed() -> None:
+                with named_range("fa:clocks", is_on=with_nvtx):
+                    rewind()
+                    eager()
+
+            def between(number: int, last_ns: int) -> None:
+                watch.sample(number, 0, untimed, last_ns)
+
+            times = stopwatch.wall_times(
+                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between
+            )
+        eager_step = stopwatch.as_timing(times, "wall", watch.clocks())
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
+        if tool:
+            raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "eager step"))
         with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(
-                timeline.record(eager, steps=_TRACED_STEPS, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
+                timeline.record(eager, steps=traced_steps, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
         if eager_trace.calls and not eager_trace.launches:
-            known = "another profiler (nsys, ncu) may hold the device's counters; then its own recording is whole"
+            known = "another profiler may hold the device's counters; then its own recording is whole"
             raise MissingKernels(kernels=0, launches=eager_trace.calls, known=known)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
-    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx)
+    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx, traced_steps=traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
         workload=workload,
@@ -182,7 +211,9 @@ def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch
     )
 
 
-def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -> tuple[list[OpNode], Step]:
+def _trace_regions(
+    live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool, traced_steps: int = 3
+) -> tuple[list[OpNode], Step]:
     ops, runners = describe_all(live, with_nvtx=with_nvtx)
 
     def captured() -> None:
@@ -192,7 +223,7 @@ def _trace_regions(live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool) -
     with torch.no_grad():
         live.written.rewind()
         captured()
-        trace = timeline.record(captured, steps=_TRACED_STEPS, on_cuda=on_cuda, before=live.written.rewind)
+        trace = timeline.record(captured, steps=traced_steps, on_cuda=on_cuda, before=live.written.rewind)
     return ops, median_step(trace, on_cuda=on_cuda)
 
 
@@ -207,10 +238,12 @@ def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[l
     return ops, runners
 
 
-def _warmups(step: Callable[[], Any], wanted: int, rewind: Callable[[], object]) -> int:
-    """Warm up at least twice; fewer than asked for when one step already takes over a tenth of a second."""
+def warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = stopwatch.nothing) -> None:
+    """Run a step at least twice before any run counts; fewer times than asked for when one takes over a tenth of a second."""
     first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
-    return max(0, min(wanted, int(1e9 / max(first[-1], 1))))
+    for _ in range(max(0, min(wanted, int(1e9 / max(first[-1], 1))))):
+        rewind()
+        step()
 
 
 def _quality(eager: Step, captured: Step, ops: list[OpNode], live: graph.LiveCapture) -> DataQuality:

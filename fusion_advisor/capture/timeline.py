@@ -72,6 +72,8 @@ class Event(NamedTuple):
     device: int = 0
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
+    sequence: int = -1
+    """Autograd's number: of the node that a forward op makes next, or that an op of the backward pass evaluates."""
     inputs: tuple[TensorMeta | None, ...] | None = None
     """Of a CPU op recorded with its shapes; None stands for what is no single tensor."""
 
@@ -289,6 +291,7 @@ def _event(raw: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]
         thread=sys.intern(f"{raw.get('pid')}/{raw.get('tid')}"),
         correlation=int(arguments.get("correlation", -1)),
         external=int(arguments.get("External id", -1)),
+        sequence=int(arguments.get("Sequence number", -1)),
         stream=stream if type(stream) is int else 0,
         device=device if type(device) is int else 0,
         grid=tuple(arguments["grid"]) if "grid" in arguments else (),

@@ -17,6 +17,8 @@ copies its result into rows of a tensor which the call was given (a KV cache), a
 the same rows. Only there does a write join a group: nobody else may read or write that tensor between the group's first op and
 its launch, in the ops' order or in that of the launches.
 
+A group whose kernel the caller leaves out may come apart again: a part of it for which there is a kernel then stands by itself.
+
 Needs no torch: it works on the records of ``capture.json``.
 """
 
@@ -57,7 +59,9 @@ class Group:
     verdict: Verdict
 
 
-def find_groups(ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None) -> list[Group]:
+def find_groups(
+    ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | None = None, is_left_out: HasKernel | None = None
+) -> list[Group]:
     """Return the maximal groups of ``ops``, each op in at most one.
 
     Args:
@@ -65,12 +69,17 @@ def find_groups(ops: Sequence[OpNode], judge: Judge, has_kernel: HasKernel | Non
         judge: says whether one kernel can compute a group.
         has_kernel: says whether two groups that do not feed each other should share a launch, or a group end in writes; by
             default none do.
+        is_left_out: says whether a group's own kernel may not be used, so that a part of the group for which there is one should
+            stand by itself; by default all may.
     """
     finder = _Finder(ops, judge)
     finder.grow()
     if has_kernel is not None:
         finder.pair(has_kernel)
         finder.end_in_writes(has_kernel)
+        if is_left_out is not None and finder.split(has_kernel, is_left_out):
+            finder.pair(has_kernel)
+            finder.end_in_writes(has_kernel)
     return finder.groups()
 
 
@@ -237,6 +246,61 @@ class _Finder:
             return False
         self._accept(both, judged)
         return True
+
+    def split(self, has_kernel: HasKernel, is_left_out: HasKernel) -> bool:
+        """Take the largest part that has a kernel out of each group that is left out; whether there was any."""
+        waiting = list(dict.fromkeys(self.group_of.values()))
+        left_out: dict[str, bool] = {}
+        whole: set[str] = set()
+        count = len(waiting)
+        for members in waiting:  # what remains of a group is looked at in its turn
+            outputs, verdict = self.verdict_of[members]
+            if not verdict.is_fusible or any(self.ops[member].mutates for member in members):
+                continue
+            if verdict.key not in left_out:
+                left_out[verdict.key] = is_left_out(tuple(sorted(members)), outputs)
+            if not left_out[verdict.key] or verdict.key in whole:
+                continue
+            rest = next((rest for part in self._parts(members) if (rest := self._take_out(members, part, has_kernel))), None)
+            if rest is None:
+                whole.add(verdict.key)
+            else:
+                waiting += rest
+        return len(waiting) > count
+
+    def _parts(self, members: frozenset[int]) -> Iterable[frozenset[int]]:
+        """The last ops of a group, and the first ones, largest parts first: no path leaves such a part and comes back."""
+        computing = sorted(member for member in members if self.ops[member].op_class is not OpClass.VIEW)
+        for size in range(len(computing) - 1, 0, -1):
+            for ops in (computing[-size:], computing[:size]):
+                yield self._with_views(frozenset(ops), members)
+
+    def _with_views(self, computing: frozenset[int], members: frozenset[int]) -> frozenset[int]:
+        glue = {
+            member
+            for member in members - computing
+            if self.ops[member].op_class is OpClass.VIEW
+            and self._computed(member) in computing
+            and not computing.isdisjoint(self._readers(member))
+        }
+        return computing | glue
+
+    def _take_out(self, members: frozenset[int], part: frozenset[int], has_kernel: HasKernel) -> list[frozenset[int]] | None:
+        """Let a part of a group stand by itself; returns the groups that the others become, None where it may not."""
+        judged = self._judge(part)
+        if not judged[1].is_fusible or not has_kernel(tuple(sorted(part)), judged[0]):
+            return None
+        others = frozenset(member for member in members - part if self.ops[member].op_class is not OpClass.VIEW)
+        together = self._with_views(others, members)
+        pieces = [together] if self._judge(together)[1].is_fusible else [frozenset({other}) for other in sorted(others)]
+        before = {member: self.group_of[member] for member in members if member in self.group_of}
+        self._accept(part, judged)
+        for piece in pieces:
+            self._accept(piece, self._judge(piece))
+        if all(self._is_in_order(group) for group in (part, *pieces) if self.verdict_of[group][1].is_fusible):
+            return pieces
+        self.group_of.update(before)
+        return None
 
     def groups(self) -> list[Group]:
         """The groups as they are now, in the order of their first op."""

@@ -11,6 +11,8 @@ import typer
 from fusion_advisor.cli import completion, core, options, run_dir
 from fusion_advisor.errors import UnknownRun, UsageError
 
+_PARAMETERS = {"context": "context_tokens", "input": "example_input"}
+"""Workload fields whose parameter has another name here."""
 _ALLOWED_WITH_RUN = ("trust_remote_code", "offline")
 
 
@@ -30,6 +32,7 @@ def apply(
     device: options.DeviceOpt = None,
     batch: options.BatchOpt = None,
     seq_len: options.SeqLenOpt = None,
+    example_input: options.InputOpt = None,
     phase: options.PhaseOpt = None,
     context_tokens: options.ContextOpt = None,
     new_tokens: options.NewTokensOpt = None,
@@ -40,6 +43,8 @@ def apply(
     offline: options.OfflineOpt = False,
     warmup: options.WarmupOpt = 10,
     runs: options.RunsOpt = 50,
+    min_time: options.MinTimeOpt = "0s",
+    steps: options.StepsOpt = 3,
     nvtx: options.NvtxOpt = False,
     min_share: options.MinShareOpt = "0.5%",
     top: options.TopOpt = 20,
@@ -50,16 +55,20 @@ def apply(
     fast_math: options.FastMathOpt = False,
     min_gain: options.MinGainOpt = "0.5%",
     confidence: options.ConfidenceOpt = 0.95,
+    rtol: options.RtolOpt = None,
+    atol: options.AtolOpt = None,
     strict: options.StrictOpt = False,
     dry_run: options.DryRunOpt = False,
     graph: options.GraphOpt = True,
     compile_too: options.CompileOpt = None,
+    baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
     merge_copies: options.MergeCopiesOpt = False,
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
+    embed_trace: options.EmbedTraceOpt = False,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
     open_html: options.OpenOpt = False,
@@ -81,6 +90,8 @@ def apply(
     chosen = ApplyOptions(
         warmup=warmup,
         runs=runs,
+        min_time_s=options.parse_seconds(min_time),
+        steps=steps,
         min_share=options.parse_share(min_share),
         top=top,
         only=tuple(only or ()),
@@ -91,15 +102,23 @@ def apply(
         nvtx=nvtx,
         min_gain=options.parse_share(min_gain),
         confidence=confidence,
+        rtol=rtol,
+        atol=atol,
         strict=strict,
         dry_run=dry_run,
         graph=graph,
         compile=compile_too,
+        baseline=baseline.value,
         max_autotune=max_autotune,
         merge_copies=merge_copies,
     )
     shown = runner.Output(
-        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+        directory=output,
+        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
+        as_json=as_json,
+        force=force,
+        is_opened=open_html,
+        embed_trace=embed_trace,
     )
     asked = options.workload_fields(
         revision=revision,
@@ -107,6 +126,7 @@ def apply(
         device=device,
         batch=batch,
         seq_len=seq_len,
+        input=example_input,
         phase=phase,
         context=context_tokens,
         new_tokens=new_tokens,
@@ -116,7 +136,7 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    typed = {name for name in asked if _is_typed(context, "context_tokens" if name == "context" else name)}
+    typed = {name for name in asked if _is_typed(context, _PARAMETERS.get(name, name))}
     rules = parse_rules(fail_on or (), absolute=absolute)
     runner.run_apply(settings, _request(target, asked, typed), chosen, shown, rules)
 

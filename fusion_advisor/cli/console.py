@@ -139,10 +139,15 @@ def open_page(settings: Settings, path: Path) -> None:
         return
     else:
         why = f"no browser answered; it lies in {path}"
+    warn(settings, f"--open: {why}")
+
+
+def warn(settings: Settings, text: str) -> None:
+    """Write one sentence to stderr."""
     from fusion_advisor.report.terminal import plain
 
     console = settings.err()
-    console.print(plain(f"! --open: {why}", console), soft_wrap=True)
+    console.print(plain(f"! {text}", console), soft_wrap=True)
 
 
 def annotate(level: str, text: str) -> None:

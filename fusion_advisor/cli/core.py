@@ -103,6 +103,12 @@ def profile_generate(
     return decode, prefill
 
 
+def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
+    """Time and trace forward and backward."""
+    report, capture = import_module("fusion_advisor.fuse.training").profile_training(loaded, options, progress)
+    return report, capture
+
+
 def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
     """As ``apply_workload``, for both steps of ``generate``; the prefill's report is among the run's ``parts``."""
     applied: AppliedRun = import_module("fusion_advisor.fuse.generate").apply_generate(loaded, options, progress, on_report)

@@ -66,10 +66,24 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
     "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
+    "FA310": (
+        "--input names a function without arguments, in a file or a module, that returns what the model is called with: one "
+        "tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors are moved to the device, and "
+        "floating-point ones take the model's dtype.",
+    ),
+    "FA311": (
+        "A training step needs a scalar to begin the backward pass at: the model's own loss where it returns one (labels make "
+        "it), else the mean of its floating-point outputs. Here none depends on a parameter that requires gradients, or the "
+        "model raised in train() mode, or autograd refused an op.",
+    ),
+    "FA312": (
+        "A fused kernel replaces the forward ops of a chain; autograd finds nothing behind it to differentiate. `profile "
+        "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
-        "wants: pass FILE.py:factory returning (model, example_inputs) to choose them.",
+        "wants: choose them with --input FILE.py:fn, or pass FILE.py:factory returning (model, example_inputs).",
     ),
     "FA308": (
         "Measuring, tracing and checking repeat a step, so whatever it writes (a cache, a count) is put back before each repeat. "
@@ -137,6 +151,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA508": (
         "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
         "RUN:compile choose; a run has the step under torch.compile only where --compile measured it.",
+    ),
+    "FA509": (
+        "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
+        "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
+        "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "

@@ -45,6 +45,7 @@ class Phase(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     GENERATE = "generate"
+    TRAIN = "train"
 
 
 class Weights(enum.StrEnum):
@@ -54,6 +55,14 @@ class Weights(enum.StrEnum):
     HUB = "hub"
     LOCAL = "local"
     RANDOM = "random"
+
+
+class Against(enum.StrEnum):
+    """What the headline compares with."""
+
+    EAGER = "eager"
+    COMPILE = "compile"
+    BOTH = "both"
 
 
 class Backend(enum.StrEnum):
@@ -76,6 +85,19 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_seconds(text: str) -> float:
+    """Read ``2s``, ``500ms`` or ``2``, which is seconds; an hour at most."""
+    number = text.strip()
+    unit = next((unit for unit in ("ms", "s") if number.endswith(unit)), "")
+    try:
+        value = float(number.removesuffix(unit)) / (1000 if unit == "ms" else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3600:
+        raise typer.BadParameter(f"{text!r} is not a time: write 2s or 500ms, an hour at most")
+    return value
+
+
 def kernel_dirs(values: list[Path] | None) -> tuple[Path, ...]:
     """Return the user's kernel folders; the shipped one is searched anyway, and in a checkout may be named by hand."""
     from fusion_advisor.content import content_dir
@@ -93,7 +115,13 @@ BatchOpt = Annotated[int | None, typer.Option("--batch", metavar="N", min=1, hel
 SeqLenOpt = Annotated[
     int | None, typer.Option("--seq-len", metavar="N", min=1, help="Tokens of each example.", rich_help_panel=_INPUT)
 ]
-PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is.", rich_help_panel=_INPUT)]
+InputOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--input", metavar="FILE.py:FN", help="A function of yours that returns the inputs of a step.", rich_help_panel=_INPUT
+    ),
+]
+PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is; train: to profile.", rich_help_panel=_INPUT)]
 ContextOpt = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)
 ]
@@ -117,6 +145,13 @@ WarmupOpt = Annotated[
     int, typer.Option("--warmup", metavar="N", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)
 ]
 RunsOpt = Annotated[int, typer.Option("--runs", metavar="N", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
+MinTimeOpt = Annotated[
+    str,
+    typer.Option("--min-time", metavar="TIME", help="Time steps for at least 2s, say, beyond --runs.", rich_help_panel=_MEASURE),
+]
+StepsOpt = Annotated[
+    int, typer.Option("--steps", metavar="N", min=1, max=100, help="Traced steps; the median is shown.", rich_help_panel=_MEASURE)
+]
 NvtxOpt = Annotated[
     bool,
     typer.Option(
@@ -159,6 +194,15 @@ MinGainOpt = Annotated[
 ConfidenceOpt = Annotated[
     float, typer.Option("--confidence", min=0.5, max=0.999, help="Of the interval that must be past it.", rich_help_panel=_KEEP)
 ]
+RtolOpt = Annotated[
+    float | None,
+    typer.Option(
+        "--rtol", metavar="X", help="With --atol, a limit on each element's error, instead of eager's own.", rich_help_panel=_KEEP
+    ),
+]
+AtolOpt = Annotated[
+    float | None, typer.Option("--atol", metavar="X", help="|error| ≤ atol + rtol × |oracle|.", rich_help_panel=_KEEP)
+]
 StrictOpt = Annotated[
     bool, typer.Option("--strict", help="Wrong numbers (exit 7) or a failed build (exit 8) are errors.", rich_help_panel=_KEEP)
 ]
@@ -174,6 +218,12 @@ CompileOpt = Annotated[
         "--compile/--no-compile",
         help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
         rich_help_panel=_MEASURE,
+    ),
+]
+BaselineOpt = Annotated[
+    Against,
+    typer.Option(
+        "--baseline", help="What the headline compares with; all but eager measure torch.compile.", rich_help_panel=_MEASURE
     ),
 ]
 MaxAutotuneOpt = Annotated[
@@ -216,6 +266,10 @@ OutputOpt = Annotated[
 FormatOpt = Annotated[
     list[str] | None,
     typer.Option("--format", metavar="LIST", help="html, md, json, csv; repeat or comma.", rich_help_panel=_OUTPUT),
+]
+EmbedTraceOpt = Annotated[
+    bool,
+    typer.Option("--embed-trace", help="Put the profiler's traces into the HTML, up to 13.5 MB.", rich_help_panel=_OUTPUT),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]

@@ -30,6 +30,7 @@ def profile(
     device: options.DeviceOpt = None,
     batch: options.BatchOpt = None,
     seq_len: options.SeqLenOpt = None,
+    example_input: options.InputOpt = None,
     phase: options.PhaseOpt = None,
     context_tokens: options.ContextOpt = None,
     new_tokens: options.NewTokensOpt = None,
@@ -40,6 +41,8 @@ def profile(
     offline: options.OfflineOpt = False,
     warmup: options.WarmupOpt = 10,
     runs: options.RunsOpt = 50,
+    min_time: options.MinTimeOpt = "0s",
+    steps: options.StepsOpt = 3,
     nvtx: options.NvtxOpt = False,
     min_share: options.MinShareOpt = "0.5%",
     top: options.TopOpt = 20,
@@ -50,6 +53,7 @@ def profile(
     fast_math: options.FastMathOpt = False,
     output: options.OutputOpt = None,
     formats: options.FormatOpt = None,
+    embed_trace: options.EmbedTraceOpt = False,
     as_json: options.JsonOpt = False,
     force: options.ForceOpt = False,
     open_html: options.OpenOpt = False,
@@ -75,6 +79,8 @@ def profile(
     chosen = ProfileOptions(
         warmup=warmup,
         runs=runs,
+        min_time_s=options.parse_seconds(min_time),
+        steps=steps,
         min_share=options.parse_share(min_share),
         top=top,
         only=tuple(only or ()),
@@ -85,7 +91,12 @@ def profile(
         nvtx=nvtx,
     )
     target = runner.Output(
-        directory=output, formats=run_dir.parse_formats(formats), as_json=as_json, force=force, is_opened=open_html
+        directory=output,
+        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
+        as_json=as_json,
+        force=force,
+        is_opened=open_html,
+        embed_trace=embed_trace,
     )
     asked = options.workload_fields(
         revision=revision,
@@ -93,6 +104,7 @@ def profile(
         device=device,
         batch=batch,
         seq_len=seq_len,
+        input=example_input,
         phase=phase,
         context=context_tokens,
         new_tokens=new_tokens,

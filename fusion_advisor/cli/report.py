@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli import completion, options, run_dir
-from fusion_advisor.cli.console import open_page, write_result
+from fusion_advisor.cli.console import open_page, warn, write_result
 from fusion_advisor.errors import CannotWrite, UsageError
 
 
@@ -26,6 +26,7 @@ def report(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="Instead of the run's directory.")] = None,
     formats: options.FormatOpt = None,
+    embed_trace: options.EmbedTraceOpt = False,
     as_json: options.JsonOpt = False,
     md_limit: Annotated[int, typer.Option("--md-limit", min=1000, help="Most characters of the markdown.")] = 60_000,
     top_kernels: Annotated[int, typer.Option("--top-kernels", min=1, help="Most rows of the HTML's kernel table.")] = 500,
@@ -53,7 +54,7 @@ def report(
     named = Path(run) if run else directory
     path = named if named.is_file() else directory / "report.json"
     shown = read_report(path)
-    wanted = run_dir.parse_formats(formats)
+    wanted = run_dir.parse_formats(formats, embed_trace=embed_trace)
     target = output or directory
     hidden = _hidden(redact, no_source=no_source)
     if hidden:
@@ -62,10 +63,16 @@ def report(
         if target.resolve() == path.parent.resolve():
             detail = "a redacted report would lie beside the run's own report.json, which holds everything"
             raise UsageError(detail=detail, help="pass -o DIR for a copy that can be given away")
+        if embed_trace:
+            detail = "a trace holds names of modules, files and the machine, and --redact does not reach into it"
+            raise UsageError(detail=detail, help="leave out --embed-trace, or --redact")
         shown = redacting.redact(shown, hidden)
     if target.exists() and not target.is_dir():
         raise UsageError(detail=f"--output {target} is a file", help="pass a directory")
-    written = run_dir.write_views(shown, target, wanted, md_limit=md_limit, top_kernels=top_kernels)
+    traces = run_dir.traces_of(shown, path.parent, embed_trace=embed_trace)
+    written = run_dir.write_views(shown, target, wanted, md_limit=md_limit, top_kernels=top_kernels, traces=traces)
+    for sentence in run_dir.trace_warnings(traces, target):
+        warn(settings, sentence)
     if "json" in wanted and target.resolve() != path.parent.resolve():
         from fusion_advisor.serialize import write_report
 

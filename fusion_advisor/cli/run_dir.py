@@ -20,12 +20,15 @@ from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
 if TYPE_CHECKING:
     from fusion_advisor.fuse.options import ProfileOptions
     from fusion_advisor.records import Report
+    from fusion_advisor.report.embed import EmbeddedTrace
 
 RUNS = Path("fusion-runs")
 FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
 """Only where asked for."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
+"""Options that are spelt otherwise than their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
 """Options that name a run rather than describe it."""
 
@@ -72,7 +75,7 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
                 value = pinned
             if value == item.default and item.name != "seed":
                 continue
-            option = {"kernel_dirs": "--kernels"}.get(item.name, "--" + item.name.replace("_", "-"))
+            option = _SPELLED.get(item.name, "--" + item.name.replace("_", "-"))
             if isinstance(value, bool):
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif isinstance(value, tuple):
@@ -147,18 +150,47 @@ def resolve(name: str | None) -> Path:
     raise UnknownRun(name=name, detail=detail, known=known)
 
 
-def parse_formats(values: Iterable[str] | None, *, extra: tuple[str, ...] = EXTRA) -> tuple[str, ...]:
+def parse_formats(values: Iterable[str] | None, *, extra: tuple[str, ...] = EXTRA, embed_trace: bool = False) -> tuple[str, ...]:
     """Return the formats asked for, repeated or separated by commas; without any, all but the ``extra`` ones."""
     known = (*FORMATS, *extra)
     asked = [part.strip() for value in values or () for part in value.split(",") if part.strip()]
     for part in asked:
         if part not in known:
             raise UsageError(detail=f"--format {part} is not known", help=f"use {', '.join(known[:-1])} or {known[-1]}")
-    return tuple(dict.fromkeys(asked)) or FORMATS
+    formats = tuple(dict.fromkeys(asked)) or FORMATS
+    if embed_trace and "html" not in formats:
+        raise UsageError(
+            detail="--embed-trace puts traces into the HTML, and --format leaves it out", help="add html to --format"
+        )
+    return formats
+
+
+def traces_of(report: Report, directory: Path, *, embed_trace: bool) -> tuple[EmbeddedTrace, ...]:
+    """Read what ``--embed-trace`` puts into the HTML; nothing without it."""
+    if not embed_trace:
+        return ()
+    from fusion_advisor.report.embed import read_traces
+
+    return read_traces(directory, report)
+
+
+def trace_warnings(traces: tuple[EmbeddedTrace, ...], directory: Path) -> list[str]:
+    """What must be said of the page that was written with these traces."""
+    if not traces:
+        return []
+    from fusion_advisor.report.embed import warnings
+
+    return warnings(traces, (directory / "report.html").stat().st_size)
 
 
 def write_views(
-    report: Report, directory: Path, formats: tuple[str, ...], *, md_limit: int | None = None, top_kernels: int | None = None
+    report: Report,
+    directory: Path,
+    formats: tuple[str, ...],
+    *,
+    md_limit: int | None = None,
+    top_kernels: int | None = None,
+    traces: tuple[EmbeddedTrace, ...] = (),
 ) -> list[Path]:
     """Write the views of a report that were asked for, and return their paths."""
     from fusion_advisor.serialize import write_atomic
@@ -169,7 +201,7 @@ def write_views(
             from fusion_advisor.report.html import MAX_KERNELS, render_html
 
             written.append(directory / "report.html")
-            write_atomic(written[-1], render_html(report, top_kernels=top_kernels or MAX_KERNELS))
+            write_atomic(written[-1], render_html(report, top_kernels=top_kernels or MAX_KERNELS, traces=traces))
         if "md" in formats:
             from fusion_advisor.report.markdown import LIMIT, render_markdown
 
@@ -188,7 +220,7 @@ def write_views(
     return written
 
 
-def write_run(report: Report, directory: Path, formats: tuple[str, ...]) -> list[Path]:
+def write_run(report: Report, directory: Path, formats: tuple[str, ...], traces: tuple[EmbeddedTrace, ...] = ()) -> list[Path]:
     """Write report.json, the kernels' sources and the views."""
     from fusion_advisor.serialize import write_atomic, write_report
 
@@ -202,7 +234,7 @@ def write_run(report: Report, directory: Path, formats: tuple[str, ...]) -> list
                     write_atomic(path, kernel.source)
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
-    return [directory / "report.json", *write_views(report, directory, formats)]
+    return [directory / "report.json", *write_views(report, directory, formats, traces=traces)]
 
 
 def append_step_summary(text: str) -> None:

@@ -16,7 +16,7 @@ import typer
 from fusion_advisor.cli import core, gates, run_dir
 from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
-from fusion_advisor.errors import CompileFailed, NothingReplaced, NumericsFailed
+from fusion_advisor.errors import CompileFailed, FusionIsForInference, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.report import gate
@@ -41,6 +41,7 @@ class Output:
     as_json: bool
     force: bool
     is_opened: bool = False
+    embed_trace: bool = False
 
 
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:
@@ -50,6 +51,8 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
         if loaded.record.phase == "generate":
             (report, capture), (part, part_capture) = core.profile_generate(loaded, full, progress)
             _write_part(full, "prefill", part, part_capture, output)
+        elif loaded.record.phase == "train":
+            report, capture = core.profile_training(loaded, full, progress)
         else:
             report, capture = core.profile_workload(loaded, full, progress)
         if full.run_dir is not None:
@@ -61,7 +64,13 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
 
 
 def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate.Rule, ...] = ()) -> None:
-    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed."""
+    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed.
+
+    Raises:
+        FusionIsForInference: the workload is a training step.
+    """
+    if request.phase == "train":
+        raise FusionIsForInference
 
     def work(loaded: core.Loaded, full: ApplyOptions, progress: TerminalProgress) -> Report:
         def save(report: Report) -> None:
@@ -111,7 +120,7 @@ def _write_part(options: ProfileOptions, name: str, report: Report, capture: Cap
         folder = options.run_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         write_capture(capture, folder / "capture.json.gz")
-        run_dir.write_run(report, folder, output.formats)
+        run_dir.write_run(report, folder, output.formats, run_dir.traces_of(report, folder, embed_trace=output.embed_trace))
 
 
 def _run(
@@ -153,7 +162,10 @@ def _run(
             _write_partial(directory, output)
             raise
         progress.phase("report")
-        run_dir.write_run(report, directory, output.formats)
+        traces = run_dir.traces_of(report, directory, embed_trace=output.embed_trace)
+        run_dir.write_run(report, directory, output.formats, traces)
+        for sentence in run_dir.trace_warnings(traces, directory):
+            progress.warn(sentence)
         if "md" in output.formats:
             run_dir.append_step_summary(render_markdown(report))
     return report, directory
@@ -163,7 +175,8 @@ def _write_partial(directory: Path, output: Output) -> None:
     """Write the views of what an interrupted run has found; a second Ctrl-C ends this too."""
     path = directory / "report.json"
     if path.is_file():
-        run_dir.write_run(read_report(path), directory, output.formats)
+        report = read_report(path)
+        run_dir.write_run(report, directory, output.formats, run_dir.traces_of(report, directory, embed_trace=output.embed_trace))
 
 
 @contextlib.contextmanager
@@ -224,6 +237,8 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
 
 def _after_profile(report: Report, run: str) -> str:
     """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
+    if report.training is not None:
+        return "fusion-advisor explain FA312"
     reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
     if reasons and len(reasons) == len(report.answers):
         return f"fusion-advisor explain {reasons[0]}"

@@ -7,6 +7,7 @@ found, checked and timed on the tensors of its first call, and what pays stays. 
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.attached import attached_profiler
 from fusion_advisor.capture.graph import LiveCapture, Region, retrace
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.environment import measure_bandwidth
@@ -82,13 +84,16 @@ def optimise(region: Region) -> Call:
         region: named, with the tensors of a call.
 
     Returns:
-        The rewritten graph, or the original one when nothing pays or its inputs are written to.
+        The rewritten graph, or the original one when nothing pays, its inputs are written to, or nsys or ncu watches.
     """
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
     bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
     written = _written_input(bench.ops)
     if written is not None:
         return _unfused(region.original, f"the graph writes to its input `{written}`")
+    tool = attached_profiler(os.environ)
+    if tool and bench.on_cuda:
+        return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
     options, progress = ApplyOptions(), Progress()
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()

@@ -6,10 +6,13 @@ interleaved run, called as their users call them. One that cannot be run stays i
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfil
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import nothing
 from fusion_advisor.workload.load import LoadedWorkload
+
+_log = logging.getLogger(__name__)
 
 _WARM = 3
 """Calls before one is measured: a recorded step warms up, is recorded, is replayed."""
@@ -187,6 +192,8 @@ def measure_all(
     on_cuda: bool,
     runs: int,
     budget_s: float,
+    least_s: float = 0.0,
+    traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
@@ -202,6 +209,8 @@ def measure_all(
         on_cuda: wait for the device, and trace it.
         runs: rounds at most.
         budget_s: seconds for each contender.
+        least_s: seconds for each contender at least, beyond ``runs``.
+        traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         progress: told about each.
         on_required: given the rows of those that the run needs, where there are others.
@@ -210,7 +219,12 @@ def measure_all(
 
     def rows_of(ready: Sequence[_Ready]) -> dict[str, Baseline]:
         timings = steps.walls(
-            [one.call for one in ready], on_cuda=on_cuda, runs=runs, budget_s=budget_s * len(ready), rewind=rewind
+            [one.call for one in ready],
+            on_cuda=on_cuda,
+            runs=runs,
+            budget_s=budget_s * len(ready),
+            least_s=least_s,
+            rewind=rewind,
         )
         return {
             one.contender.name: Baseline(
@@ -232,17 +246,21 @@ def measure_all(
                     on_required(tuple(rows_of(ready).values()))
                 progress.step(number, len(contenders), contender.name)
             try:
-                ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, rewind=rewind))
+                ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
             except Exception as error:  # compilers and peers raise what they like; the row says what it was
                 if contender.is_required:
                     raise
                 failed[contender.name] = Baseline(name=contender.name, note=_sentence(error))
                 progress.note(f"{contender.name}: {_sentence(error)}")
+                if not isinstance(error, NotAvailable):
+                    _log.info("%s", contender.name, exc_info=error)
         rows = rows_of(ready)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 
-def _made_ready(contender: Contender, needed_bytes: int, *, on_cuda: bool, rewind: Callable[[], object]) -> _Ready:
+def _made_ready(
+    contender: Contender, needed_bytes: int, *, on_cuda: bool, traced_steps: int, rewind: Callable[[], object]
+) -> _Ready:
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     before = memory.held_bytes(on_cuda=on_cuda)
     rewind()
@@ -261,7 +279,7 @@ def _made_ready(contender: Contender, needed_bytes: int, *, on_cuda: bool, rewin
     peak = needed_bytes + held + memory.transient_bytes(call, on_cuda=on_cuda)
     step = contender.step
     if step is None:
-        trace = timeline.record(call, steps=3, on_cuda=on_cuda, before=rewind)
+        trace = timeline.record(call, steps=traced_steps, on_cuda=on_cuda, before=rewind)
         step = steps.step_profile(contender.name, median_step(trace, on_cuda=on_cuda).launches)
     first_s = taken_s if contender.first_call_s is None else contender.first_call_s
     return _Ready(
@@ -278,8 +296,15 @@ def named(rows: Sequence[Baseline], name: str) -> Baseline:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong, in one line; who raised it where the words do not tell."""
+    """What went wrong, in one line; who raised it, and where, unless the words are ours or the driver's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
-    is_plain = isinstance(error, NotAvailable | AdvisorError | measure.CannotRecord)
-    return text if is_plain else f"{type(error).__name__}: {text}"
+    has_heading = bool(lines) and lines[0].endswith(":")  # "backend='inductor' raised:"
+    text = " ".join(lines[: 2 if has_heading else 1]).rstrip(":")
+    if text and isinstance(error, NotAvailable | AdvisorError | measure.CannotRecord):
+        return text
+    raised: BaseException = error
+    while raised.__cause__ is not None:
+        raised = raised.__cause__
+    frames = traceback.extract_tb(raised.__traceback__)
+    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{where}: {text}" if text else f"{type(error).__name__}{where}, without a message"

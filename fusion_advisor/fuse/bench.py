@@ -16,6 +16,7 @@ from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, 
 from fusion_advisor.fuse.passes.counters import batch_counters
 from fusion_advisor.fuse.passes.fold import fold_constants
 from fusion_advisor.fuse.passes.pad import pad_linears
+from fusion_advisor.fuse.passes.patches import patches_as_gemm
 from fusion_advisor.fuse.passes.shared import share_values
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import GraphPass, SiteRewrite, fused_call, rewrite_region
@@ -30,6 +31,7 @@ PASSES: dict[str, tuple[str, GraphPass]] = {
     "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
     "split_gemm_biases": ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
     "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
+    "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
 }
 """Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""

@@ -123,6 +123,7 @@ def _call_op(graph: Graph, original: Node, node: Node, library: torch.library.Li
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    torch_internals.inductor_calls_as_it_is(op)
     with graph.inserting_before(node):
         made = graph.call_function(op, (list(node.args),))
         if len(values) == 1:

@@ -28,13 +28,13 @@ from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import source_around
-from fusion_advisor.fuse.verify import SCALES, check_calls, random_like
+from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.gemv import CUBLAS, GemvConfig, GemvProblem
+from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
-from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status
+from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Tolerance
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing
 from fusion_advisor.workload.device import memory_bytes
@@ -100,7 +100,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     chosen: list[BuiltGemv] = []
     for number, kind in enumerate(kinds, start=1):
         progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
-        row, built = _tried(bench, kind, make, name=f"G{number}", seed=number)
+        row, built = _tried(bench, kind, make, name=f"G{number}", seed=number, tolerance=options.tolerance)
         if built is not None:
             verdict = on_top(
                 runner,
@@ -121,7 +121,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        _step(bench, (), (), ()),
+        _step(kept.captured, (), (), ()),
         _step(bench, kept.built, passes, chosen),
         budget_s=budget_s / 3,
     )
@@ -163,7 +163,8 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
     def make(problem: GemvProblem, header: Header, file: str) -> Made | str:
         choice = choose(problem, device, header=header, backends=backends)
         log(f"{header.title} {problem.m} x {problem.n} x {problem.k}: {choice.text} in {choice.tune_ns / 1e9:.2f} s")
-        if choice.config == CUBLAS:
+        # A step has the norm's and the gate's kernels around cuBLAS as fusions of their own.
+        if choice.config == CUBLAS or choice.config.form in AROUND.values():
             times = "; ".join(f"{text} {ns / 1e3:.1f} µs" for text, ns in choice.tried)
             return f"cuBLAS and the ops around it are faster, or no kernel serves ({choice.source}{': ' * bool(times)}{times})"
         return build(problem, header, choice.config, kernel_dir / file, tuning=choice.text)
@@ -201,7 +202,7 @@ def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, 
     return Made(kernel=kernel, launch=launch)
 
 
-def check(bench: Bench, kind: Kind, made: Made, *, seed: int) -> Numerics:
+def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel with the ops it replaces: on every site's own tensors, and on the first one's weights and random rows."""
     sites = [original_of(bench, place) for place in kind.places]
     layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
@@ -216,16 +217,16 @@ def check(bench: Bench, kind: Kind, made: Made, *, seed: int) -> Numerics:
         fresh.append([next(rows) if is_fresh else root for root, is_fresh in zip(roots, is_rows, strict=True)])
     trials = [*((chain, call, own) for chain, own in sites), *((first, call, given) for given in fresh)]
     text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
-    return check_calls(trials, inputs=f"{text}; the worst is shown")
+    return check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
 
 
-def check_first(bench: Bench, kind: Kind, made: Made) -> Numerics:
+def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | None = None) -> Numerics:
     """Compare a kernel that passed :func:`check` before with the ops it replaces, on the first site's own tensors only."""
     chain, roots = original_of(bench, kind.places[0])
     layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
     result = bench.ops[kind.places[0].members[-1]].outputs[0]
     call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
-    return check_calls([(chain, call, roots)], inputs="the first site's own tensors")
+    return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
 
 
 def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltGemv:
@@ -255,7 +256,9 @@ def header_of(title: str) -> Header:
     return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
 
 
-def _tried(bench: Bench, kind: Kind, make: Make, *, name: str, seed: int) -> tuple[Fusion, BuiltGemv | None]:
+def _tried(
+    bench: Bench, kind: Kind, make: Make, *, name: str, seed: int, tolerance: Tolerance | None
+) -> tuple[Fusion, BuiltGemv | None]:
     row = _row(bench, kind, name)
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
     free_bytes, _ = memory_bytes(bench.values[kind.places[0].inputs[0]].device)
@@ -270,14 +273,13 @@ def _tried(bench: Bench, kind: Kind, make: Make, *, name: str, seed: int) -> tup
         if isinstance(made, str):
             return replace(row, status=Status.SLOWER, reason=made), None
         row = replace(row, rendered=(made.kernel,))
-        row = replace(row, numerics=check(bench, kind, made, seed=seed))
+        row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=tolerance))
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
     numerics = row.numerics
     assert numerics is not None
     if not numerics.is_passed:
-        reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
-        return replace(row, status=Status.WRONG_NUMBERS, reason=reason), None
+        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, tolerance)), None
     built = install(bench, kind, made, name=name)
     before, after = _alone(bench, kind, built)
     row = replace(row, chain_before=before, chain_after=after)

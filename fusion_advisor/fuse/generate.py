@@ -49,7 +49,7 @@ def profile_generate(
     report, capture = pipeline.profile_workload(decode, options, progress)
     progress.phase("generate")
     on_cuda = capture.environment.device_kind == "cuda"
-    times = wall_times(call, runs=options.runs, budget_s=WALL_S, on_cuda=on_cuda, warmup=1)
+    times = wall_times(call, runs=options.runs, budget_s=WALL_S, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1)
     generation = GenerationCheck(
         prompt_tokens=int(call.input_ids.shape[1]),
         new_tokens=call.new_tokens,
@@ -152,7 +152,7 @@ def _compare(
         before=as_timing([0], "wall"),
     )
     if not any(kept):
-        times = wall_times(eager_call, runs=options.runs, budget_s=WALL_S, on_cuda=on_cuda, warmup=1)
+        times = wall_times(eager_call, runs=options.runs, budget_s=WALL_S, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1)
         return replace(check, before=as_timing(times, "wall"))
     fused.apply()
     try:
@@ -161,7 +161,9 @@ def _compare(
         ours = call()
         original_calls = sum(fused.fallbacks.values()) - counted
         parted = first_divergence(theirs.sequences, ours.sequences, theirs.logits, check.prompt_tokens)
-        before, after = steps.walls([eager_call, call], on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S)
+        before, after = steps.walls(
+            [eager_call, call], on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S, least_s=options.min_time_s
+        )
     finally:
         fused.revert()
     return replace(

@@ -36,6 +36,7 @@ def choose_graph(
     confidence: float,
     rounds: int,
     budget_s: float,
+    least_s: float = 0.0,
     wait: Callable[[], None],
     rewind: Callable[[], object] = nothing,
 ) -> GraphRewrite:
@@ -50,6 +51,7 @@ def choose_graph(
         confidence: of the interval.
         rounds: the most rounds.
         budget_s: seconds of timing.
+        least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
     """
@@ -75,7 +77,9 @@ def choose_graph(
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     with torch.no_grad():
-        times = measure.interleave([plain, plain, with_graph], rounds=rounds, budget_s=budget_s, on_cuda=False, before=rewind)
+        times = measure.interleave(
+            [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, on_cuda=False, before=rewind
+        )
     control, before, after = times
     same = measure.difference(control, before, confidence)
     verdict = verdict_of(

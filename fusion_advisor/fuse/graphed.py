@@ -30,7 +30,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -42,6 +42,7 @@ from fusion_advisor.capture.graph import source_of, storages, written_storages
 from fusion_advisor.fuse.chain import extent
 from fusion_advisor.fuse.held import Held
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.fuse.rows_copy import RowsCopy
 from fusion_advisor.timing.measure import CannotRecord
 
 MOST_RECORDINGS = 8
@@ -56,6 +57,7 @@ _UNDO_BYTES = 64 << 10
 _COPYING = frozenset({"_to_copy", "to", "copy_", "copy", "lift_fresh_copy", "cuda"})
 
 Outputs = Literal["clone", "static"]
+CopyOut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HalfWritten(RuntimeError):
@@ -96,7 +98,7 @@ class CudaRecorder:
             return f"the current device is not cuda:{self._device}, where it was recorded"
         if torch.cuda.is_current_stream_capturing():
             return "the call is itself being recorded into a CUDA graph"
-        stream = int(torch.cuda.current_stream().cuda_stream)
+        stream = torch_internals.current_stream_number(self._device)
         if self._stream is None:
             self._stream = stream
         return None if stream == self._stream else "the call comes from another stream than the first one did"
@@ -160,6 +162,7 @@ class Recording:
         slots: places of the inputs that are read where they are, ``addresses`` their addresses and then those of ``own``.
         read: those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep its memory, and so keep
             the next one from getting the same addresses.
+        gone: those of them that were freed since.
         own: tensors of the rewritten graph itself.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
@@ -167,8 +170,8 @@ class Recording:
         is_pure: whether it writes to nothing that outlives the call.
         saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
         objects: what was read of the call's objects, whose tensors it writes to.
-        memories: the graph's own memory that results lie in, each with the format that it is copied out in: what the region
-            copies last, to give a result its strides, is left out of the graph and done by that copy.
+        memories: the graph's own memory that results lie in, each with what copies it out: what the region copies last, to give a
+            result its strides, is left out of the graph and done then.
         results: how each result is made of it.
         replays: how often it ran.
     """
@@ -178,7 +181,8 @@ class Recording:
     copies: tuple[_Copy, ...]
     read: tuple[weakref.ref[torch.Tensor], ...]
     own: tuple[torch.Tensor, ...]
-    addresses: list[int]
+    gone: list[weakref.ref[torch.Tensor]]
+    addresses: torch_internals.Addresses
     slots: tuple[int, ...]
     others: tuple[tuple[int, Any], ...]
     folded_from: tuple[tuple[torch.Tensor, int], ...]
@@ -186,18 +190,17 @@ class Recording:
     is_pure: bool
     saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
     objects: tuple[weakref.ref[Any], ...]
-    memories: tuple[tuple[torch.Tensor, torch.memory_format], ...]
+    memories: tuple[tuple[torch.Tensor, CopyOut], ...]
     results: tuple[_Output, ...]
     kind: type
     replays: int = 0
 
     def is_in_place(self) -> bool:
         """Whether what is read where it is still lies there, and the flags are as they were."""
-        alive = [tensor for reference in self.read if (tensor := reference()) is not None]
-        if len(alive) < len(self.read):
+        if self.gone:
             return False
-        addresses = [tensor.data_ptr() for tensor in (*alive, *self.own)]
-        return addresses == self.addresses and self.is_unwritten() and backend_flags() == self.flags
+        alive = [tensor for reference in self.read if (tensor := reference()) is not None]
+        return self.addresses.are_of([*alive, *self.own]) and self.is_unwritten() and backend_flags() == self.flags
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
         """Whether it may be launched before the guards have held, by a call that passes these objects."""
@@ -220,9 +223,8 @@ class Recording:
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
         """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
-        read = (*(args[slot] for slot in self.slots), *self.own)
         return (
-            [tensor.data_ptr() for tensor in read] == self.addresses
+            self.addresses.are_of([*(args[slot] for slot in self.slots), *self.own])
             and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
             and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
             and self.is_unwritten()
@@ -239,7 +241,7 @@ class Recording:
     def give(self, args: Sequence[Any], outputs: Outputs) -> Any:
         """Return the results of the replay just launched."""
         is_copied = outputs == "clone"
-        fresh = [memory.clone(memory_format=form) if is_copied else memory for memory, form in self.memories]
+        fresh = [copy(memory) if is_copied else memory for memory, copy in self.memories]
         given = []
         for output in self.results:
             value = output.value
@@ -470,6 +472,7 @@ class GraphedRegion:
             on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
             raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
         last = last_copies(self.module) if outputs == "clone" else {}
+        own_copies = {place: node.target if isinstance(node.target, RowsCopy) else _contiguous for place, node in last.items()}
         runner = _Watched(self.module, frozenset(last.values()))
         written = [inputs[slot] for slot in self._saved or ()]
         can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
@@ -488,12 +491,13 @@ class GraphedRegion:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         own = tuple(tensor for tensor in self.module.__dict__.get("_buffers", {}).values() if tensor is not None)
         read = tuple(args[slot] for slot in slots)
+        gone: list[weakref.ref[torch.Tensor]] = []
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
-        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs, frozenset(last))
+        memories, results = _results(list(result) if isinstance(result, tuple | list) else [result], inputs, own_copies)
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), read=tuple(map(weakref.ref, read)), own=own,
-            addresses=[tensor.data_ptr() for tensor in (*read, *own)], slots=tuple(slots), others=tuple(others),
+            play=play, copies=tuple(copies), read=tuple(weakref.ref(tensor, gone.append) for tensor in read), own=own,
+            gone=gone, addresses=torch_internals.Addresses((*read, *own)), slots=tuple(slots), others=tuple(others),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
             objects=tuple(map(weakref.ref, objects)),
@@ -540,12 +544,23 @@ def last_copies(module: GraphModule) -> dict[int, Node]:
         place: node
         for place, node in enumerate(given)
         if isinstance(node, Node)
-        and node.target is torch.ops.aten.clone.default
-        and node.kwargs == {"memory_format": torch.contiguous_format}
+        and (isinstance(node.target, RowsCopy) or _is_plain_clone(node))
         and len(node.users) == 1
         and given.count(node) == 1
         and not theirs & set(storages(node.all_input_nodes[0]))
     }
+
+
+def _is_plain_clone(node: Node) -> bool:
+    return node.target is torch.ops.aten.clone.default and node.kwargs == {"memory_format": torch.contiguous_format}
+
+
+def _as_it_is(memory: torch.Tensor) -> torch.Tensor:
+    return memory.clone(memory_format=torch.preserve_format)
+
+
+def _contiguous(memory: torch.Tensor) -> torch.Tensor:
+    return memory.clone(memory_format=torch.contiguous_format)
 
 
 def host_work(module: GraphModule) -> str | None:
@@ -650,37 +665,37 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def _results(
-    values: list[Any], inputs: Sequence[Any], apart: frozenset[int]
-) -> tuple[tuple[tuple[torch.Tensor, torch.memory_format], ...], tuple[_Output, ...]]:
+    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, CopyOut]
+) -> tuple[tuple[tuple[torch.Tensor, CopyOut], ...], tuple[_Output, ...]]:
     """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
 
     Args:
         values: the results.
         inputs: of the region.
-        apart: places of results that are memory of their own, with plain strides, once they are copied.
+        apart: by place, what copies a result that is memory of its own, with plain strides, once it is copied.
     """
     slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
     sharing: dict[Any, list[torch.Tensor]] = {}
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
             sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
-    memories: list[tuple[torch.Tensor, torch.memory_format]] = []
+    memories: list[tuple[torch.Tensor, CopyOut]] = []
     found: dict[Any, tuple[int, int | None]] = {}
     for key, tensors in sharing.items():
         only = tensors[0]
         if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
             found[key] = (len(memories), None)
-            memories.append((only, torch.preserve_format))
+            memories.append((only, _as_it_is))
             continue
         first = min(int(tensor.storage_offset()) for tensor in tensors)
         last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
         found[key] = (len(memories), first)
-        memories.append((only.as_strided((last - first,), (1,), first), torch.preserve_format))
+        memories.append((only.as_strided((last - first,), (1,), first), _as_it_is))
     results = []
     for place, value in enumerate(values):
         if place in apart:
             results.append(_Output(memory=len(memories)))
-            memories.append((value, torch.contiguous_format))
+            memories.append((value, apart[place]))
             continue
         if not isinstance(value, torch.Tensor):
             results.append(_Output(value=value))

@@ -95,7 +95,7 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
-        has_gemvs=bool(gemvs),
+        has_gemvs=bool(gemvs), tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
@@ -123,20 +123,20 @@ def install(
                 graph = choose_graph(
                     fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=WALL_S,
-                    wait=bench.wait, rewind=rewind,
+                    least_s=options.min_time_s, wait=bench.wait, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
         measured = replace(measured, rewrites=report.rewrites)
     is_graphed = graph is not None and graph.status is Status.KEPT
-    with_peers = (bench.on_cuda if options.compile is None else options.compile) or options.max_autotune
+    with_peers = bench.on_cuda if options.measures_compile is None else options.measures_compile
     eager = Contender(name=EAGER, make=lambda: eager_call, step=report.before, held_bytes=0, is_required=True)
     others = (
         peers(loaded, eager_call, on_cuda=bench.on_cuda, max_autotune=options.max_autotune, rewind=rewind) if with_peers else []
     )
     measuring: dict[str, Any] = {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
-        "budget_s": WALL_S, "rewind": rewind, "progress": progress,
+        "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps, "rewind": rewind, "progress": progress,
     }  # fmt: skip
     if not built and not gemvs and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
@@ -152,13 +152,13 @@ def install(
         return AppliedRun(fused=fused, report=unchanged, capture=capture)
     with clock.phase("check the model"):
         with torch.no_grad():
-            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written)
+            check = check_whole_model(loaded, eager_call, fused_call, bench.live.written, tolerance=options.tolerance)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     with clock.phase("measure after"):
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
         with launched_singly(fused):
-            after_step = steps.trace_fused(bench, variant, fused_call, trace_to)
+            after_step = steps.trace_fused(bench, variant, fused_call, trace_to, traced_steps=options.steps)
         after = steps.step_profile(
             "fused", after_step.launches, device=decision.after if decision.method == "cuda_graph" else None
         )

@@ -22,7 +22,7 @@ from fusion_advisor.fuse.relocate import merged_bench, relocate
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.rule import CannotLower
-from fusion_advisor.records import MERGED, Fusion, GraphRewrite, RenderedKernel, Status
+from fusion_advisor.records import MERGED, Fusion, GraphRewrite, RenderedKernel, Status, Tolerance
 
 TITLE = MERGED
 _ID = f"R{len(PASSES) + 1}"
@@ -30,9 +30,10 @@ _ID = f"R{len(PASSES) + 1}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What stays in the model, and the bench whose graphs it is written into."""
+    """What stays in the model, the bench whose graphs it is written into, and the one that has the graphs as captured."""
 
     bench: Bench
+    captured: Bench
     decision: Decision
     rewrites: tuple[GraphRewrite, ...]
     fusions: list[Fusion]
@@ -87,7 +88,12 @@ def merge_gemms(
         return _refused(kept, f"{len(refusals)} groups were found, none was merged: {refusals[0]}", len(refusals))
     backend = options.backend or ("triton" if kept.bench.on_cuda else "cpp")
     try:
-        merged = on_merged(kept.bench, regions, kept.built, mover(kernel_dir, backend=backend, fast_math=options.fast_math))
+        merged = on_merged(
+            kept.bench,
+            regions,
+            kept.built,
+            mover(kernel_dir, backend=backend, fast_math=options.fast_math, tolerance=options.tolerance),
+        )
     except CannotMove as refusal:
         return _refused(kept, str(refusal), sum(one.merged for one in regions))
     progress.note(f"{merged.merged} merged GEMMs, timed on top of what was kept")
@@ -114,18 +120,28 @@ def merge_all(bench: Bench, *, may_copy: bool, free_bytes: int) -> list[MergedRe
 Move = Callable[[Bench, PlannedFusion, int], tuple[BuiltFusion, RenderedKernel]]
 
 
-def mover(kernel_dir: Path, *, backend: str, fast_math: bool) -> Move:
+def mover(kernel_dir: Path, *, backend: str, fast_math: bool, tolerance: Tolerance | None = None) -> Move:
     """Return what builds and checks a fusion on a new layout.
 
     Args:
         kernel_dir: where its source goes, beside the kernel of the layout before.
         backend: ``triton``, ``cuda`` or ``cpp``.
         fast_math: let the kernel approximate.
+        tolerance: the user's limit on its errors.
     """
 
     def move(bench: Bench, planned: PlannedFusion, number: int) -> tuple[BuiltFusion, RenderedKernel]:
         named = replace(planned, id=f"{planned.id}_merged{number}")
-        trial = try_fusion(bench, named, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, seed=number, is_timed=False)
+        trial = try_fusion(
+            bench,
+            named,
+            backend=backend,
+            fast_math=fast_math,
+            tolerance=tolerance,
+            kernel_dir=kernel_dir,
+            seed=number,
+            is_timed=False,
+        )
         if trial.built is None:
             raise CannotMove(f"{planned.id} on the merged layout: {trial.fusion.reason}")
         return bench.install(planned, trial.built.kernel, trial.built.built), trial.built.kernel
@@ -210,16 +226,16 @@ def _judged(kept: Kept, merged: MergedStep, refusals: Sequence[str], options: Ap
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    untouched = kept.bench.build((), ())
+    untouched = kept.captured.build((), ())
 
     def original() -> Any:
-        return kept.bench.run(untouched)
+        return kept.captured.run(untouched)
 
     decision = confirmed(runner, kept.decision, original, after, budget_s=budget_s / 3)
     fusions = [
         replace(fusion, rendered=merged.kernels[fusion.id]) if fusion.id in merged.kernels else fusion for fusion in kept.fusions
     ]
-    return Kept(bench=merged.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=merged.built)
+    return replace(kept, bench=merged.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=merged.built)
 
 
 def _row(verdict: Verdict, merged: MergedStep, refusals: Sequence[str]) -> GraphRewrite:

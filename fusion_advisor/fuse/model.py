@@ -144,12 +144,19 @@ class FusedModel:
         leaves: list[torch.Tensor] = []
         objects: list[_Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
-        refusal = self._refusal(key)
+        refusal = self._refusal_at_once(key)
         if refusal is None:
+
+            def run() -> Any:
+                later = self._refusal()
+                if later is not None:
+                    raise _Refused(later)
+                return self._run_compiled(key, args, kwargs)
+
             try:
-                if self.graphs is None:
-                    return self._run_compiled(key, args, kwargs)
-                return self.graphs.run(key, leaves, lambda: self._run_compiled(key, args, kwargs), objects)
+                return run() if self.graphs is None else self.graphs.run(key, leaves, run, objects)
+            except _Refused as refused:
+                refusal = refused.reason
             except LayoutChanged as change:
                 self._is_broken = True
                 if key in self._writing:
@@ -179,19 +186,25 @@ class FusedModel:
             self._say("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal(self, key: Any) -> str | None:
+    def _refusal_at_once(self, key: Any) -> str | None:
+        """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
         if self._is_broken:
             return "a value inside the model was laid out differently than when it was verified"
         if torch.is_grad_enabled():
             return "gradients are enabled; wrap the call in torch.no_grad()"
-        if self.model.training or any(module.training for module in self._live_dropouts):
-            return "the model is in train() mode"
+        if self.model.training:
+            return _TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
+        return None if key in self._in_place else self._refusal() or _UNSEEN
+
+    def _refusal(self) -> str | None:
+        if any(module.training for module in self._live_dropouts):
+            return _TRAINING
         # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
         if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
             return "a hook was added or removed after the model was verified"
-        return None if key in self._in_place else _UNSEEN
+        return None
 
     def _say(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
@@ -293,6 +306,15 @@ class FusedModel:
         return getattr(self.model, name)
 
 
+class _Refused(Exception):
+    """A call that must run the original ops, found out after its graph was launched."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+_TRAINING = "the model is in train() mode"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 5

@@ -16,15 +16,24 @@ from torch.utils import _pytree as pytree
 from fusion_advisor.capture.arguments import copied
 from fusion_advisor.capture.state import Written, arguments
 from fusion_advisor.fuse.verify import check_model
-from fusion_advisor.records import ModelCheck
+from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 _HEADROOM = 1.5
 """A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
 
+_COUNTS = "written counts"
 
-def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: Callable[[], Any], written: Written) -> ModelCheck:
+
+def check_whole_model(
+    loaded: LoadedWorkload,
+    eager: Callable[[], Any],
+    fused: Callable[[], Any],
+    written: Written,
+    *,
+    tolerance: Tolerance | None = None,
+) -> ModelCheck:
     """Run all three and compare.
 
     Args:
@@ -32,6 +41,7 @@ def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: C
         eager: the original call.
         fused: the fused call.
         written: what a call changes outside its result; put back before each of the three.
+        tolerance: the user's limit instead of eager's own error.
     """
     names = (*written.tensors, *written.made)
 
@@ -49,7 +59,8 @@ def check_whole_model(loaded: LoadedWorkload, eager: Callable[[], Any], fused: C
         key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()
     }
     fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
-    return check_model(fused_rows, eager_rows, true_rows, name)
+    exact = {_COUNTS, *(title for title, tensor in ours.outputs if not tensor.is_floating_point() and not tensor.is_complex())}
+    return check_model(fused_rows, eager_rows, true_rows, name, tolerance=tolerance, exact=exact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +79,7 @@ class _Outcome:
     def changed(self, masks: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """One flat tensor of what was written to floats, layer after layer, and one of counts, which must be equal."""
         rows = []
-        for title, is_float in (("written values", True), ("written counts", False)):
+        for title, is_float in (("written values", True), (_COUNTS, False)):
             names = [
                 name for name, tensor in self.written.items() if tensor.is_floating_point() is is_float and masks[name].any()
             ]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.records import Tolerance
+
+BASELINES = ("eager", "compile", "both")
+"""What the headline may compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +20,9 @@ class ProfileOptions:
 
     Attributes:
         warmup: Steps before any is timed.
-        runs: Timed steps.
+        runs: Timed steps; fewer where they would take more than a few seconds.
+        min_time_s: Where steps are counted by ``runs``, time them for at least so many seconds, however many runs that takes.
+        steps: Traced steps; the median one is shown.
         min_share: Chains below this share of device time are not listed.
         top: At most so many chains.
         only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
@@ -30,6 +39,8 @@ class ProfileOptions:
 
     warmup: int = 10
     runs: int = 50
+    min_time_s: float = 0.0
+    steps: int = 3
     min_share: float = 0.005
     top: int = 20
     only: tuple[str, ...] = ()
@@ -51,8 +62,13 @@ class ApplyOptions(ProfileOptions):
     Attributes:
         min_gain: A rewrite must save at least this share of the step.
         confidence: Of the interval that must lie past the threshold as a whole.
+        rtol: With ``atol``, how far each element of a floating-point result may be from the oracle, ``atol + rtol × |oracle|``,
+            in place of the limit that eager's own error sets. One of the two alone makes the other 0.
+        atol: See ``rtol``.
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
         dry_run: Render and build, but leave the model as it is.
+        baseline: What the headline compares with: ``eager``, ``compile`` (torch.compile's fastest mode) or ``both``. The last two
+            measure torch.compile, on a CPU too.
         compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
             for the rest of ours. None: on a GPU only.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
@@ -66,11 +82,39 @@ class ApplyOptions(ProfileOptions):
 
     min_gain: float = 0.005
     confidence: float = 0.95
+    rtol: float | None = None
+    atol: float | None = None
     strict: bool = False
     dry_run: bool = False
+    baseline: Literal["eager", "compile", "both"] = "eager"
     compile: bool | None = None
     max_autotune: bool = False
     merge_copies: bool = False
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
+
+    def __post_init__(self) -> None:
+        for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
+            if value is not None and not 0 <= value < math.inf:
+                raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
+
+        if self.baseline not in BASELINES:
+            raise UsageError(detail=f"--baseline {self.baseline} is not known", help=f"use {', '.join(BASELINES)}")
+        if self.baseline != "eager" and self.compile is False:
+            raise UsageError(
+                detail=f"--baseline {self.baseline} and --no-compile contradict each other",
+                help="torch.compile has to be measured to be compared with: leave one of them out",
+            )
+
+    @property
+    def measures_compile(self) -> bool | None:
+        """Whether torch.compile and its like are measured; None leaves it to the device."""
+        return True if self.baseline != "eager" or self.max_autotune else self.compile
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """The user's limit on errors; None where there is none."""
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(rtol=self.rtol or 0.0, atol=self.atol or 0.0)

@@ -45,7 +45,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with _memory_errors(loaded, "profiling"):
+    with memory_errors(loaded, "profiling"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         live.written.restore()
@@ -72,10 +72,11 @@ def apply_workload(
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with _memory_errors(loaded, "applying"):
+    with memory_errors(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
+        report = replace(report, tolerance=options.tolerance, baseline=options.baseline)
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -83,7 +84,7 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-            kept = Kept(bench=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
+            kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
@@ -125,6 +126,8 @@ def _profile(
             warmup=options.warmup,
             runs=options.runs,
             budget_s=WALL_S,
+            least_s=options.min_time_s,
+            traced_steps=options.steps,
             with_nvtx=options.nvtx,
             trace_to=trace_to,
             note=progress.note,
@@ -160,7 +163,7 @@ def _report(
     on_cuda = capture.environment.device_kind == "cuda"
     notes = (
         "Shares come from a traced run, every wall time from runs without a profiler.",
-        "Device time is the sum of raw kernel events of one step (the median of three)."
+        f"Device time is the sum of raw kernel events of one step ({_which_step(options.steps)})."
         if on_cuda
         else "On a CPU a launch is one ATen op call that computes, and device time the sum of their durations.",
         "The byte floor uses the copy bandwidth measured in this run; savings before a run are upper bounds and do not add up.",
@@ -186,6 +189,10 @@ def _report(
     )
 
 
+def _which_step(traced: int) -> str:
+    return "the only one traced" if traced == 1 else f"the median of {traced} that were traced"
+
+
 def _written_notes(written: Written) -> tuple[str, ...]:
     """What repeating a step that writes (to a KV cache, say) means for the figures."""
     notes = []
@@ -202,7 +209,8 @@ def _written_notes(written: Written) -> tuple[str, ...]:
 
 
 @contextmanager
-def _memory_errors(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
+def memory_errors(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
+    """Turn running out of memory into the error that says what to try; ``stage`` says what was being done."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

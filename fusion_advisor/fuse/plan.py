@@ -69,16 +69,22 @@ def make_plan(
         min_share: chains below this share of device time are ranked but get no kernel.
         top: at most this many rows.
         only: shell patterns of kernel names; when given, nothing else is tried.
-        skip: shell patterns of kernel names that are not tried.
+        skip: shell patterns of kernel names that are not tried; a smaller kernel may take a part of their sites.
         sources: where each library kernel's idea comes from, for the rendered header.
     """
 
-    # Queries and keys share no launch where the kernel for both is left out: each is then offered to the kernel for one.
-    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+    # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
+    # norm to its own where that with the residual is.
+    def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
         found = find_match(lower(capture.ops, members, outputs).program, patterns)
-        return found is not None and _left_out(found.kernel, only, skip) is None
+        return None if found is None else _left_out(found.kernel, only, skip) is None
 
-    groups = find_groups(capture.ops, lambda members, outputs: judge_with(capture.ops, members, outputs), has_kernel)
+    groups = find_groups(
+        capture.ops,
+        lambda members, outputs: judge_with(capture.ops, members, outputs),
+        lambda members, outputs: is_allowed(members, outputs) is True,
+        (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
+    )
     rows = rank_chains(capture, groups)[:top]
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []

@@ -11,12 +11,16 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.steps import attention_of
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpNode, Ref
 
+_LINEAR = "aten.linear.default"
+_CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _MASKS = "drop_masks"
 _PADS = "pad_linears"
+_PATCHES = "patches_as_gemm"
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int) -> int:
@@ -53,8 +57,9 @@ def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
-    Where a mask goes, attention is expected to run as long as eager's, which builds none. A padded GEMM is expected to be as
-    quick per multiplication as the quickest of the step's other linears, and its result to be copied once.
+    Where a mask goes, attention is expected to run as long as eager's, which builds none. A padded GEMM, and one over patches, is
+    expected to be as quick per multiplication as the quickest of the step's other linears; the result of the first is copied
+    once, what the second reads and gives once each.
 
     Args:
         rewrites: of a run.
@@ -80,6 +85,8 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
             saving_ns += max(0, traced - eager)
         if name == _PADS:
             saving_ns = max(0, saving_ns - _padded_ns(capture, now - gone) - 2 * row.sites * cost_ns)
+        if name == _PATCHES:
+            saving_ns = max(0, saving_ns - _patched_ns(capture, now - gone) - 3 * row.sites * cost_ns)
         gone = now
         priced.append(replace(row, predicted_saving_ns=saving_ns))
     return tuple(priced)
@@ -87,16 +94,31 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
 
 def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
     """What linears take once they are padded: their products at the best rate of the others, and a copy of their results."""
+    padded = [op for op in capture.ops if op.target == _LINEAR and op.index in removed]
+    copied_bytes = sum(2 * read_bytes(op.outputs[0]) for op in padded)  # read and written
+    products_ns = sum(_products(capture, op) for op in padded) * _ns_per_product(capture, removed)
+    return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
+    """What convolutions over patches take as GEMMs: their products, and copies of what they read and give."""
+    convolutions = [op for op in capture.ops if op.target in _CONVOLUTIONS and op.index in removed]
+    copied_bytes, products = 0, 0
+    for op in convolutions:
+        picture, weight = (capture.ops[source.index].outputs[0] for source in op.args[:2] if isinstance(source, Ref))
+        copied_bytes += 2 * (read_bytes(picture) + read_bytes(op.outputs[0]))
+        products += math.prod(op.outputs[0].shape) * math.prod(weight.shape[1:])
+    return round(products * _ns_per_product(capture, removed) + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _ns_per_product(capture: Capture, removed: Collection[int]) -> float:
+    """Of the quickest linear that stays."""
     took: dict[int, int] = {}
     for launch in capture.launches:
         if launch.op_index is not None:
             took[launch.op_index] = took.get(launch.op_index, 0) + launch.duration_ns
-    linears = [op for op in capture.ops if op.target == "aten.linear.default" and took.get(op.index)]
-    ns_per_product = min((took[op.index] / _products(capture, op) for op in linears if op.index not in removed), default=0.0)
-    padded = [op for op in linears if op.index in removed]
-    copied_bytes = sum(2 * math.prod(op.outputs[0].shape) * 2 for op in padded)  # 16-bit elements, read and written
-    products_ns = sum(_products(capture, op) for op in padded) * ns_per_product
-    return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+    linears = [op for op in capture.ops if op.target == _LINEAR and took.get(op.index) and op.index not in removed]
+    return min((took[op.index] / _products(capture, op) for op in linears), default=0.0)
 
 
 def _products(capture: Capture, linear: OpNode) -> int:

@@ -177,7 +177,12 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
     with clock.phase("install"):
         variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
         kept = Kept(
-            fusions=tuple(built), passes=saved.passes, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, has_gemvs=bool(gemvs)
+            fusions=tuple(built),
+            passes=saved.passes,
+            rows=gemm_rows(bench.ops),
+            on_cuda=bench.on_cuda,
+            has_gemvs=bool(gemvs),
+            tolerance=saved.report.tolerance,
         )
         graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
         fused = FusedModel(
@@ -215,7 +220,12 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
             outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
             launch, inputs = one.bind(planned.program), list(map(layout_of, roots))
             call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
-            numerics = check_calls([(chain, call, roots)], inputs="the first site's own tensors", fast_math=kernel.fast_math)
+            numerics = check_calls(
+                [(chain, call, roots)],
+                inputs="the first site's own tensors",
+                fast_math=kernel.fast_math,
+                tolerance=saved.report.tolerance,
+            )
         except KernelBuildFailed as failure:
             raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
         if not numerics.is_passed:
@@ -274,7 +284,7 @@ def _gemvs(bench: Bench, saved: SavedPlan) -> list[BuiltGemv]:
             try:
                 path = saved.run_dir / "kernels" / f"{row.id}_{kind.title}"
                 made = build(kind.problem, header, config, path, tuning=kernel.tuning)
-                numerics = check_first(bench, kind, made)
+                numerics = check_first(bench, kind, made, tolerance=saved.report.tolerance)
             except KernelBuildFailed as failure:
                 raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
             if not numerics.is_passed:

@@ -45,6 +45,7 @@ def try_all(
                 planned,
                 backend=backend,
                 fast_math=options.fast_math,
+                tolerance=options.tolerance,
                 kernel_dir=kernel_dir,
                 seed=number,
                 with_nvtx=options.nvtx,

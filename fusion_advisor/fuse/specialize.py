@@ -28,7 +28,7 @@ from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import names_in, with_names
 from fusion_advisor.library.program import Program, layout_key
-from fusion_advisor.records import Chain, OpClass, OpNode, Site
+from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
 
 FEW_ROWS = 16
 """A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""
@@ -44,6 +44,8 @@ class Kept:
     rows: int
     """GEMM rows of the call that the plan was made for."""
     on_cuda: bool
+    tolerance: Tolerance | None = None
+    """The user's limit on errors, if there was one."""
     has_gemvs: bool = False
     """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
 
@@ -94,7 +96,7 @@ def specialise(
     found = _sites(bench, kept)
     try:
         bench.observe([planned for planned, _ in found])
-        built = [_bound(bench, planned, kernel) for planned, kernel in found]
+        built = [_bound(bench, planned, kernel, kept.tolerance) for planned, kernel in found]
     finally:
         live.written.restore()
     variant = bench.build(built, kept.passes)
@@ -116,7 +118,13 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
         return layout_key(lower(bench.ops, members, outputs).program) in by_layout
 
-    for group in find_groups(bench.ops, lambda members, outputs: judge_with(bench.ops, members, outputs), has_kernel):
+    groups = find_groups(
+        bench.ops,
+        lambda members, outputs: judge_with(bench.ops, members, outputs),
+        has_kernel,
+        lambda members, outputs: not has_kernel(members, outputs),
+    )
+    for group in groups:
         if group.verdict.is_fusible:
             folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
     found: list[tuple[PlannedFusion, BuiltFusion]] = []
@@ -167,17 +175,14 @@ def _planned(
     )
 
 
-def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion) -> BuiltFusion:
+def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance: Tolerance | None) -> BuiltFusion:
     """Bind a kernel to new sizes and check its numbers on the first site's own tensors."""
     chain, roots = bench.first_site(planned)
     inputs = [verify.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     launch = kernel.built.bind(planned.program)
     call = fused_call(kernel.kernel.name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
-    numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kernel.kernel.fast_math)
+    numerics = verify.check_chain(chain, call, roots, seed=0, fast_math=kernel.kernel.fast_math, tolerance=tolerance)
     if not numerics.is_passed:
-        raise CannotSpecialize(
-            detail=f"{planned.match.kernel} has a relative error of {numerics.fused_rel_l2:.2e} there, the original ops "
-            f"{numerics.eager_rel_l2:.2e}"
-        )
+        raise CannotSpecialize(detail=f"{planned.match.kernel} there: {verify.why_wrong(numerics, tolerance)}")
     return bench.install(planned, kernel.kernel, kernel.built)

@@ -18,6 +18,7 @@ from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave
 from fusion_advisor.timing.stopwatch import as_timing, nothing
+from fusion_advisor.timing.watch import watching
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -93,7 +94,7 @@ class _FusedRunner(torch.fx.Interpreter):
             return super().run_node(n)
 
 
-def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to: Path | None) -> Step:
+def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to: Path | None, *, traced_steps: int = 3) -> Step:
     """Trace the fused step: the model's own call on a GPU, the rewritten regions op by op on a CPU.
 
     Args:
@@ -101,6 +102,7 @@ def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to
         variant: what is installed.
         call: the fused model on the workload's inputs.
         save_to: where the raw trace goes (``trace.after.json.gz``).
+        traced_steps: how many steps are traced; the median is returned.
     """
 
     def by_node() -> None:
@@ -112,7 +114,7 @@ def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to
     with torch.no_grad():
         rewind()
         step()
-        trace = timeline.record(step, steps=3, on_cuda=bench.on_cuda, save_to=save_to, before=rewind)
+        trace = timeline.record(step, steps=traced_steps, on_cuda=bench.on_cuda, save_to=save_to, before=rewind)
         return median_step(trace, on_cuda=bench.on_cuda)
 
 
@@ -127,15 +129,17 @@ def walls(
     on_cuda: bool,
     runs: int,
     budget_s: float,
+    least_s: float = 0.0,
     rewind: Callable[[], object] = nothing,
 ) -> list[Timing]:
-    """Time ways of calling the model against each other, from the host's side, interleaved.
+    """Time ways of calling the model against each other, from the host's side, interleaved; the clocks are read in between.
 
     Args:
         calls: warm.
         on_cuda: wait for the device after each.
         runs: rounds at most.
         budget_s: seconds in all.
+        least_s: go on for so many seconds for each call, beyond ``runs`` and ``budget_s``.
         rewind: called ahead of each run, untimed.
     """
 
@@ -152,6 +156,25 @@ def walls(
 
         return run
 
-    with torch.no_grad():
-        times = interleave([waiting(call) for call in calls], rounds=runs, budget_s=budget_s, on_cuda=False, before=from_rest)
-    return [as_timing(series, "wall") for series in times]
+    def queued(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            rewind()
+            call()
+
+        return run
+
+    with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
+
+        def after(number: int, position: int, last_ns: int) -> None:
+            watch.sample(number, position, queued(calls[position]), last_ns)
+
+        times = interleave(
+            [waiting(call) for call in calls],
+            rounds=runs,
+            budget_s=budget_s,
+            least_s=least_s * len(calls),
+            on_cuda=False,
+            before=from_rest,
+            after=after,
+        )
+    return [as_timing(series, "wall", watch.clocks(position)) for position, series in enumerate(times)]

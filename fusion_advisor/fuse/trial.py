@@ -18,7 +18,7 @@ from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
-from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
 from fusion_advisor.timing import measure
 
 _SOURCE_CONTEXT = 3
@@ -39,6 +39,7 @@ def try_fusion(
     *,
     backend: str,
     fast_math: bool,
+    tolerance: Tolerance | None = None,
     kernel_dir: Path,
     seed: int,
     with_nvtx: bool = False,
@@ -52,6 +53,7 @@ def try_fusion(
         planned: the fusion.
         backend: ``triton``, ``cuda`` or ``cpp``.
         fast_math: let the kernel approximate.
+        tolerance: the user's limit on its errors, instead of the original ops' own.
         kernel_dir: where its source goes, named after the fusion.
         seed: of the random inputs.
         with_nvtx: open an NVTX range for the check and for the timing.
@@ -106,13 +108,13 @@ def try_fusion(
         call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
-            numerics = verify.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math)
+            numerics = verify.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
     base = replace(base, numerics=numerics)
     if not numerics.is_passed:
-        reason = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
+        reason = verify.why_wrong(numerics, tolerance)
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
     if is_timed:
         base, slower = _timed(bench, planned, base, lambda: chain.run(roots), lambda: call(*roots), with_nvtx=with_nvtx)

@@ -2,18 +2,19 @@
 
 The limit is eager's own error: a kernel may be at most half again as far from the truth as the ops it replaces (or half a unit of
 the output's last place, two in fp32, whichever is larger). Matching eager bit for bit is not asked: fp32 intermediates are
-usually nearer to the truth than eager's rounded ones.
+usually nearer to the truth than eager's rounded ones. A tolerance of the user's takes that limit's place for floating-point
+results; integers, and where NaN and infinities may stand, are judged as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from fusion_advisor.fuse.chain import OriginalChain, extent
-from fusion_advisor.library.accuracy import Error, error_of, is_within, limit_for, unit_of
-from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta
+from fusion_advisor.library.accuracy import Error, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
 
 _MODEL_FACTOR = 1.5
 SCALES = (1.0, 1.0, 32.0, 1e-3)
@@ -27,6 +28,7 @@ def check_chain(
     *,
     seed: int,
     fast_math: bool = False,
+    tolerance: Tolerance | None = None,
 ) -> Numerics:
     """Check a fused call on a site's own tensors and on fresh random ones of several magnitudes.
 
@@ -36,17 +38,23 @@ def check_chain(
         roots: the site's own input tensors.
         seed: of the random inputs.
         fast_math: allow what --fast-math costs; the error is shown either way.
+        tolerance: the user's limit instead.
     """
     trials = [list(roots), *(random_like(roots, seed + number, scale) for number, scale in enumerate(SCALES))]
     return check_calls(
         ((chain, fused, inputs) for inputs in trials),
         fast_math=fast_math,
+        tolerance=tolerance,
         inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
     )
 
 
 def check_calls(
-    calls: Iterable[tuple[OriginalChain, Callable[..., object], Sequence[torch.Tensor]]], *, inputs: str, fast_math: bool = False
+    calls: Iterable[tuple[OriginalChain, Callable[..., object], Sequence[torch.Tensor]]],
+    *,
+    inputs: str,
+    fast_math: bool = False,
+    tolerance: Tolerance | None = None,
 ) -> Numerics:
     """Check fused calls against the ops that they replace.
 
@@ -54,6 +62,7 @@ def check_calls(
         calls: (the original ops, the fused call, the root tensors); at least one.
         inputs: what they are, in words.
         fast_math: allow what --fast-math costs; the error is shown either way.
+        tolerance: the user's limit instead.
     """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
@@ -74,7 +83,10 @@ def check_calls(
                 one, original, truth = result[mask], expected[mask], exact[mask]
             ours, theirs = error_of(one, truth), error_of(original, truth)
             unit = unit_of(original.dtype)
-            passed = passed and is_within(ours, theirs, original.dtype, fast_math=fast_math)
+            if tolerance is None or not original.is_floating_point():
+                passed = passed and is_within(ours, theirs, original.dtype, fast_math=fast_math)
+            else:
+                passed = passed and is_inside(one, truth, tolerance) and ours.nonfinite <= theirs.nonfinite
             nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
             elements += ours.elements
             fused_ulps = _added(fused_ulps, count_ulps(one, truth))
@@ -83,7 +95,7 @@ def check_calls(
                 worst = (ours, theirs)
     assert worst is not None
     ours, theirs = worst
-    limit = str(limit_for(max((result.dtype for result in eager), key=unit_of), fast_math=fast_math))
+    limit = str(tolerance or limit_for(max((result.dtype for result in eager), key=unit_of), fast_math=fast_math))
     return Numerics(
         oracle="float64",
         fused_max_abs=ours.max_abs,
@@ -98,6 +110,12 @@ def check_calls(
         fused_ulps=fused_ulps if any(fused_ulps) else (),
         eager_ulps=eager_ulps if any(eager_ulps) else (),
     )
+
+
+def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
+    """Say in one line what a check that did not pass has found."""
+    errors = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
+    return errors if tolerance is None else f"{errors}; outside {tolerance}"
 
 
 _ORDERED = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -157,6 +175,9 @@ def check_model(
     eager: Sequence[tuple[str, torch.Tensor]],
     oracle: Sequence[tuple[str, torch.Tensor]],
     oracle_name: str,
+    *,
+    tolerance: Tolerance | None = None,
+    exact: Collection[str] = (),
 ) -> ModelCheck:
     """Compare whole-model outputs; the worst floating output decides.
 
@@ -165,10 +186,15 @@ def check_model(
         eager: of the original model.
         oracle: of a higher-precision copy, or of the original again where no copy fits.
         oracle_name: ``float64 copy``, ``float32 copy`` or ``eager``.
+        tolerance: the user's limit instead of eager's own error; every floating output must keep to it.
+        exact: names of outputs that hold integers as floats, for which there is no tolerance.
     """
     rows = []
+    is_kept = True
     for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
         if ours.is_floating_point():
+            if tolerance is not None and name not in exact:
+                is_kept = is_kept and is_inside(ours, truth, tolerance)
             rows.append((name, error_of(ours, truth), error_of(theirs, truth), error_of(ours, theirs), ours, theirs))
     if not rows:
         raise ValueError("the model returns no floating tensor")
@@ -181,7 +207,10 @@ def check_model(
 
     _, ours_error, theirs_error, between, ours, theirs = max(rows, key=overrun)
     unit = unit_of(ours.dtype)
-    if oracle_name == "eager":
+    if tolerance is not None:
+        limit = str(tolerance)
+        is_kept = is_kept and all(overrun(row) <= 1 for row in rows if row[0] in exact)
+    elif oracle_name == "eager":
         limit = (
             f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"
         )
@@ -205,7 +234,7 @@ def check_model(
         top5_agreement=same_five,
         nonfinite_mismatches=mismatches,
         limit=limit,
-        is_passed=max(map(overrun, rows)) <= 1 and mismatches == 0,
+        is_passed=(max(map(overrun, rows)) <= 1 if tolerance is None else is_kept) and mismatches == 0,
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_advisor.records import Tolerance
+
 _REL_FACTOR = 1.5
 _ABS_OVER_REL = 4 / 3
 """The largest of a million errors scatters more than their norm: its limit is a third wider."""
@@ -85,3 +87,17 @@ def unit_of(dtype: torch.dtype) -> float:
 def is_within(ours: Error, theirs: Error, dtype: torch.dtype, *, fast_math: bool = False) -> bool:
     """Whether a fused result's error keeps to the limit that the original's error sets."""
     return limit_for(dtype, fast_math=fast_math).allows(ours, theirs, unit_of(dtype))
+
+
+def is_inside(result: torch.Tensor, oracle: torch.Tensor, tolerance: Tolerance) -> bool:
+    """Whether every element where both are finite keeps to a limit of the user's, as ``torch.testing.assert_close`` has it.
+
+    Args:
+        result: floating point.
+        oracle: the same shape, fp64 or any wider type.
+        tolerance: rtol and atol.
+    """
+    got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
+    both = torch.isfinite(got) & torch.isfinite(want)
+    allowed = tolerance.atol + tolerance.rtol * want.abs()
+    return bool((((got - want).abs() <= allowed) | ~both).all())

@@ -3,8 +3,11 @@
 Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
 16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
 allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
-between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``). The launch shape (THREADS, ROWS, PACKS,
-VEC, FULL, STAGED) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of milliseconds.
+between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``) or in the registers of a cluster of blocks
+(CLUSTER; compute capability 9.0), where tuning finds that faster: many blocks are then at different points of their rows, so that
+one's loads hide another's barriers and stores, and few rows still use many multiprocessors. The launch shape (THREADS, ROWS,
+PACKS, VEC, FULL, STAGED, CLUSTER) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of
+milliseconds.
 
 A launch costs 3.5 µs of host time (Triton's: 5.6 and more), so small shapes outside a CUDA graph are better off here.
 """
@@ -43,9 +46,14 @@ _PACK_REGISTERS = {"flat": 40, "tiled": 40, "rows": 80}
 each. Those of a row wait for one another, and hide that with loads of their own."""
 _LOOP_REGISTERS = 32
 """The same where 1024 threads share a multiprocessor, in one block or in two, and have 64 registers each."""
+_CLUSTER_REGISTERS = 64
+"""The same in the blocks of a cluster, up to 512 threads each, which have 128 registers."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
+_MOST_ACROSS = 65535
+"""CUDA's limit on the second side of a grid."""
 _NO_SHARED_MEMORY = SharedMemory()
+_NO_TUNING = Tuning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,8 @@ class Form:
     """A pack may lie across a border between channels."""
     is_shifted: bool = False
     """A row's packs start where its addresses allow it, not at its first column."""
+    is_clustered: bool = False
+    """A cluster of blocks shares a row, which stays in their registers."""
 
 
 _PLAIN = Form()
@@ -76,13 +86,17 @@ class CudaBackend:
         """
         calls = calls_of(program, flatten_rows=True)
         plan = calls[0].plan
-        form = form_for([call.plan for call in calls])
+        form = form_for([call.plan for call in calls], tuning)
         kinds = {"looped": form.is_looped, "split": form.is_split, "shifted": form.is_shifted, "fast_math": fast_math}
+        kinds |= {f"cluster_{tuning.cluster}": form.is_clustered}
         extra = ["cuda", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
         functions = functions_of(calls)
         try:
-            given = {"fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted}
+            given = {
+                "fast_math": fast_math, "is_split": form.is_split, "is_shifted": form.is_shifted,
+                "is_clustered": form.is_clustered,
+            }  # fmt: skip
             plans = [replace(f.plan, program=with_cdfs(f.plan.program)) for f in functions]
             bodies = [body(own, CudaWriter(own, **given), is_looped=form.is_looped) for own in plans]
         except Unsupported as error:
@@ -91,16 +105,21 @@ class CudaBackend:
         macros = [("threads along a row" if plan.kind != "flat" else "threads of a block", "THREADS", _BLOCK)]
         if plan.kind == "tiled":
             macros.append(("threads along a column", "ROWS", 1))
+        elif form.is_clustered:
+            macros.append(("blocks along a row, a cluster: compute capability 9.0 or later", "CLUSTER", tuning.cluster or 1))
         elif is_reduced:
             macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
         is_divisor = plan.kind == "tiled" and any(len(call.plan.sizes) > 2 for call in calls)
-        covers = " at a time" if form.is_looped else ": PACKS * THREADS * VEC >= cols" if is_reduced else ""
+        product = f"{'CLUSTER * ' * form.is_clustered}PACKS * THREADS * VEC"
+        covers = " at a time" if form.is_looped else f": {product} >= cols" if is_reduced else ""
         covers = f": neighbouring rows{', a divisor of their count' * is_divisor}" if plan.kind == "tiled" else covers
         macros.append((f"packs of a thread{covers}", "PACKS", 1 if is_divisor else 4))
+        if plan.kind == "tiled":
+            macros.append(("1 where the grid's second side holds all columns", "ONCE", 1))
         divides = "" if form.is_shifted else ", a divisor of every row and stride"
         macros.append((f"columns of a pack{divides}", "VEC", min(vector_width(c.plan) for c in calls)))
         if is_reduced:
-            macros.append(("1 where PACKS * THREADS * VEC divides cols", "FULL", 0))
+            macros.append((f"1 where {product} divides cols", "FULL", 0))
             if any(late_loads(call.plan) for call in calls) and not form.is_looped:
                 macros.append(("1 where what rows share is read after the reductions", "LATE", 1))
         if any(context["is_staged"] for context in bodies):
@@ -111,18 +130,19 @@ class CudaBackend:
                 [call.plan for call in calls], header, fast_math=fast_math, notes=(*dropout_notes(program), *tuning_note(tuning))
             ),
             "macros": macros, "entry": entry, "fast_math": fast_math, "helpers": helpers, "is_looped": form.is_looped,
-            "is_shifted": form.is_shifted,
+            "is_shifted": form.is_shifted, "is_clustered": form.is_clustered,
+            "reductions": max(context["reductions"] for context in bodies),
             "bits": 64 if any(v.dtype == "float64" for call in calls for v in call.plan.program.values) else 32,
-            "bounds": "THREADS" if plan.kind == "flat" else "THREADS * ROWS",
+            "bounds": "THREADS" if plan.kind == "flat" or form.is_clustered else "THREADS * ROWS",
             "has_pairs": any(call.plan.has_pairs for call in calls), "has_row": plan.kind != "flat",
         }  # fmt: skip
         template = f"cuda/{'rowwise' if is_reduced else 'pointwise'}.cu.jinja"
         if len(calls) == 1:
-            context = {**bodies[0], **common, "size": plan.sizes[-1]}
+            context = {**bodies[0], **common, "size": plan.sizes[-1], "divisors": _divisors(plan)}
             source = environment().get_template(template).render(**context)
         else:
             for function, own in zip(functions, bodies, strict=True):
-                text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1]})
+                text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1], "divisors": ()})
                 own["text"] = text.replace("blockIdx.x", "block")
                 own["function"] = function.function
             source = environment().get_template("cuda/beside.cu.jinja").render(
@@ -231,8 +251,8 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)
 
 
-def form_for(plans: Sequence[Schedule]) -> Form:
-    """The form that is best for some loop nests.
+def form_for(plans: Sequence[Schedule], tuning: Tuning = _NO_TUNING) -> Form:
+    """The form that is best for some loop nests; rows are shared by blocks where the tuning says so.
 
     Packs inside the channels of 7 by 7 elements, or inside rows of 50,257, are single columns, which costs two or three times the
     instructions. The other forms cost more than packs of half or a quarter of the width that they gain.
@@ -242,12 +262,14 @@ def form_for(plans: Sequence[Schedule]) -> Form:
         return pack_width(plan)[0] <= min(vector_width(plan), pack_width(plan, form)[0]) // 4
 
     split, shifted = Form(is_split=True), Form(is_shifted=True)
-    is_looped = plans[0].kind == "rows" and max(plan.program.dims[-1] for plan in plans) > MAX_RESIDENT_COLS
+    is_wide = plans[0].kind == "rows" and max(plan.program.dims[-1] for plan in plans) > MAX_RESIDENT_COLS
+    is_clustered = plans[0].kind == "rows" and tuning.cluster is not None
     return Form(
-        is_looped=is_looped,
+        is_looped=is_wide and not is_clustered,
+        is_clustered=is_clustered,
         is_split=any(widens(plan, split) for plan in plans),
         # In narrow rows the packs at the edges, which are moved element by element, are too many.
-        is_shifted=is_looped and all(_may_shift(plan) and widens(plan, shifted) for plan in plans),
+        is_shifted=is_wide and all(_may_shift(plan) and widens(plan, shifted) for plan in plans),
     )
 
 
@@ -255,7 +277,7 @@ def form_of(rendered: Rendered) -> Form:
     """The form that a kernel was written in."""
     return Form(
         is_looped="for (index_t start = " in rendered.source, is_split="+ lane >= " in rendered.source,
-        is_shifted="index_t shift = " in rendered.source,
+        is_shifted="index_t shift = " in rendered.source, is_clustered="CLUSTER" in rendered.source,
     )  # fmt: skip
 
 
@@ -327,12 +349,14 @@ def launch_shape(
 
     Args:
         plan: the Program's schedule.
-        tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one.
+        tuning: overrides; ``packs`` holds for every width of rows, ``num_warps`` for one. ``block_cols`` narrows packs: on a
+            row of a few thousand elements, more threads that have less to do end sooner.
         form: of the kernel.
         width: columns of a pack; what the Program allows by default.
         shared: what a kernel that walks rows in parts keeps them in.
     """
     width = width or pack_width(plan, form)[0]
+    width = min(width, 1 << (tuning.block_cols.bit_length() - 1)) if tuning.block_cols else width
     cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
     packs = -(-cols // width)
     asked = 32 * tuning.num_warps if tuning.num_warps else 0
@@ -354,7 +378,7 @@ def launch_shape(
     if plan.kind == "tiled":
         threads = min(asked or _BLOCK, 1 << (packs - 1).bit_length())
         height = max(1, min(tuning.block_rows or (asked or _BLOCK) // threads, 1024 // threads, rows))
-        across = min(-(-packs // threads), 65535)
+        across = min(-(-packs // threads), _MOST_ACROSS)
         each = min(fewer_for(lambda count: rows // (height * count) * across), rows)
         while len(plan.sizes) > 2 and plan.program.dims[-2] % each:
             each -= 1
@@ -367,16 +391,31 @@ def launch_shape(
     if form.is_looped:
         macros = {**_looped_shape(plan, tuning, width, shared, is_shifted=form.is_shifted), **wide}
         return macros, _grid(plan, macros)
+    cluster = {"CLUSTER": tuning.cluster or 1} if form.is_clustered else {}
+    packs = -(-packs // cluster.get("CLUSTER", 1))
     threads = asked or min(1024, -(-packs // (32 * wanted)) * 32)
     height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
     each = -(-packs // threads)
     height = min(height, 32)
-    is_full = cols % (threads * each * width) == 0 and not form.is_shifted
-    macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
+    if form.is_clustered:
+        is_full = cols == cluster["CLUSTER"] * threads * each * width and not form.is_shifted
+        macros = {"THREADS": threads, **cluster, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
+    else:
+        is_full = cols % (threads * each * width) == 0 and not form.is_shifted
+        macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
     if late_loads(plan):
         # A third of the registers, and all that a block waits for again: too much where few rows are under way.
         macros["LATE"] = int(rows >= _MIN_BLOCKS)
     return macros, _grid(plan, macros)
+
+
+def fits_cluster(plan: Schedule, tuning: Tuning) -> bool:
+    """Whether the registers of a cluster hold a row; what does not fit would be spilled."""
+    form = form_for([plan], tuning)
+    macros, _ = launch_shape(plan, tuning, form=form)
+    return macros["PACKS"] * _registers(plan, macros["VEC"]) <= (
+        _LOOP_REGISTERS if macros["THREADS"] > 512 else _CLUSTER_REGISTERS
+    )
 
 
 def _looped_shape(plan: Schedule, tuning: Tuning, width: int, shared: SharedMemory, *, is_shifted: bool) -> dict[str, int]:
@@ -424,6 +463,10 @@ def launch_shapes(
             macros["PACKS"] -= 1
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
+    if any(_blocks_across(plan, macros) > _MOST_ACROSS for plan in plans if plan.kind == "tiled"):
+        macros["ONCE"] = 0
+    if len(plans) == 1:  # functions of several nests are shared by some of other sizes
+        macros |= {name.upper(): size for name, size in _divisors(widest).items()}
     return macros, [_grid(plan, macros) for plan in plans]
 
 
@@ -438,8 +481,23 @@ def _grid(plan: Schedule, macros: dict[str, int]) -> tuple[int, int, int]:
         return -(-packs // (macros["THREADS"] * macros["PACKS"])), 1, 1
     if plan.kind == "tiled":
         # More columns than the grid's second side can hold are reached by the loop over blocks.
-        return -(-rows // (macros["ROWS"] * macros["PACKS"])), min(-(-packs // macros["THREADS"]), 65535), 1
-    return -(-rows // macros["ROWS"]), 1, 1
+        return -(-rows // (macros["ROWS"] * macros["PACKS"])), min(_blocks_across(plan, macros), _MOST_ACROSS), 1
+    return -(-rows // macros.get("ROWS", 1)) * macros.get("CLUSTER", 1), 1, 1
+
+
+def _blocks_across(plan: Schedule, macros: dict[str, int]) -> int:
+    """Blocks that hold all columns of a tiled kernel."""
+    return -(-max(plan.program.dims[-1], 1) // (macros["VEC"] * macros["THREADS"]))
+
+
+def _divisors(plan: Schedule) -> dict[str, int]:
+    """Sizes that a tiled kernel takes its row apart by, which is most of what it does before its first load.
+
+    With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
+    and a thread of 16 elements has 159 instead of 204.
+    """
+    inner = plan.sizes[1:-1] if plan.kind == "tiled" else ()
+    return {name: plan.program.dims[number] for number, name in enumerate(inner, start=1)}
 
 
 def _entry_signature(program: Program, calls: Sequence[Call]) -> list[str]:

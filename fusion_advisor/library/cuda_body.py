@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fusion_advisor.library.cuda_ops import COMPUTE, SCALARS, CudaWriter, moves_with_p, shared_by_rows
+from fusion_advisor.library.cuda_ops import (
+    COMPUTE,
+    SCALARS,
+    CudaWriter,
+    moves_with_p,
+    shared_by_rows,
+    shared_loads,
+    split_quotient,
+)
 from fusion_advisor.library.cuda_passes import Carried, Hidden, carried, hidden
-from fusion_advisor.library.expressions import PRODUCT, SUM, Text
+from fusion_advisor.library.expressions import ATOM, PRODUCT, SUM, Text
 from fusion_advisor.library.moments import Moments
 from fusion_advisor.library.online import OnlineSum
 from fusion_advisor.library.schedule import (
@@ -41,13 +50,15 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         before = tuple(n for n in before if n not in per_p)
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
-    numbers = iter(range(len(plan.program.values)))
+    numbers = itertools.count()
     kept_value = None if is_looped else carried(plan, passes)
     arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
+    early = {n: writer.fresh(f"{writer.text(n).code}_of") for n in shared_loads(plan, writer)} if writer.is_clustered else {}
     steps, written = [], set[int]()
     for step in passes:
         before_it = frozenset(written)
-        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, is_looped=is_looped, arrays=arrays, written=before_it))
+        given: dict[str, Any] = {"is_looped": is_looped, "arrays": arrays, "written": before_it, "early": early}
+        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, **given))
         written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores: list[str] = []
@@ -56,10 +67,12 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     first = [_declare(plan, writer, n) for n in before if writer.is_named(n)]
     is_resident = plan.kind == "rows" and not is_looped
     loads = _loads(plan, writer, list(writer.packs), (), is_looped=False) if is_resident else []
+    loads += _early_loads(plan, writer, early)
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
         "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
         "stores": stores, "passes": steps, "signature": _signature(plan), "is_staged": bool(arrays),
+        "reductions": next(numbers),
     }  # fmt: skip
     context["helpers"] = _helpers(plan, writer, "\n".join(everything))
     return context
@@ -76,11 +89,20 @@ def _step(
     is_looped: bool,
     arrays: dict[int, str],
     written: frozenset[int],
+    early: dict[int, str],
 ) -> dict[str, list[str]]:
     """One pass over the columns: its loads, its packs with their lane loop and stores, and what is known per row afterwards."""
     values = plan.program.values
-    declared = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n not in writer.per_pack]
-    per_pack = [_declare(plan, writer, n) for n in step.values if writer.is_named(n) and n in writer.per_pack]
+    declared = [
+        _of_side(plan, writer, n, early[n]) if n in early else _declare(plan, writer, n)
+        for n in step.values
+        if writer.is_named(n) and n not in writer.per_pack
+    ]
+    per_pack = [
+        f"const {COMPUTE[values[n].dtype]} {writer.text(n).code} = {early[n]}[p];" if n in early else _declare(plan, writer, n)
+        for n in step.values
+        if writer.is_named(n) and n in writer.per_pack
+    ]
     head: list[str] = []
     lane: list[str] = []
     pack_lines: list[str] = []  # as in `lane`, where all columns of a pack are one number
@@ -280,6 +302,35 @@ def _loads(
     return lines
 
 
+def _early_loads(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> list[str]:
+    """Read what the columns of a pack share beside the packs: what waits for a cluster must not wait for memory after that."""
+    if not arrays:
+        return []
+    values, sides = plan.program.values, "[2]" if writer.is_split else ""
+    lines = [f"{COMPUTE[values[n].dtype]} {name}[PACKS]{sides};" for n, name in arrays.items()]
+    side = "[side]" if sides else ""
+    each = [f"{name}[p]{side} = is_inside ? {writer.statement(n)[1]} : 0;" for n, name in arrays.items()]
+    if not sides:
+        needed = [_declare(plan, writer, n) for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
+        return [*lines, *_over_packs(plan, writer, [*kept(needed, each), *each], is_looped=False, skips=False)]
+    channels = {}
+    for n in arrays:
+        quotient, last = split_quotient(writer, n), f"{plan.sizes[-1]} - 1"
+        extent = writer.text(values[quotient].args[1]).at(ATOM)
+        name = writer.text(quotient).code
+        channels[name] = f"const long long {name} = min(first / {extent} + side, ({last}) / {extent});"
+    each = _loop("side", "2", [*channels.values(), *each])
+    return [*lines, *_over_packs(plan, writer, each, is_looped=False, skips=False)]
+
+
+def _of_side(plan: Schedule, writer: CudaWriter, number: int, array: str) -> str:
+    """What was read for the channel on a column's side of the border in its pack."""
+    values = plan.program.values
+    extent = writer.text(values[split_quotient(writer, number)].args[1]).at(ATOM)
+    kind, name = COMPUTE[values[number].dtype], writer.text(number).code
+    return f"const {kind} {name} = first % {extent} + lane >= {extent} ? {array}[p][1] : {array}[p][0];"
+
+
 def _staged_name(writer: CudaWriter, number: int) -> str:
     return writer.fresh(f"{writer.packs[number].removesuffix('_packs')}_staged")
 
@@ -347,7 +398,8 @@ def _over_packs(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_loop
         place = ["const index_t first = (((index_t)blockIdx.x * PACKS + p) * THREADS + threadIdx.x) * VEC;"]
         place.append(f"const bool is_inside = first < {plan.sizes[-1]};")
     else:
-        start, shift = "start + " if is_looped else "", " - shift" if writer.is_shifted else ""
+        start = "start + " if is_looped else "begin + " if writer.is_clustered else ""
+        shift = " - shift" if writer.is_shifted else ""
         place = [f"const index_t first = {start}((index_t)p * THREADS + threadIdx.x) * VEC{shift};"]
         place.append(f"const bool is_inside = FULL || first < {plan.sizes[-1]};")
         place.append(f"const unsigned inside = columns_inside(first, {plan.sizes[-1]});")
@@ -404,7 +456,9 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
         scalar, address = SCALARS[access.operand.dtype], writer.operand_address(access, col="0").removesuffix(" + 0")
         declared.append("// Packs start where all rows' addresses allow: the row's first column is not the first of its pack.")
         declared.append(f"const index_t shift = (unsigned long long)({address}) / sizeof({scalar}) % VEC;")
-    row = "(index_t)blockIdx.x * ROWS + threadIdx.y"
+    if writer.is_clustered:
+        declared[:0] = ["const index_t begin = (index_t)blockIdx.x % CLUSTER * (PACKS * THREADS * VEC);", "cluster_start();"]
+    row = "(index_t)blockIdx.x / CLUSTER" if writer.is_clustered else "(index_t)blockIdx.x * ROWS + threadIdx.y"
     place = f"const index_t {name} = " + (f"({row}) * PACKS;  // the thread's first row" if is_tiled else f"{row};")
     return [place, f"if ({name} >= rows) return;", *declared]
 
@@ -419,6 +473,9 @@ def _outer_indices(plan: Schedule, flat: str) -> list[str]:
 def _bases(writer: CudaWriter) -> list[tuple[str, Access]]:
     lines = []
     for name, code, access in writer.bases:
+        if writer.plan.kind == "tiled":
+            lines.append((f"const index_t {name} = {code};", access))
+            continue
         constness = "" if access.operand.is_output else "const "
         lines.append((f"{constness}{SCALARS[access.operand.dtype]}* const {name} = {code};", access))
     return lines
@@ -437,7 +494,7 @@ def ordered(helpers: set[str]) -> list[str]:
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
         load_pack_or_nan store_pack columns_inside load_part store_part nan_max nan_min half_exp2 half_exp half_sigmoid
         half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits
-        is_kept row_reduce moments""".split()  # noqa: SIM905
+        is_kept cluster row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 
@@ -449,6 +506,7 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
+    wanted |= {"cluster"} if writer.is_clustered else set()
     names = ("load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part")
     wanted |= {name for name in names if f"{name}(" in text or f"{name}<" in text}
     wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}

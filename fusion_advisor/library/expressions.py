@@ -132,7 +132,7 @@ class Writer:
 
     def base(self, access: Access) -> str:
         """The pointer; where several dims move it, the name of its row, which ``bases`` defines once."""
-        terms = _terms(self.plan.indices[:-1], access.strides[:-1])
+        terms = terms_of(self.plan.indices[:-1], access.strides[:-1])
         if len(terms) < 2 or access.gathered:  # a row's name is defined before any value is
             return access.pointer
         code = " + ".join([access.pointer, *terms])
@@ -144,16 +144,16 @@ class Writer:
     def element(self, access: Access, *, col: str = "") -> str:
         """What is added to :meth:`base`; ``0`` when that is nothing."""
         indices, strides = (*self.plan.indices[:-1], col or self.plan.indices[-1]), access.strides
-        terms = _terms(indices, strides)
+        terms = terms_of(indices, strides)
         if self.base(access) != access.pointer:
-            terms = _terms(indices[-1:], strides[-1:])
+            terms = terms_of(indices[-1:], strides[-1:])
         moved = [(self._texts[number].at(PRODUCT), step) for number, step in access.gathered]
-        terms = [*_terms(tuple(code for code, _ in moved), tuple(step for _, step in moved)), *terms]
+        terms = [*terms_of(tuple(code for code, _ in moved), tuple(step for _, step in moved)), *terms]
         return " + ".join([*terms, access.offset] if access.offset else terms) or "0"
 
     def number_base(self, numbering: Numbering) -> str:
         """The part of an element's number that all columns share; ``0`` when that is nothing."""
-        terms = _terms(self.plan.indices[:-1], numbering.strides[:-1])
+        terms = terms_of(self.plan.indices[:-1], numbering.strides[:-1])
         return " + ".join([*terms, numbering.offset] if numbering.offset else terms) or "0"
 
     # Naming and folding.
@@ -385,7 +385,7 @@ def has_inverse(divisor: Value) -> bool:
     return divisor.op == "const" and isinstance(constant, float) and 2.0**-126 <= abs(constant) <= 2.0**126
 
 
-def _terms(indices: tuple[str, ...], strides: tuple[str, ...]) -> list[str]:
+def terms_of(indices: tuple[str, ...], strides: tuple[str, ...]) -> list[str]:
     """``row * x_stride0`` for every dim that moves the address."""
     pairs = zip(indices, strides, strict=True)
     return [index if stride == "1" else f"{index} * {stride}" for index, stride in pairs if stride != "0"]

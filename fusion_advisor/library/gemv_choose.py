@@ -1,4 +1,4 @@
-"""Who computes a linear layer on few rows: one of our kernels or cuBLAS, by measurement.
+"""Who computes a linear layer on few rows: one of our kernels or cuBLAS, with our kernels or torch's around it, by measurement.
 
 A choice is kept on disk beside the tuned launch parameters, by kernel, dtype, shape bucket and GPU. Where nothing can be measured
 the crossover that is declared in ``library.gemv`` decides.
@@ -18,7 +18,17 @@ import torch
 
 from fusion_advisor.content import content_dir
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.gemv import CUBLAS, MOST_ROWS, GemvConfig, GemvProblem, candidates, default_config
+from fusion_advisor.library.gemv import (
+    AROUND,
+    CROSSOVER_ROWS,
+    CUBLAS,
+    GemvConfig,
+    GemvProblem,
+    around,
+    candidates,
+    default_config,
+)
+from fusion_advisor.library.gemv_around import around_launcher
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
@@ -98,16 +108,20 @@ def choose(
     backends = tuple(name for name in backends if name != "cuda" or _has_cuda_core())[:1]
     ours = candidates(problem, backends)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
-    if device.type != "cuda" or not ours or problem.m > MOST_ROWS:
+    theirs = [CUBLAS] if with_cublas else []
+    if with_cublas and (problem.m > CROSSOVER_ROWS or not ours):  # below, it never won, and to tune its kernels takes a while
+        theirs += filter(None, (around(problem, name) for name in backends))
+    tried = [*theirs, *ours]
+    if device.type != "cuda" or tried in ([], [CUBLAS]):
         return GemvChoice(config=fallback, source="default")
     store = TuningStore() if store is None else store
-    key = choice_key(problem, header.title, (*backends, *(["cublas"] if with_cublas else [])), torch.cuda.get_device_name(device))
+    contenders = (*backends, *(config.form for config in theirs))
+    key = choice_key(problem, header.title, contenders, torch.cuda.get_device_name(device))
     stored = store.get_as(GemvConfig, key)
-    if stored is not None and (stored in ours or (with_cublas and stored == CUBLAS)):
+    if stored in tried:
         return GemvChoice(config=stored, source="stored")
-    tried = [*([CUBLAS] if with_cublas else []), *ours]
     with tempfile.TemporaryDirectory() as folder:
-        make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder)))
+        make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder), store=store))
         built: list[tuple[GemvConfig, str, Launcher]] = []
         for config in tried:
             try:
@@ -128,21 +142,27 @@ def choose(
     return GemvChoice(config=chosen, source="measured", tried=tried_ns, tune_ns=time.perf_counter_ns() - started)
 
 
-def launcher_for(problem: GemvProblem, config: GemvConfig, *, header: Header, folder: Path) -> Launcher:
-    """Render, build and bind one configuration, or cuBLAS.
+def launcher_for(
+    problem: GemvProblem, config: GemvConfig, *, header: Header, folder: Path, store: TuningStore | None = None
+) -> Launcher:
+    """Render, build and bind one configuration, or cuBLAS and what stands around it.
 
     Args:
         problem: at its sizes.
         config: one that serves it.
         header: for the head comment.
         folder: where the source is written.
+        store: tuned launch parameters of what stands around cuBLAS; the user's file by default.
 
     Raises:
         KernelBuildFailed: it does not serve the problem, or does not compile.
     """
     if config == CUBLAS:
         return torch_launcher(problem)
-    maker = gemv_backend(config.form.partition("_")[0])
+    backend = config.form.partition("_")[0]
+    if config.form in AROUND.values():
+        return around_launcher(problem, backend, folder=folder, store=store)
+    maker = gemv_backend(backend)
     rendered = maker.render(problem, header, config=config)
     return maker.build(rendered, folder / f"{rendered.entry}{rendered.suffix}").bind(problem, config)
 
@@ -160,7 +180,7 @@ def choice_key(problem: GemvProblem, title: str, contenders: tuple[str, ...], de
     """Name what a choice holds for: m and n up to the next power of two, k itself; a template that changed asks again."""
     digest = hashlib.sha256()
     for backend in BACKENDS:
-        for path in sorted((content_dir("templates") / backend).glob("gemv*.jinja")):
+        for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
             digest.update(path.read_bytes())
     bucket = f"{_up(problem.m)}x{_up(problem.n)}x{problem.k}"
     parts = (title, problem.text, digest.hexdigest()[:8], problem.dtype, bucket, "+".join(contenders), device_name, version())

@@ -59,7 +59,7 @@ class GemvCuda:
         signature = [f"{'' if name == 'out' else 'const '}{type_name}* __restrict__ {name}" for name, _ in problem.operands]
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
-            signature=signature, bounds="WARPS * 32", problem=problem, type=type_name,
+            signature=signature, bounds="WARPS * 32", is_clustered=False, problem=problem, type=type_name,
             wide=wide, narrow=f"narrow<{type_name}>" if kind else "", has_pairs=False, fast_math=False, bits=32,
             tokens=16 * token_tiles(problem) if is_mma else problem.m, eps=f"{problem.eps!r}f",
             norm_factor=f"({loaded} + {problem.norm_offset!r}f)" if problem.norm_offset else loaded,

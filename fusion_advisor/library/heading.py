@@ -69,7 +69,7 @@ def moved_sentence(plans: Sequence[Schedule]) -> str:
 
 def tuning_note(tuning: Tuning) -> tuple[str, ...]:
     """The head comment's line about launch parameters that were asked for."""
-    names = ("block_cols", "block_rows", "num_warps", "packs")
+    names = ("block_cols", "block_rows", "num_warps", "packs", "cluster")
     given = [f"{name}={getattr(tuning, name)}" for name in names if getattr(tuning, name)]
     return (f"Tuning: {' '.join(given)}",) if given else ()
 

@@ -45,6 +45,7 @@ def device_shared_memory() -> SharedMemory:
     return SharedMemory(
         block_bytes=found.max_shared_memory_per_block_optin, sm_bytes=found.max_shared_memory_per_multiprocessor,
         reserved_bytes=found.reserved_shared_memory_per_block,
+        is_distributed=torch.cuda.get_device_capability() >= (9, 0),
     )  # fmt: skip
 
 

@@ -15,8 +15,10 @@ from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Header, Rendered, Tuning
 from fusion_advisor.library.spec import KernelSpec
 
+_OWN = Tuning()
 
-def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = "") -> Rendered:
+
+def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN) -> Rendered:
     """Render a kernel as it would be for a model that spells it like one of the references.
 
     Args:
@@ -24,6 +26,7 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         backend: one of the manifest's.
         dtype: one of the manifest's.
         variant: name of a reference; the first by default.
+        tuning: launch parameters; the backend's own by default.
 
     Raises:
         UsageError: the manifest lacks the backend or dtype, or there is no such reference.
@@ -40,7 +43,7 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
     lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))
     program = named_program(lowered.program, tuple(kernel_patterns(spec)))
-    return backend_of(backend).render(program, header_of(spec, chosen), tuning=Tuning(), fast_math=False)
+    return backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
 
 
 def header_of(spec: KernelSpec, variant: str) -> Header:

@@ -33,6 +33,8 @@ class SharedMemory:
     """What all blocks on a multiprocessor have together."""
     reserved_bytes: int = _KIB
     """What the system takes for each block."""
+    is_distributed: bool = False
+    """Whether blocks of a cluster write to one another's: from compute capability 9.0 on."""
 
 
 def shared_memory_of(arch: int) -> SharedMemory:
@@ -42,7 +44,7 @@ def shared_memory_of(arch: int) -> SharedMemory:
         arch: compute capability, such as 80 or 90; an unknown one has what every GPU has, 48 KiB.
     """
     sm_bytes = _OF_ARCH.get(arch, 49) * _KIB
-    return SharedMemory(block_bytes=sm_bytes - (0 if arch == 75 else _KIB), sm_bytes=sm_bytes)
+    return SharedMemory(block_bytes=sm_bytes - (0 if arch == 75 else _KIB), sm_bytes=sm_bytes, is_distributed=arch >= 90)
 
 
 def looped_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fusion_advisor import units
 from fusion_advisor.records import COMPILED, Fusion, Gate, GraphRewrite, Report, Status, StepProfile, Timing
-from fusion_advisor.report import view
+from fusion_advisor.report import clocks, view
 from fusion_advisor.report.text import plural, visible
 
 COMPARE_SCHEMA = "fusion-advisor-compare/1"
@@ -176,7 +176,9 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
         b_speedup=speedup(b, b_state, clock),
         changes=tuple(changes),
         rewrites=tuple(_rewrites(a if a_state == "applied" else None, b if b_state == "applied" else None)),
-        caveats=tuple(dict.fromkeys((*view.caveats(a), *view.caveats(b), *_drift(a, b, noise, differences)))),
+        caveats=tuple(
+            dict.fromkeys((*view.caveats(a), *view.caveats(b), *_drift(a, b, noise, differences), *_clocks(a_step, b_step)))
+        ),
     )
 
 
@@ -413,6 +415,12 @@ def _differences(a: Report, b: Report) -> Iterable[Difference]:
     for name, left, right, is_obstacle in facts:
         if left != right:
             yield Difference(name=name, a=str(left), b=str(right), is_obstacle=is_obstacle)
+
+
+def _clocks(a: StepProfile, b: StepProfile) -> tuple[str, ...]:
+    sides = (step.wall.clocks if step.wall is not None else None for step in (a, b))
+    sentence = clocks.difference("A", next(sides), "B", next(sides))
+    return (sentence,) if sentence else ()
 
 
 def _timing(step: StepProfile, clock: str) -> Timing | None:

@@ -21,12 +21,14 @@ from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, Report, StepProfile
 from fusion_advisor.report import charts, others, redact, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.embed import EmbeddedTrace
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.roofline import roofline
 from fusion_advisor.report.text import plural, visible
 from fusion_advisor.serialize import dump_report
 
 MAX_KERNELS = 500
+MAX_MODULES = 200
 MAX_SITES = 100
 MAX_EMBEDDED_BYTES = 4_000_000
 MAX_EMBEDDED_LAUNCHES = 20_000
@@ -52,14 +54,14 @@ SECTIONS = (
 """The page's parts in order: (anchor, name)."""
 
 
-def render_html(report: Report, *, top_kernels: int = MAX_KERNELS) -> str:
-    """Return the whole page; ``top_kernels`` is the most rows of the kernels' table."""
+def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple[EmbeddedTrace, ...] = ()) -> str:
+    """Return the whole page; ``top_kernels`` is the most rows of the kernels' table, ``traces`` are put into it."""
     source = content_dir("reports") / "html"
     drawn = strip.strips(report)
     css = (source / "report.css").read_text(encoding="utf-8") + stylesheet()
-    scripts = [
-        (source / name).read_text(encoding="utf-8") for name in ("theme.js", "report.js", *(("strip.js",) if drawn else ()))
-    ]
+    has_traces = any(trace.data for trace in traces)
+    used = ("theme.js", "report.js", *(("strip.js",) if drawn else ()), *(("trace.js",) if has_traces else ()))
+    scripts = [(source / name).read_text(encoding="utf-8") for name in used]
     shown = _without_long_timelines(report)
     data = embedded_json(shown)
     gaps = gap_rows(report)
@@ -68,7 +70,8 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS) -> str:
     html = page.render(
         report=report,
         headline=view.headline(report),
-        generation=view.generation_lines(report),
+        generation=view.step_lines(report),
+        modules=view.module_rows(report, MAX_MODULES),
         caveats=view.caveats(report),
         context=view.context_line(report),
         device=view.device_word(report),
@@ -93,6 +96,8 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS) -> str:
         reproduce={fusion.id: view.reproduce_one(report, fusion) for fusion in report.fusions},
         strips=drawn,
         strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
+        traces=traces,
+        trace_data=[Markup(_script_json(base64.b64encode(trace.data).decode())) if trace.data else None for trace in traces],
         strip_size=(strip.COLUMNS, strip.HEIGHT),
         gaps=gaps,
         gap_chart=histogram(gaps),

@@ -94,7 +94,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
         .render(
             report=report,
             headline=view.headline(report),
-            generation=view.generation_lines(report),
+            generation=view.step_lines(report),
+            modules=view.module_rows(report, MAX_ROWS),
             caveats=view.caveats(report),
             context=view.context_line(report),
             device=view.device_word(report),

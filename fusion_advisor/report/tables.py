@@ -45,6 +45,8 @@ def table(report: Report, name: str) -> Table:
 
 def result_name(report: Report) -> str:
     """The table that the terminal prints for this report: what was tried, or for a profile what was found."""
+    if report.training is not None:
+        return "modules"
     return "rewrites" if report.fusions or report.rewrites else "chains"
 
 
@@ -182,6 +184,14 @@ def _median(timing: Timing | None) -> int | None:
     return None if timing is None else timing.median_ns
 
 
+def _modules(report: Report) -> Table:
+    rows = () if report.training is None else report.training.modules
+    return Table(
+        ("module", "modules", "launches", "forward_ns", "backward_ns"),
+        tuple((row.path, row.modules, row.launches, row.forward_ns, row.backward_ns) for row in rows),
+    )
+
+
 _MAKERS: dict[str, Callable[[Report], Table]] = {
     "rewrites": _rewrites,
     "chains": _chains,
@@ -190,5 +200,6 @@ _MAKERS: dict[str, Callable[[Report], Table]] = {
     "categories": _categories,
     "steps": _steps,
     "baselines": _baselines,
+    "modules": _modules,
 }
 NAMES = tuple(_MAKERS)

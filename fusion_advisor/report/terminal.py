@@ -14,15 +14,16 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
-from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site
+from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site, Training
+from fusion_advisor.report import clocks, others, view
 from fusion_advisor.report import compare as comparing
 from fusion_advisor.report import gate as gates
-from fusion_advisor.report import others, view
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
 _MOST_WARNINGS = 5
+_MOST_ROWS = 15
 _MOST_CHANGES = 12
 _MOST_SITES = 8
 _MOST_LINES = 200
@@ -46,6 +47,8 @@ class Column:
 def profile_table(report: Report, console: Console) -> RenderableType:
     """Return the chains of a profile, the sum below them, and what limits the figures."""
     lines = [*_caveats(report, console)]
+    if report.training is not None:
+        return Group(*lines, *_training(report, report.training, console), _line(view.headline(report).text, console))
     table = _table(_chain_columns(report), console) if report.chains else Text("")
     if report.chains:
         lines.append(table)
@@ -53,6 +56,34 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
     return Group(*lines, *_launches(report, console), *_findings(report, console))
+
+
+def _training(report: Report, training: Training, console: Console) -> list[RenderableType]:
+    """Modules and kernels of a training step."""
+    kernels, total = report.before.kernels[:_MOST_ROWS], max(report.before.device_ns, 1)
+    columns = [
+        Column("Kernel", tuple(name for name, _, _, _ in kernels), flex_min=16),
+        Column("Category", tuple(category for _, category, _, _ in kernels), drop=1),
+        Column("Count", tuple(units.number(count) for _, _, count, _ in kernels), is_right=True),
+        Column(f"{view.device_word(report)} ms", tuple(units.milliseconds(ns) for _, _, _, ns in kernels), is_right=True),
+        Column("Share", tuple(units.share(ns / total) for _, _, _, ns in kernels), is_right=True),
+    ]
+    left = [(len(training.modules) - _MOST_ROWS, "module"), (len(report.before.kernels) - _MOST_ROWS, "kernel")]
+    words = ", ".join(plural(count, f"more {what}") for count, what in left if count > 0)
+    more = [_line(f"{words} in the report.", console, "dim")] if words else []
+    return [_table(_module_columns(report, _MOST_ROWS), console), Text(""), _table(columns, console), *more, Text("")]
+
+
+def _module_columns(report: Report, limit: int) -> list[Column]:
+    rows = view.module_rows(report, limit)
+    return [
+        Column("Module", tuple(row[0] for row in rows), flex_min=16),
+        Column("Modules", tuple(row[1] for row in rows), is_right=True, drop=2),
+        Column("Kernels", tuple(row[2] for row in rows), is_right=True, drop=1),
+        Column("Forward", tuple(row[3] for row in rows), is_right=True),
+        Column("Backward", tuple(row[4] for row in rows), is_right=True),
+        Column("Share", tuple(row[5] for row in rows), is_right=True),
+    ]
 
 
 def apply_table(report: Report, console: Console) -> RenderableType:
@@ -88,6 +119,8 @@ def result_table(report: Report, console: Console) -> RenderableType:
 
 def result_columns(report: Report) -> list[Column]:
     """Return that table's columns, none of them dropped, for a view that wraps by itself."""
+    if report.training is not None:
+        return _module_columns(report, len(report.training.modules))
     return _fusion_columns(report) if report.fusions or report.rewrites else _chain_columns(report)
 
 
@@ -97,8 +130,8 @@ def is_ascii(console: Console) -> bool:
 
 
 def details(report: Report, console: Console, *, with_source: bool = False) -> RenderableType:
-    """Return what ``-v`` adds: each decision with its sites and errors, each reason for no kernel, and if asked the sources."""
-    lines: list[RenderableType] = []
+    """Return what ``-v`` adds: the clocks, decisions with sites and errors, reasons for no kernel, and if asked the sources."""
+    lines: list[RenderableType] = [Text(""), *(_line(sentence, console, "dim") for _, sentence in clocks.rows(report))]
     replies = view.answers(report)
     for chain in report.chains:
         lines += [Text(""), _line(f"{chain.id}  {' → '.join(chain.ops)}", console, "bold")]
@@ -210,7 +243,7 @@ def plain(text: str, console: Console) -> str:
 def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
-    lines += [_line(sentence, console) for sentence in view.generation_lines(report)]
+    lines += [_line(sentence, console) for sentence in view.step_lines(report)]
     lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
     return lines
 

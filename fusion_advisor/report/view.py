@@ -21,8 +21,9 @@ from fusion_advisor.records import (
     Status,
     StepProfile,
     Timing,
+    Training,
 )
-from fusion_advisor.report import others
+from fusion_advisor.report import clocks, others
 from fusion_advisor.report.text import plural, visible
 
 
@@ -122,6 +123,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         lines.append(
             "Random weights: speed does not depend on them, but the numerics say nothing about a trained model's accuracy."
         )
+    if report.tolerance is not None:
+        lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)
@@ -155,6 +158,34 @@ def generation_lines(report: Report) -> tuple[str, ...]:
             words += f" {call.original_calls} of {call.new_tokens} steps ran the original ops."
         lines.append(words)
     return tuple(lines)
+
+
+def step_lines(report: Report) -> tuple[str, ...]:
+    """What is to be said of a step that is more than one forward pass."""
+    if report.training is None:
+        return generation_lines(report)
+    return (
+        f"Training step: forward, loss ({report.training.loss}) and backward in train() mode, without an optimizer.",
+        "Fusions are for inference: no chain was looked for.",
+    )
+
+
+def module_rows(report: Report, limit: int) -> tuple[tuple[str, str, str, str, str, str], ...]:
+    """Modules of a training step, dearest first: (path, modules, launches, forward, backward, share); none for another phase."""
+    if report.training is None:
+        return ()
+    whole = max(report.training.forward_ns + report.training.backward_ns, 1)
+    return tuple(
+        (
+            row.path or "outside every submodule",
+            str(row.modules),
+            units.number(row.launches),
+            units.duration(row.forward_ns),
+            units.duration(row.backward_ns),
+            units.share((row.forward_ns + row.backward_ns) / whole),
+        )
+        for row in report.training.modules[:limit]
+    )
 
 
 def launch_line(report: Report) -> str:
@@ -211,7 +242,8 @@ def headline(report: Report) -> Headline:
         points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
     if report.model_check is not None:
         passed = report.model_check.is_passed
-        points.append(f"numerics {'✓ within' if passed else '✗ outside'} the limit ({report.model_check.oracle} as oracle)")
+        whose = "the limit" if report.tolerance is None else "--rtol and --atol"
+        points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not is_unchanged(report):
         points.append("whole-model numerics were not checked")
     points += others.against_others(report)
@@ -229,16 +261,32 @@ def headline(report: Report) -> Headline:
 
 
 def _result(report: Report) -> tuple[str, str]:
+    if report.training is not None:
+        return "plain", _training_sentence(report, report.training)
     better = others.faster_compile(report)
     if better is not None:
         mode, wall = better
-        own, (_, text) = others.own_wall(report), _against_eager(report)
+        own, (_, text) = others.own_wall(report), _compared_with(report)
         ours = "" if own is None or is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
         return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
-    return _against_eager(report)
+    return _compared_with(report)
 
 
-def _against_eager(report: Report) -> tuple[str, str]:
+def _training_sentence(report: Report, training: Training) -> str:
+    kernels = (
+        f"kernels of the forward pass {units.duration(training.forward_ns)}, of the backward pass "
+        f"{units.duration(training.backward_ns)}"
+    )
+    wall = report.before.wall
+    return (
+        f"A training step takes {units.duration(wall.median_ns)} (wall time): {kernels}."
+        if wall
+        else f"{kernels[:1].upper()}{kernels[1:]}."
+    )
+
+
+def _compared_with(report: Report) -> tuple[str, str]:
+    """The sentence on the step, against what the run was asked to compare with; that is named in any case."""
     pair = step_pair(report)
     if pair is None:
         with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
@@ -254,14 +302,29 @@ def _against_eager(report: Report) -> tuple[str, str]:
     what, before, after = pair
     if is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
+    against_eager = _against("eager", "", what, before, after)
+    if report.baseline == "eager":
+        return against_eager
+    compiled = others.best_compile(report)
+    if compiled is None or what != "wall time":
+        return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
+    against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
+    if report.baseline == "compile":
+        return against_compile
+    tones = {against_eager[0], against_compile[0]}
+    tone = next(tone for tone in ("loss", "warn", "gain") if tone in tones)
+    return tone, f"{against_eager[1]} {against_compile[1]}"
+
+
+def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
     ratio, low, high = speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     spread = units.speedup_interval(low, high)
     if low > 1:
-        return "gain", f"{units.speedup(ratio)} eager's speed {spread}: {times}."
+        return "gain", f"{units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
     if high < 1:
-        return "loss", f"Slower: {units.speedup(ratio)} eager's speed {spread}: {times}."
-    return "warn", f"No measurable change against eager, {units.speedup(ratio)} {spread}: {times}."
+        return "loss", f"Slower: {units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
+    return "warn", f"No measurable change against {rival}{mode}, {units.speedup(ratio)} {spread}: {times}."
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
@@ -448,6 +511,7 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
     if attention_line(report):
         rows.append((False, attention_line(report)))
+    rows += clocks.rows(report)
     if report.noise_share is not None:
         noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
         rows.append((report.noise_share > 0.02, noise))
@@ -475,7 +539,7 @@ def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
 
 def steps(report: Report) -> tuple[StepProfile, ...]:
     """The profiles that exist, in the order in which they were taken."""
-    compiled = min(others.compiled_walls(report), key=lambda row: row[1].median_ns, default=None)
+    compiled = others.best_compile(report)
     name = "" if compiled is None else f"{COMPILED}{compiled[0]}"
     peer = next((row.step for row in report.baselines if row.name == name), None)
     return tuple(step for step in (report.before, report.captured, report.after, peer) if step is not None)
@@ -519,6 +583,7 @@ def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
         ("fusion-advisor", env.tool),
         ("Commit", env.commit),
         ("Templates and kernels", env.templates),
+        *clocks.environment_rows(report),
         ("torch", env.torch),
         ("triton", env.triton),
         ("transformers", env.transformers),

@@ -7,6 +7,7 @@ calls before and after and would drown the kernels. On a CPU the call itself is 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,17 +71,21 @@ def interleave(
     budget_s: float,
     on_cuda: bool,
     least: int = 6,
+    least_s: float = 0.0,
     before: Callable[[], object] = nothing,
+    after: Callable[[int, int, int], object] = nothing,
 ) -> list[list[int]]:
     """Time candidates against each other.
 
     Args:
         candidates: zero-argument calls, already warm.
-        rounds: the most rounds.
+        rounds: the most rounds, ``least_s`` aside.
         budget_s: stop after this many seconds, but never before ``least`` rounds.
         on_cuda: time with CUDA events instead of the host's clock.
         least: the fewest rounds.
+        least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each run and not timed, with the round's number, the candidate's position and its nanoseconds.
 
     Returns:
         Nanoseconds per candidate and round.
@@ -92,14 +97,16 @@ def interleave(
         candidate()
     started = time.perf_counter()
     order = list(range(len(candidates)))
-    for number in range(rounds):
-        if number >= least and time.perf_counter() - started > budget_s:
+    for number in itertools.count():
+        taken_s = time.perf_counter() - started
+        if taken_s >= least_s and (number >= rounds or (number >= least and taken_s > budget_s)):
             break
         # Rotated, and turned around after every full rotation: each candidate takes every place and follows every other alike.
         turned = order[number % len(order) :] + order[: number % len(order)]
         for position in turned if number // len(order) % 2 else reversed(turned):
             before()
             times[position].append(clock(candidates[position]))
+            after(number, position, times[position][-1])
     return times
 
 

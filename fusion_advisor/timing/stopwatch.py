@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fusion_advisor.records import Timing
+from fusion_advisor.records import Clocks, Timing
 
 _Z = {0.9: 1.645, 0.95: 1.96, 0.99: 2.576}
 
@@ -31,13 +31,20 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return middle, ordered[low], ordered[max(high, low)]
 
 
-def as_timing(times_ns: Sequence[int], method: str) -> Timing:
+def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None) -> Timing:
     """Summarise raw times."""
     middle, low, high = median_interval(times_ns)
-    return Timing(times_ns=tuple(times_ns), median_ns=round(middle), ci_low_ns=round(low), ci_high_ns=round(high), method=method)
+    return Timing(
+        times_ns=tuple(times_ns),
+        median_ns=round(middle),
+        ci_low_ns=round(low),
+        ci_high_ns=round(high),
+        method=method,
+        clocks=clocks,
+    )
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """Do nothing, where a callable is wanted."""
 
 
@@ -48,17 +55,21 @@ def wall_times(
     budget_s: float,
     on_cuda: bool,
     warmup: int = 2,
+    least_s: float = 0.0,
     before: Callable[[], object] = nothing,
+    after: Callable[[int, int], object] = nothing,
 ) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
     Args:
         call: the work.
-        runs: the most runs; at least five are made whatever the budget says.
+        runs: the most runs, ``least_s`` aside; at least five are made whatever the budget says.
         budget_s: stop once this much time has been measured.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
+        least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each run and not timed, with the run's number and its nanoseconds.
 
     Returns:
         One duration in nanoseconds per run.
@@ -69,12 +80,15 @@ def wall_times(
         call()
     wait()
     times: list[int] = []
-    while len(times) < runs and (len(times) < 5 or sum(times) < budget_s * 1e9):
-        if before is not nothing:
+    measured_ns = 0
+    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
+        if before is not nothing or after is not nothing:
             before()
             wait()
         start = time.perf_counter_ns()
         call()
         wait()
         times.append(time.perf_counter_ns() - start)
+        measured_ns += times[-1]
+        after(len(times) - 1, times[-1])
     return times

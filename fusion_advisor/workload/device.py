@@ -88,7 +88,9 @@ def out_of_memory(
     ways = []
     if request.batch > 1:
         ways.append(f"--batch {request.batch // 2}")
-    if request.seq_len is not None and request.seq_len > 1:
+    if request.input is not None or request.factory is not None:
+        ways.append("smaller example inputs")
+    elif request.seq_len is not None and request.seq_len > 1:
         ways.append(f"--seq-len {request.seq_len // 2}")
     elif request.seq_len is None:
         ways.append("a shorter --seq-len")

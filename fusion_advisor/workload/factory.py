@@ -1,4 +1,4 @@
-"""Run a user's ``file.py:factory`` or ``package.module:factory``."""
+"""Run a user's ``file.py:factory`` or ``package.module:factory``, or such a function that returns example inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,17 +17,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.errors import AdvisorError, BadFactory, FactoryFailed
+from fusion_advisor.capture.arguments import tensors_in
+from fusion_advisor.errors import AdvisorError, BadFactory, BadInputFunction, FactoryFailed
 from fusion_advisor.workload.device import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallInputs:
+    """Example inputs, split as a model is called with them."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FactoryResult:
-    """What the factory returned, its inputs split as the model is called."""
+    """What the factory returned."""
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    inputs: CallInputs
 
 
 def run_factory(place: str, name: str) -> FactoryResult:
@@ -40,23 +48,55 @@ def run_factory(place: str, name: str) -> FactoryResult:
         FactoryFailed: the user's code raised.
     """
     label = f"{place}:{name}"
+    wanted = "it must return (model, example_inputs)"
+    returned = _called(place, name, BadFactory)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+        raise BadFactory(factory=label, detail=f"{wanted}, it returned a {type(returned).__name__}{size}")
+    model, inputs = returned
+    if not isinstance(model, nn.Module):
+        raise BadFactory(factory=label, detail=f"{wanted}, its first value is a {type(model).__name__}, not an nn.Module")
+    return FactoryResult(model=model, inputs=_split(inputs, label, BadFactory))
+
+
+def run_input_function(place: str, name: str) -> CallInputs:
+    """Import and call a function that takes no arguments and returns the inputs of one call of a model.
+
+    They are one tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+
+    Raises:
+        BadInputFunction: it cannot be found, or returns something else, or something without a tensor in it.
+        FactoryFailed: the user's code raised.
+    """
+    label = f"{place}:{name}"
+    inputs = _split(_called(place, name, BadInputFunction), label, BadInputFunction)
+    for value in (*inputs.args, *inputs.kwargs.values()):
+        if isinstance(value, nn.Module):
+            raise BadInputFunction(factory=label, detail=f"it returned a model ({type(value).__name__}) among them")
+    if not any(True for value in (*inputs.args, *inputs.kwargs.values()) for _ in tensors_in("", value)):
+        raise BadInputFunction(factory=label, detail="there is no tensor in what it returned")
+    return inputs
+
+
+def _called(place: str, name: str, mistake: type[BadFactory]) -> Any:
+    """Import a function and return what it returns."""
+    label = f"{place}:{name}"
     root = Path(place).expanduser().resolve().parent if place.endswith(".py") else Path.cwd()
     # The user's code finds its neighbours, also those that it imports only when called.
     with _importable(root):
-        module = _import(place, label)
+        module = _import(place, label, mistake)
         factory = getattr(module, name, None)
         if factory is None:
-            raise BadFactory(factory=label, detail=f"{place} has no `{name}`{_near(module, name)}")
+            raise mistake(factory=label, detail=f"{place} has no `{name}`{_near(module, name)}")
         if not callable(factory) or isinstance(factory, nn.Module):
-            raise BadFactory(factory=label, detail=f"`{name}` is a {type(factory).__name__}, not a function")
+            raise mistake(factory=label, detail=f"`{name}` is a {type(factory).__name__}, not a function")
         if needed := _needed_arguments(factory):
-            raise BadFactory(factory=label, detail=f"`{name}` needs the arguments {', '.join(needed)}")
+            raise mistake(factory=label, detail=f"`{name}` needs the arguments {', '.join(needed)}")
         with _user_code(label):
-            returned = factory()
-    return _split(returned, label)
+            return factory()
 
 
-def _import(place: str, label: str) -> ModuleType:
+def _import(place: str, label: str, mistake: type[BadFactory]) -> ModuleType:
     if not place.endswith(".py"):
         try:
             with _user_code(label):
@@ -66,16 +106,16 @@ def _import(place: str, label: str) -> ModuleType:
             # Only the named module itself is the user's typing mistake; a missing import inside it is the code's.
             if isinstance(cause, ModuleNotFoundError) and cause.name and f"{place}.".startswith(f"{cause.name}."):
                 detail = f"there is no module `{cause.name}` in {Path.cwd().name}/ or among installed packages"
-                raise BadFactory(factory=label, detail=detail) from cause
+                raise mistake(factory=label, detail=detail) from cause
             raise
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise BadFactory(factory=label, detail=f"there is no file {place}")
+        raise mistake(factory=label, detail=f"there is no file {place}")
     # A prefix keeps `random.py:factory` from taking the place of the standard library's module.
     module_name = f"fusion_advisor_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise BadFactory(factory=label, detail=f"{place} is not a Python file")
+        raise mistake(factory=label, detail=f"{place} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # Registered as an import would: dataclasses and dynamo look a class's module up by name.
     sys.modules[module_name] = module
@@ -157,22 +197,14 @@ def _needed_arguments(factory: Any) -> list[str]:
     return [item.name for item in parameters if item.default is inspect.Parameter.empty and item.kind not in variadic]
 
 
-def _split(returned: Any, label: str) -> FactoryResult:
-    wanted = "it must return (model, example_inputs)"
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
-        raise BadFactory(factory=label, detail=f"{wanted}, it returned a {type(returned).__name__}{size}")
-    model, inputs = returned
-    if not isinstance(model, nn.Module):
-        raise BadFactory(factory=label, detail=f"{wanted}, its first value is a {type(model).__name__}, not an nn.Module")
+def _split(inputs: Any, label: str, mistake: type[BadFactory]) -> CallInputs:
     if isinstance(inputs, torch.Tensor):
-        return FactoryResult(model=model, args=(inputs,), kwargs={})
+        return CallInputs(args=(inputs,))
     if isinstance(inputs, Mapping):
         unnamed = [key for key in inputs if not isinstance(key, str)]
         if unnamed:
-            raise BadFactory(factory=label, detail=f"the keys of example_inputs must be argument names, not {unnamed[0]!r}")
-        return FactoryResult(model=model, args=(), kwargs=dict(inputs))
+            raise mistake(factory=label, detail=f"the keys of example_inputs must be argument names, not {unnamed[0]!r}")
+        return CallInputs(kwargs=dict(inputs))
     if isinstance(inputs, (tuple, list)):
-        return FactoryResult(model=model, args=tuple(inputs), kwargs={})
-    detail = f"example_inputs must be a tensor, a tuple or a dict, not a {type(inputs).__name__}"
-    raise BadFactory(factory=label, detail=detail)
+        return CallInputs(args=tuple(inputs))
+    raise mistake(factory=label, detail=f"example_inputs must be a tensor, a tuple or a dict, not a {type(inputs).__name__}")

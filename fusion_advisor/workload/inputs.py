@@ -26,9 +26,10 @@ NEW_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleInputs:
-    """Keyword arguments of one step."""
+    """Arguments of one step; those that are made here have names."""
 
     kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
     seq_len: int
     """Tokens, or the image's edge where there are no tokens."""
     context: int = 0
@@ -40,6 +41,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     """Make the inputs of one step.
 
     Causal LMs get ``input_ids`` and ``use_cache=False``; for phase ``prefill`` also ``logits_to_keep=1``, where the model has it;
+    for phase ``train`` ``labels``, with which the model computes its own loss;
     for phase ``decode`` one token, and a static cache that a prefill of ``context`` tokens has filled.
     Encoder-decoders get both sides at the same length (Whisper: 30 s of audio features). Encoders get ``input_ids`` only, as
     users of one unpadded batch pass them. Default lengths are 512 tokens for causal LMs on a GPU and 128 for the rest, or the
@@ -59,7 +61,7 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     wanted = getattr(model, "main_input_name", "input_ids")
     # BERT's body takes `use_cache` too: what can generate is a language model, whatever its forward accepts.
     is_causal = not config.is_encoder_decoder and bool(getattr(model, "can_generate", lambda: False)())
-    if request.phase != "forward" and not is_causal:
+    if request.phase not in ("forward", "train") and not is_causal:
         detail = f"--phase {request.phase} needs a causal language model; `{request.model_id}` is a {type(model).__name__}"
         raise UsageError(detail=detail, help="leave --phase out")
     if request.phase == "decode":
@@ -98,6 +100,8 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         kwargs["decoder_input_ids"] = _tokens(text, request.batch, seq_len, generator)
     if "use_cache" in parameters and (is_causal or config.is_encoder_decoder):
         kwargs["use_cache"] = False
+    if request.phase == "train" and is_causal and "labels" in parameters:
+        kwargs["labels"] = kwargs["input_ids"].clone()
     notes: tuple[str, ...] = ()
     if request.phase == "prefill":
         if "logits_to_keep" in parameters:

@@ -23,9 +23,9 @@ from fusion_advisor.workload.device import (
     resolve_device,
     resolve_dtype,
 )
-from fusion_advisor.workload.factory import run_factory
+from fusion_advisor.workload.factory import CallInputs, run_factory, run_input_function
 from fusion_advisor.workload.generate import Generation
-from fusion_advisor.workload.inputs import NEW_TOKENS, input_metas, make_inputs, move
+from fusion_advisor.workload.inputs import NEW_TOKENS, ExampleInputs, input_metas, make_inputs, move
 from fusion_advisor.workload.request import WorkloadRequest
 from fusion_advisor.workload.resolve import resolve_source
 from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
@@ -86,6 +86,10 @@ def describe_live(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
 
 
 def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWorkload:
+    own: CallInputs | None = None
+    if request.input_function is not None:  # before anything is fetched: a mistake in it should not take minutes to show
+        with seeded(request.seed, device):
+            own = run_input_function(*request.input_function)
     source = resolve_source(request)
     config = source.config
     total = total_layers(config)
@@ -109,13 +113,18 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
     leave_room(model)
     model.eval()
     new_tokens = (request.new_tokens or NEW_TOKENS) if request.phase == "generate" else 0
-    inputs = make_inputs(model, request, device=device, dtype=dtype)
+    if own is None:
+        inputs = make_inputs(model, request, device=device, dtype=dtype)
+    else:
+        inputs = _placed(own, model, device=device, dtype=dtype)
+    metas = input_metas(model, inputs.args, inputs.kwargs)
     record = _record(
         request,
         model,
-        input_metas(model, (), inputs.kwargs),
+        metas,
         device=device,
         seq_len=inputs.seq_len,
+        batch=None if own is None else _batch_of(metas),
         weights=source.weights,
         revision=source.revision,
         layers=request.layers if request.layers != total else None,
@@ -129,7 +138,13 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         ids = inputs.kwargs["input_ids"]
         generation = Generation(model=model, input_ids=ids, new_tokens=new_tokens, model_id=request.model_id)
     return LoadedWorkload(
-        model=model, args=(), kwargs=inputs.kwargs, record=record, request=request, generation=generation, notes=notes
+        model=model,
+        args=inputs.args,
+        kwargs=inputs.kwargs,
+        record=record,
+        request=request,
+        generation=generation,
+        notes=notes,
     )
 
 
@@ -140,7 +155,7 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
         "--layers": request.layers is not None,
         "--revision": request.revision is not None,
         "--weights": request.weights != "auto",
-        "--phase": request.phase != "forward",
+        "--phase": request.phase not in ("forward", "train"),
     }
     for option, is_set in ignored.items():
         if is_set:
@@ -148,17 +163,23 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
     with seeded(request.seed, device):
         made = run_factory(place, name)
     dtype = TORCH_DTYPES.get(request.dtype)
-    metas = input_metas(made.model, made.args, made.kwargs)
+    metas = input_metas(made.model, made.inputs.args, made.inputs.kwargs)
     # A factory that chose a GPU itself keeps it; one that built on the CPU, as most do, is moved to where we run.
     chosen = _device_of(made.model, metas)
     if request.device == "auto" and chosen.type != "cpu":
         device = chosen
     model = made.model.to(device, dtype).eval()
+    inputs = _placed(made.inputs, model, device=device, dtype=dtype)
+    metas = input_metas(model, inputs.args, inputs.kwargs)
+    record = _record(request, model, metas, device=device, seq_len=inputs.seq_len, weights="user", batch=_batch_of(metas))
+    return LoadedWorkload(model=model, args=inputs.args, kwargs=inputs.kwargs, record=record, request=request)
+
+
+def _placed(made: CallInputs, model: nn.Module, *, device: torch.device, dtype: torch.dtype | None) -> ExampleInputs:
+    """Return the user's inputs on the device, floating-point ones in ``dtype`` if one is given."""
     args = tuple(move(value, device, dtype) for value in made.args)
-    kwargs = {key: move(value, device, dtype) for key, value in made.kwargs.items()}
-    metas = input_metas(model, args, kwargs)
-    record = _record(request, model, metas, device=device, seq_len=_seq_len_of(metas), weights="user", batch=_batch_of(metas))
-    return LoadedWorkload(model=model, args=args, kwargs=kwargs, record=record, request=request)
+    kwargs = {name: move(value, device, dtype) for name, value in made.kwargs.items()}
+    return ExampleInputs(args=args, kwargs=kwargs, seq_len=_seq_len_of(input_metas(model, args, kwargs)))
 
 
 def _record(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from fusion_advisor.errors import UsageError
 
 DTYPES = ("auto", "fp32", "fp16", "bf16")
-PHASES = ("forward", "prefill", "decode", "generate")
+PHASES = ("forward", "prefill", "decode", "generate", "train")
 WEIGHTS = ("auto", "hub", "local", "random")
 
 # A factory's right side is a Python name, its left side a dotted module or a .py file; hub ids never hold a colon.
@@ -27,9 +27,12 @@ class WorkloadRequest:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         batch: Examples per step.
         seq_len: Tokens per example; None takes a default below the model's maximum.
+        input: ``file.py:function`` or ``package.module:function`` that returns the inputs of a step, in place of those that are
+            made from the configuration.
         phase: ``forward``: one pass, all logits. ``prefill``: one pass over the prompt, logits of the last token only. Neither
             fills a cache: the cost of writing it is left out. ``decode``: one token on top of a static cache that holds
             ``context`` tokens. ``generate``: a prompt of ``seq_len`` tokens and ``new_tokens`` more through ``model.generate``.
+            ``train``: forward, loss and backward in ``train()`` mode, to be profiled only.
         context: Tokens that the cache holds before a ``decode`` step; None takes 512, or what the model has room for.
         new_tokens: Tokens that ``generate`` makes; None takes 32.
         layers: Keep only that many layers, for a quick look.
@@ -45,6 +48,7 @@ class WorkloadRequest:
     device: str = "auto"
     batch: int = 1
     seq_len: int | None = None
+    input: str | None = None
     phase: str = "forward"
     context: int | None = None
     new_tokens: int | None = None
@@ -74,12 +78,34 @@ class WorkloadRequest:
             )
         if self.phase == "decode" and self.seq_len is not None:
             raise UsageError(detail="--seq-len has no effect on a decode step of one token", help="use --context")
+        if self.input is not None:
+            self._check_input()
+
+    def _check_input(self) -> None:
+        if self.factory is not None:
+            raise UsageError(detail=f"--input has no effect on `{self.model_id}`", help="the factory returns its own inputs")
+        if self.input_function is None:
+            raise UsageError(detail=f"--input {self.input} names no function", help="write FILE.py:name or package.module:name")
+        others = {
+            "--seq-len": self.seq_len is not None,
+            "--batch": self.batch != 1,
+            "--phase": self.phase not in ("forward", "train"),
+        }
+        for option, is_set in others.items():
+            if is_set:
+                raise UsageError(
+                    detail=f"{option} has no effect beside --input {self.input}", help="the function decides it: leave one out"
+                )
 
     @property
     def factory(self) -> tuple[str, str] | None:
         """(file or module, attribute) if the id names a factory."""
-        found = _FACTORY.fullmatch(self.model_id)
-        return (found["place"], found["name"]) if found else None
+        return _place_and_name(self.model_id)
+
+    @property
+    def input_function(self) -> tuple[str, str] | None:
+        """(file or module, attribute) of ``input``."""
+        return None if self.input is None else _place_and_name(self.input)
 
     def to_json(self) -> dict[str, str | int | bool | None]:
         """Return the fields as JSON values."""
@@ -93,6 +119,11 @@ class WorkloadRequest:
             detail = f"unknown field `{unknown[0]}` in a workload request" if unknown else "a workload request needs `model_id`"
             raise UsageError(detail=detail, help="write it with this version of fusion-advisor")
         return cls(**values)  # type: ignore[arg-type]
+
+
+def _place_and_name(text: str) -> tuple[str, str] | None:
+    found = _FACTORY.fullmatch(text)
+    return (found["place"], found["name"]) if found else None
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from fusion_advisor.capture import profile
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.capture.profile import _quality, profile_model, profile_regions, reconcile
-from fusion_advisor.errors import MissingKernels
+from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Launch
 from fusion_advisor.workload.load import describe_live
-from tests.tiny import BANDWIDTH, ENVIRONMENT, profiled, toy
+from tests.tiny import BANDWIDTH, ENVIRONMENT, profile_live, profiled, toy
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
@@ -60,6 +61,17 @@ def test_the_model_runs_as_before(tmp_path):
     assert len(notes) == 3
 
 
+def test_steps_are_traced_and_timed_as_asked(tmp_path):
+    model, args = toy()
+    capture, _ = profile_model(
+        model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
+        runs=5, budget_s=0.01, least_s=0.05, traced_steps=1, trace_to=tmp_path / "trace.json.gz",
+    )  # fmt: skip
+    assert sum(capture.eager_step.times_ns) >= 50_000_000
+    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert {event["name"] for event in trace["traceEvents"] if event["name"].startswith("fa:step:")} == {"fa:step:0"}
+
+
 def test_nvtx_names_phases_steps_and_modules(monkeypatch):
     seen, opened = [], []
 
@@ -87,8 +99,38 @@ def test_nvtx_names_phases_steps_and_modules(monkeypatch):
     assert opened == []
 
 
+@pytest.mark.parametrize("with_nvtx", [False, True])
+def test_under_nsys_the_timed_step_is_marked_and_torchs_profiler_is_not_started(monkeypatch, with_nvtx):
+    seen = []
+    model, args = toy()
+
+    def start():
+        model.register_forward_pre_hook(lambda *_: seen.append("step"))
+        seen.append("start")
+
+    monkeypatch.setattr(torch.cuda.profiler, "start", start)
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profile.timeline, "record", lambda *_, **__: pytest.fail("torch.profiler was started"))
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    with pytest.raises(ProfilerAttached, match="nsys is attached") as error:
+        profile_model(
+            model, args, {}, workload=describe_live(model, args).record, environment=replace(ENVIRONMENT, device_kind="cuda"),
+            bandwidth=BANDWIDTH, warmup=1, runs=6, budget_s=0.01, with_nvtx=with_nvtx,
+        )  # fmt: skip
+    runs = seen.count("step")
+    assert seen[0] == "start" and seen[-1] == "stop" and 5 <= runs == len(seen) - 2
+    assert f"the {runs} timed runs of the eager step, between cudaProfilerStart and" in error.value.note_text
+
+
+def test_nsys_is_no_obstacle_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    model, args = toy()
+    profile_live(model, args)
+
+
 def test_launches_without_any_kernel_are_an_error(monkeypatch):
-    """As under nsys, which holds the device's counters."""
+    """As where another profiler holds the device's counters."""
     model, args = toy()
     monkeypatch.setattr(profile, "median_step", lambda trace, on_cuda: Step(launches=(), calls=12))
     with pytest.raises(MissingKernels, match="0 of 12"):

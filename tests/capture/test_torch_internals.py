@@ -293,6 +293,48 @@ def test_inductor_compiles_a_traced_graph():
     torch.testing.assert_close(result, a @ b)
 
 
+def test_addresses_are_those_of_the_same_tensors_only():
+    tensors = [torch.randn(4) for _ in range(3)]
+    addresses = torch_internals.Addresses(tensors)
+    assert addresses.are_of(tensors)
+    assert not addresses.are_of(tensors[:2])
+    assert not addresses.are_of([*tensors[:2], tensors[2].clone()])
+    assert not addresses.are_of([tensors[1], tensors[0], tensors[2]])
+    tensors[1].data = torch.randn(4)
+    assert not addresses.are_of(tensors)
+
+
+@pytest.mark.gpu
+def test_addresses_and_streams_on_a_gpu():
+    tensors = [torch.randn(4, device="cuda") for _ in range(3)]
+    addresses = torch_internals.Addresses(tensors)
+    assert addresses._at_once is not None
+    assert addresses.are_of(tensors) and not addresses.are_of([*tensors[:2], tensors[2].clone()])
+    other = torch.cuda.Stream()
+    assert torch_internals.current_stream_number(0) == torch.cuda.current_stream(0).cuda_stream
+    with torch.cuda.stream(other):
+        assert torch_internals.current_stream_number(0) == other.cuda_stream
+
+
+def test_inductor_calls_an_op_that_it_was_told_of():
+    # Where implicit fallbacks are off, only what it was told of compiles: nothing is written out for a log line then.
+    library = torch.library.Library("fusion_advisor_test_told", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeExplicitAutograd")
+    torch.library.register_fake("fusion_advisor_test_told::twice", torch.empty_like, lib=library)
+    op = torch.ops.fusion_advisor_test_told.twice.default
+    x = torch.randn(4)
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(op, (graph.placeholder("x"),)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with torch._inductor.config.patch(implicit_fallbacks=False):
+        with pytest.raises(RuntimeError, match="missing lowering"):
+            torch_internals.inductor(module, [x])
+        torch_internals.inductor_calls_as_it_is(op)
+        (result,) = torch_internals.inductor(module, [x])(x)
+    torch.testing.assert_close(result, x + x)
+
+
 def test_a_mode_of_torch_compile_reaches_it(monkeypatch):
     seen = {}
     monkeypatch.setattr(torch, "compile", lambda call, **options: seen.update(options) or call)

@@ -67,8 +67,8 @@ class Graph:
         self.ops.append(OpNode(index=index, region=0, target="output", op_class=OpClass.OTHER, role="output", args=returned))
         return self
 
-    def groups(self, judge=lambda members, outputs: Verdict(is_fusible=True), has_kernel=None):
-        return sorted((group.members, group.outputs) for group in find_groups(self.ops, judge, has_kernel))
+    def groups(self, judge=lambda members, outputs: Verdict(is_fusible=True), has_kernel=None, is_left_out=None):
+        return sorted((group.members, group.outputs) for group in find_groups(self.ops, judge, has_kernel, is_left_out))
 
 
 def test_a_line_of_ops_is_one_chain_with_one_output():
@@ -240,6 +240,62 @@ def test_two_chains_that_read_one_value_share_a_launch_where_there_is_a_kernel()
     assert g.groups(has_kernel=lambda *_: True) == [((one, two), (one, two))]
 
 
+def residual_and_norm():
+    """The sum is read by the norm's ops and by the next residual."""
+    g = Graph()
+    x, y = g.input(), g.input()
+    a = g.pointwise(x, y)
+    v = g.view(a)
+    b = g.pointwise(v)
+    c = g.pointwise(v, b)
+    m = g.gemm(c)
+    g.output(g.gemm(m, a))
+    return g, a, v, b, c
+
+
+def by_members(members, outputs):
+    return Verdict(is_fusible=True, key=repr(members))
+
+
+def test_a_chain_that_is_left_out_comes_apart_at_the_largest_part_with_a_kernel():
+    g, a, v, b, c = residual_and_norm()
+    whole = ((a, v, b, c), (a, c))
+    assert g.groups(by_members) == [whole]
+    with_kernel = {(b, c), (c,)}
+    parts = g.groups(by_members, lambda members, _: members in with_kernel, lambda members, _: members == whole[0])
+    assert parts == [((a,), (a,)), ((b, c), (c,))]
+    with_kernel = {(a, v, b)}
+    parts = g.groups(by_members, lambda members, _: members in with_kernel, lambda members, _: members == whole[0])
+    assert parts == [((a, v, b), (a, b)), ((c,), (c,))]
+
+
+def test_a_chain_that_is_left_out_stays_whole_where_no_part_has_a_kernel():
+    g, a, v, b, c = residual_and_norm()
+    whole = [((a, v, b, c), (a, c))]
+    assert g.groups(by_members, lambda *_: False, lambda *_: True) == whole
+    assert g.groups(by_members, lambda *_: True, lambda *_: False) == whole
+
+
+def test_what_remains_of_a_chain_is_offered_too():
+    g, a, _, b, c = residual_and_norm()
+    parts = g.groups(by_members, lambda members, _: len(members) == 1, lambda *_: True)
+    assert parts == [((a,), (a,)), ((b,), (b,)), ((c,), (c,))]
+
+
+def test_no_part_stands_by_itself_that_would_be_launched_too_late():
+    g = Graph()
+    x, y = g.input(), g.input()
+    a, b = g.pointwise(x), g.pointwise(y)
+    early = g.gemm(b)  # what holds b is launched ahead of this, and what holds a alone behind it
+    c = g.pointwise(a, b)
+    g.output(early, g.gemm(c))
+    whole = [((a, b, c), (b, c))]
+    assert g.groups(by_members) == whole
+    assert g.groups(by_members, lambda members, _: members == (a,), lambda *_: True) == whole
+    apart = [((a, b), (a, b)), ((c,), (c,))]
+    assert g.groups(by_members, lambda members, _: members == (a, b), lambda *_: True) == apart
+
+
 def test_chains_that_read_nothing_in_common_do_not():
     g, _ = rotations(2, lambda _, number: number)
     assert g.groups(has_kernel=lambda *_: True) == g.groups()
@@ -308,8 +364,8 @@ KINDS = st.sampled_from(["pointwise", "gemm", "view", "write", "copy_rows"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=25), st.booleans())
-def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired):
+@given(st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=25), st.booleans(), st.booleans())
+def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired, are_split):
     """Each op in at most one chain; every chain is convex and runs at one place between its inputs and its first reader."""
     g = Graph()
     g.input(), g.input("y")
@@ -325,7 +381,14 @@ def test_groups_of_any_graph_can_run_as_one_call_each(steps, are_paired):
             getattr(g, kind)(first, second)
     g.output(*range(2, len(g.ops)))
     ops = g.ops
-    groups = find_groups(ops, lambda *_: Verdict(is_fusible=True), lambda *_: are_paired)
+
+    def is_even(members, _):
+        return sum(members) % 2 == 0
+
+    if are_split:
+        groups = find_groups(ops, by_members, is_even, lambda members, outputs: not is_even(members, outputs))
+    else:
+        groups = find_groups(ops, by_members, lambda *_: are_paired)
     groups = [group for group in groups if group.verdict.is_fusible]
     computing = [index for group in groups for index in group.members if ops[index].op_class is OpClass.POINTWISE]
     assert len(computing) == len(set(computing))

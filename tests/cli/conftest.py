@@ -13,7 +13,7 @@ from fusion_advisor.cli.app import main
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
 from fusion_advisor.serialize import load_record
-from tests.report.fixtures import applied, profiled, timing
+from tests.report.fixtures import applied, profiled, timing, training
 
 CLEARED = (
     "NO_COLOR FORCE_COLOR TTY_COMPATIBLE COLUMNS TERM CI GITHUB_ACTIONS GITHUB_STEP_SUMMARY "
@@ -31,6 +31,7 @@ class FakeRequest:
     device: str = "auto"
     batch: int = 1
     seq_len: int | None = None
+    input: str | None = None
     phase: str = "forward"
     context: int | None = None
     new_tokens: int | None = None
@@ -69,7 +70,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
     def load_workload(request: FakeRequest) -> object:
         state.requests.append(request)
         print("a library that prints")  # noqa: T201 - must not reach stdout
-        return SimpleNamespace(record=applied().workload, notes=())
+        record = applied().workload
+        return SimpleNamespace(record=replace(record, phase="train") if request.phase == "train" else record, notes=())
 
     def finish(report: Report, options: ProfileOptions) -> Report:
         named = state.report or report
@@ -85,6 +87,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
     def profile_workload(loaded: object, options: ProfileOptions, progress: core.Progress) -> tuple[Report, Capture]:
         work(options, progress)
         report = finish(profiled(), options)
+        return report, captured(report)
+
+    def profile_training(loaded: object, options: ProfileOptions, progress: core.Progress) -> tuple[Report, Capture]:
+        work(options, progress)
+        report = finish(training(), options)
         return report, captured(report)
 
     def captured(report: Report) -> Capture:
@@ -117,6 +124,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Core:
     )
     monkeypatch.setattr(core, "load_workload", load_workload)
     monkeypatch.setattr(core, "profile_workload", profile_workload)
+    monkeypatch.setattr(core, "profile_training", profile_training)
     monkeypatch.setattr(core, "apply_workload", apply_workload)
     return state
 

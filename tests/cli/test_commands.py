@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -143,6 +144,20 @@ def test_a_copy_without_source_and_paths(run: Run) -> None:
     refused = run("report", "--redact", "paths")
     assert refused.code == 2 and "pass -o DIR" in refused.err
     assert run("report", "--redact", "names", "-o", "copy").code == 2
+
+
+def test_traces_go_into_the_page(run: Run) -> None:
+    directory = put_run("20300102-030405-7f3a9c")
+    (directory / "trace.before.json.gz").write_bytes(b"not read, only carried")
+    ran = run("report", "--embed-trace", "-o", "copy")
+    assert ran.code == 0, ran.err
+    assert base64.b64encode(b"not read, only carried").decode() in Path("copy/report.html").read_text()
+    assert "! trace.after.json.gz is not embedded: the run directory does not hold it." in ran.err
+    assert run("report").code == 0 and "data-trace" not in (directory / "report.html").read_text()
+    refused = run("report", "--embed-trace", "--format", "md")
+    assert refused.code == 2 and "add html to --format" in refused.err
+    refused = run("report", "--embed-trace", "--redact", "env", "-o", "away")
+    assert refused.code == 2 and "--redact does not reach into it" in refused.err and not Path("away").exists()
 
 
 def test_the_schema_needs_no_run(run: Run) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -7,13 +8,16 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from fusion_advisor.cli import console, core
 from fusion_advisor.errors import CannotCapture
+from fusion_advisor.fuse.baselines import Contender, measure_all
 from fusion_advisor.records import Status
 from fusion_advisor.serialize import load_report, read_capture, read_report
+from fusion_advisor.timing.stopwatch import nothing
 from tests.cli.conftest import Core, Ran
 from tests.report.fixtures import applied, failed_numbers
 
@@ -63,6 +67,32 @@ def test_progress_goes_to_stderr_as_lines(run: Run, fake: Core) -> None:
     assert "\x1b" not in ran.err + ran.out
 
 
+def test_traces_that_the_run_wrote_go_into_the_page(run: Run, fake: Core) -> None:
+    def work(progress: core.Progress) -> None:
+        directory = fake.options[-1].run_dir
+        assert directory is not None
+        (directory / "trace.before.json.gz").write_bytes(b"a trace")
+
+    fake.on_work = work
+    ran = run("apply", "org/m", "--embed-trace")
+    assert ran.code == 0 and "! trace.after.json.gz is not embedded" in ran.err
+    assert base64.b64encode(b"a trace").decode() in (only_run() / "report.html").read_text()
+
+
+def test_the_log_holds_the_traceback_of_a_baseline_that_fails(run: Run, fake: Core) -> None:
+    def broken() -> NoReturn:
+        raise AssertionError
+
+    def work(progress: core.Progress) -> None:
+        fine = Contender(name="eager", make=lambda: nothing, step=applied().before)
+        measure_all([fine, Contender(name="peer", make=broken)], needed_bytes=0, on_cuda=False, runs=1, budget_s=0.0)
+
+    fake.on_work = work
+    assert run("apply", "org/m").code == 0
+    log = (only_run() / "log.txt").read_text()
+    assert "fusion_advisor.fuse.baselines: peer" in log and "Traceback" in log and "in broken" in log
+
+
 def test_nvtx_prints_the_nsys_line_with_v(run: Run, fake: Core) -> None:
     lines = [line for line in run("profile", "org/m", "--nvtx", "-v").err.splitlines() if "nsys" in line]
     assert len(lines) == 1 and lines[0].startswith("nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi ")
@@ -75,6 +105,80 @@ def test_json_is_one_document(run: Run, fake: Core) -> None:
     ran = run("apply", "org/m", "--json")
     assert ran.code == 0
     assert load_report(ran.out) == read_report(only_run() / "report.json")
+
+
+def test_inputs_of_the_users_own_are_part_of_the_run(run: Run, fake: Core) -> None:
+    assert run("profile", "org/m", "-o", "made").code == 0
+    assert run("profile", "org/m", "--input", "mine.py:fn", "-o", "own").code == 0
+    assert [request.input for request in fake.requests] == [None, "mine.py:fn"]
+    first, second = read_report(Path("made/report.json")), read_report(Path("own/report.json"))
+    assert " --input mine.py:fn " in second.command and first.config_hash != second.config_hash
+    assert run("apply", "own", "-o", "again").code == 0
+    assert fake.requests[-1].input == "mine.py:fn"
+    ran = run("apply", "own", "--input", "other.py:fn", "-o", "no")
+    assert ran.code == 2
+    assert "--input contradicts the run `own`" in ran.err
+
+
+def test_how_long_and_how_often_to_measure(run: Run, fake: Core) -> None:
+    assert run("profile", "org/m", "--min-time", "500ms", "--steps", "5", "-o", "a").code == 0
+    assert run("apply", "org/m", "--min-time", "2", "-o", "b").code == 0
+    assert [(options.min_time_s, options.steps) for options in fake.options] == [(0.5, 5), (2.0, 3)]
+    assert read_report(Path("a/report.json")).command.endswith(" --min-time 0.5 --steps 5")
+    Path("fusion-advisor.toml").write_text("min-time = '0.05ms'\nsteps = 1\n")
+    assert run("profile", "org/m", "-o", "c").code == 0
+    again = read_report(Path("c/report.json")).command.split()
+    assert run(*again[1:], "-o", "d").code == 0
+    assert [(options.min_time_s, options.steps) for options in fake.options[2:]] == [(5e-05, 1), (5e-05, 1)]
+    for wrong in ("soon", "-1", "nan", "inf", "2h", "3601"):
+        ran = run("profile", "org/m", "--min-time", wrong)
+        assert (ran.code, "write 2s or 500ms" in ran.err) == (2, True)
+    assert run("profile", "org/m", "--steps", "0").code == 2
+
+
+def test_limits_of_the_users_own(run: Run, fake: Core) -> None:
+    assert run("apply", "org/m", "--rtol", "1e-2", "--atol", "0", "-o", "a").code == 0
+    assert run("apply", "org/m", "--atol", "0.5", "-o", "b").code == 0
+    assert run("apply", "org/m", "-o", "c").code == 0
+    assert [str(options.tolerance)[:33] for options in fake.options] == [  # type: ignore[attr-defined]
+        "|error| ≤ 0 + 0.01 × |oracle| for",
+        "|error| ≤ 0.5 + 0 × |oracle| for ",
+        "None",
+    ]
+    command = read_report(Path("a/report.json")).command
+    assert command.endswith(" --rtol 0.01 --atol 0.0")
+    assert run(*command.split()[1:], "-o", "d").code == 0
+    assert fake.options[-1].tolerance == fake.options[0].tolerance  # type: ignore[attr-defined]
+    for wrong in ("-1", "nan", "inf"):
+        ran = run("apply", "org/m", "--rtol", wrong)
+        assert (ran.code, f"--rtol {float(wrong)} is no limit" in ran.err) == (2, True)
+
+
+def test_what_the_headline_compares_with(run: Run, fake: Core) -> None:
+    for given in ((), ("--baseline", "compile"), ("--baseline", "both", "--compile")):
+        assert run("apply", "org/m", *given, "-o", f"run{len(given)}").code == 0
+    assert [(o.baseline, o.compile, o.measures_compile) for o in fake.options] == [  # type: ignore[attr-defined]
+        ("eager", None, None),
+        ("compile", None, True),
+        ("both", True, True),
+    ]
+    assert " --baseline compile" in read_report(Path("run2/report.json")).command
+    ran = run("apply", "org/m", "--baseline", "both", "--no-compile")
+    assert (ran.code, "--baseline both and --no-compile contradict each other" in ran.err) == (2, True)
+    assert run("apply", "org/m", "--baseline", "liger").code == 2
+
+
+def test_a_training_step_is_profiled_and_not_applied(run: Run, fake: Core) -> None:
+    ran = run("profile", "org/m", "--phase", "train", "-o", "step")
+    assert ran.code == 0, ran.err
+    assert "A training step takes " in ran.out and "transformer.h.*.mlp.c_fc" in ran.out
+    assert ran.out.splitlines()[-1] == "next: fusion-advisor explain FA312"
+    for target in (("org/m", "--phase", "train"), ("step",)):
+        ran = run("apply", *target)
+        assert (ran.code, "error[FA312]: --phase train can be profiled, and not applied" in ran.err) == (2, True)
+        assert "help: use torch.compile(model) for training" in ran.err
+    assert len(fake.requests) == 1  # nothing was loaded for a command that is refused
+    assert run("explain", "FA312").code == 0
 
 
 def test_the_hash_is_stable_and_the_options_count(run: Run, fake: Core, monkeypatch: pytest.MonkeyPatch) -> None:

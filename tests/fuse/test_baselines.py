@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,12 +49,55 @@ def test_contenders_take_turns_and_a_failing_one_has_a_sentence():
         rewind=lambda: ran.append("-"),
     )
     assert [row.name for row in rows] == ["a", "b", "c", "d"]
-    assert rows[1].step is None and rows[1].note == "RuntimeError: the compiler fell over"
+    assert rows[1].step is None
+    assert re.fullmatch(r"RuntimeError in broken \(test_baselines\.py:\d+\): the compiler fell over", rows[1].note)
     assert rows[2].note == "there is none here"
     assert len(rows[0].step.wall.times_ns) == len(rows[3].step.wall.times_ns) == 8
     assert rows[0].first_call_s is not None and (rows[3].first_call_s, rows[3].note) == (3.5, "its note")
     assert all(before == "-" for before, call in itertools.pairwise(ran) if call != "-")
     assert ran[-1] != ran[-3]  # in turn
+
+
+def failing_deep_down(with_message):
+    def innermost():
+        raise AssertionError("the shape is unknown" if with_message else "")
+
+    def compiler():
+        try:
+            innermost()
+        except AssertionError as error:
+            raise RuntimeError(f"backend='inductor' raised:\nAssertionError: {error}\n\nSet TORCH_LOGS for more") from error
+
+    return innermost if not with_message else compiler
+
+
+@pytest.mark.parametrize(
+    ("with_message", "words"),
+    [
+        (False, r"AssertionError in innermost \(test_baselines\.py:\d+\), without a message"),
+        (
+            True,
+            r"RuntimeError in innermost \(test_baselines\.py:\d+\): backend='inductor' raised: AssertionError: the.*unknown",
+        ),
+    ],
+)
+def test_an_error_names_the_innermost_frame_and_the_log_has_all_of_them(with_message, words, caplog):
+    with caplog.at_level("INFO", logger="fusion_advisor"):
+        _, row = measured(
+            Contender(name="fine", make=lambda: nothing, step=STEP),
+            Contender(name="deep", make=failing_deep_down(with_message), step=STEP),
+        )
+    assert re.fullmatch(words, row.note)
+    assert "deep" in caplog.text and "Traceback" in caplog.text and "in innermost" in caplog.text
+
+
+def test_what_is_not_available_leaves_no_traceback(caplog):
+    def absent():
+        raise NotAvailable("there is none here")
+
+    with caplog.at_level("INFO", logger="fusion_advisor"):
+        measured(Contender(name="fine", make=lambda: nothing, step=STEP), Contender(name="absent", make=absent, step=STEP))
+    assert "Traceback" not in caplog.text
 
 
 def test_the_run_ends_where_a_required_one_fails():
@@ -219,7 +263,9 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
         lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
     )
     so_far = []
-    report = apply_workload(loaded, replace(quick, compile=True), on_report=so_far.append).report
+    asked = {"baseline": "both"} if status is keep_all else {"compile": True}
+    report = apply_workload(loaded, replace(quick, **asked), on_report=so_far.append).report
+    assert report.baseline == asked.get("baseline", "eager")
     names = [row.name for row in report.baselines]
     ours = [OURS, OURS_COMPILED] if status is keep_all else []
     assert names == [EAGER, "eager + CUDA graph", f"{COMPILED}default", f"{COMPILED}reduce-overhead", "Liger", *ours]

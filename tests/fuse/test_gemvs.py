@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.relocate import merged_bench
 from fusion_advisor.fuse.saved import apply_plan, load_plan
-from fusion_advisor.library.gemv import GemvConfig, candidates, entry_of
+from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, entry_of
+from fusion_advisor.library.gemv_choose import GemvChoice
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import RenderedKernel, Status
@@ -125,9 +127,10 @@ def place(monkeypatch):
     monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
     decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
 
-    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, **options):
+    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, captured=None, **options):
         monkeypatch.setattr(stage, "on_top", on_top(status_of))
-        kept = Kept(bench=qwen2_bench(), decision=decision, rewrites=(), fusions=[], built=[])
+        bench = qwen2_bench()
+        kept = Kept(bench=bench, captured=captured or bench, decision=decision, rewrites=(), fusions=[], built=[])
         return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, make=make)
 
     return placed
@@ -188,6 +191,20 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
         assert row.receipt.launches_before > row.receipt.sites_found
         assert "on top of all that was kept" in row.reason
     assert kept.decision.method == "wall" and kept.decision.after != kept.decision.before
+
+
+def test_the_step_before_is_the_one_as_captured_not_the_merged_one(place, monkeypatch):
+    run = []
+    captured = SimpleNamespace(build=lambda *_: "untouched", run=run.append)
+    real = stage.confirmed
+
+    def confirmed(runner, decision, original, after, **options):
+        original()
+        return real(runner, decision, original, after, **options)
+
+    monkeypatch.setattr(stage, "confirmed", confirmed)
+    place(captured=captured)
+    assert run and set(run) == {"untouched"}
 
 
 def test_nothing_changes_where_nothing_pays(place):
@@ -338,6 +355,16 @@ def test_configurations_are_read_back():
         assert GemvConfig.read(f"{config.text} (measured, best of 4)") == config
     with pytest.raises(ValueError, match="no form"):
         GemvConfig.read("BLOCK=4")
+
+
+def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path, monkeypatch):
+    around = GemvChoice(config=GemvConfig(form="cuda_cublas"), source="measured", tried=(("cublas", 1500), ("cuda_cublas", 900)))
+    monkeypatch.setattr(stage, "choose", lambda *args, **kwargs: around)
+    make = maker(tmp_path, torch.device("cuda"), backend=None, log=lambda line: None)
+    problem = GemvProblem(m=32, n=64, k=64, dtype="bfloat16", has_norm=True)
+    answer = make(problem, header_of("rmsnorm_linear"), "G1_rmsnorm_linear")
+    assert answer.startswith("cuBLAS and the ops around it are faster") and "cuda_cublas 0.9" in answer
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

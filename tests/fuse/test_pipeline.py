@@ -19,7 +19,7 @@ from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trace_profile import profile_trace
 from fusion_advisor.library.source import KernelBuildFailed
-from fusion_advisor.records import Match, Status, Timing
+from fusion_advisor.records import Match, Status, Timing, Tolerance
 from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
@@ -180,6 +180,22 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, mo
     assert_traces(quick.run_dir, report)
 
 
+def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    asked = []
+
+    def walls(calls, *, least_s, **_):
+        asked.append(least_s)
+        return [TIMING] * len(calls)
+
+    monkeypatch.setattr(install.steps, "walls", walls)
+    apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
+    assert set(asked) == {0.03}
+    for side in ("before", "after"):
+        events = json.loads(gzip.decompress((quick.run_dir / f"trace.{side}.json.gz").read_bytes()))["traceEvents"]
+        assert {event["name"] for event in events if event["name"].startswith("fa:step:")} == {"fa:step:0", "fa:step:1"}
+
+
 def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     seen, progress = [], Told()
@@ -236,7 +252,7 @@ def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch)
 def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     real = install.check_whole_model
-    monkeypatch.setattr(install, "check_whole_model", lambda *args: replace(real(*args), is_passed=False))
+    monkeypatch.setattr(install, "check_whole_model", lambda *args, **more: replace(real(*args, **more), is_passed=False))
     before = dict(loaded.model.__dict__)
     progress = Told()
     report = apply_workload(loaded, quick, progress).report
@@ -244,6 +260,31 @@ def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monke
     assert {fusion.status for fusion in report.fusions} == {Status.NOT_REPLACED}
     assert all(fusion.receipt.sites_replaced == fusion.receipt.launches_after == 0 for fusion in report.fusions)
     assert any("numbers do not pass" in text for text in report.warnings) and progress.warnings
+
+
+def test_a_limit_of_the_users_is_the_limit(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    report = apply_workload(loaded, replace(quick, rtol=0.0)).report
+    assert report.tolerance == Tolerance(rtol=0.0, atol=0.0)
+    assert {fusion.status for fusion in report.fusions} == {Status.WRONG_NUMBERS}
+    assert all("outside |error| ≤ 0 + 0 × |oracle|" in fusion.reason for fusion in report.fusions)
+    assert {fusion.numerics.limit for fusion in report.fusions} == {str(report.tolerance)}
+    assert load_report(dump_report(report)) == report
+
+
+def test_a_limit_of_the_users_goes_for_the_whole_model(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    real, spoiled = install.check_whole_model, []
+
+    def off(loaded, eager, fused, written, **more):
+        spoiled.append(real(loaded, eager, lambda: fused() + 1e-3, written))
+        return real(loaded, eager, lambda: fused() + 1e-3, written, **more)
+
+    monkeypatch.setattr(install, "check_whole_model", off)
+    run = apply_workload(loaded, replace(quick, atol=2e-3, rtol=1e-5))
+    assert not spoiled[0].is_passed and run.report.model_check.is_passed
+    assert run.report.model_check.limit == str(run.report.tolerance)
+    assert any(fusion.status is Status.KEPT for fusion in run.report.fusions)
 
 
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):

@@ -56,6 +56,25 @@ def test_what_a_skipped_kernel_would_take_together_is_offered_to_the_kernel_for_
     assert not [answer for answer in plan.answers if "rope_qk" in getattr(answer, "reason", "")]
 
 
+@pytest.mark.parametrize("left_out", [{"skip": ("add_rmsnorm",)}, {"only": ("rmsnorm",)}])
+def test_a_norm_is_offered_alone_where_the_kernel_with_the_residual_is_left_out(left_out):
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, **left_out)
+    expected = 2 * 2 if "skip" in left_out else 2 * 2 + 1  # the first one stands with the embedding, unless that is left out too
+    assert sites(plan, "rmsnorm") == expected and "add_rmsnorm" not in kernels(plan)
+    assert dict(kernels(plan)["rmsnorm"].constants) == {"eps": 3e-6}
+    assert not [answer for answer in plan.answers if "add_rmsnorm" in getattr(answer, "reason", "")]
+    taken = [index for chain in plan.chains for site in chain.sites for index in site.op_indices]
+    assert len(taken) == len(set(taken))
+    if "skip" in left_out:
+        assert sites(plan, "swiglu") == 2 and sites(plan, "embedding_rmsnorm") == 1
+
+
+def test_skipping_the_norm_too_leaves_it_with_a_reason():
+    plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, skip=("*rmsnorm",))
+    reasons = [answer.reason for answer in plan.answers if isinstance(answer, NoMatch)]
+    assert "add_rmsnorm was left out by --skip" in reasons and not {"rmsnorm", "add_rmsnorm"} & set(kernels(plan))
+
+
 def test_skipping_both_rotations_leaves_them_unfused():
     plan = make_plan(profiled("qwen2")[1], patterns(), min_share=0.0, skip=("rope*",))
     reasons = [answer.reason for answer in plan.answers if isinstance(answer, NoMatch)]

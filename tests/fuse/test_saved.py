@@ -16,7 +16,7 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.saved import apply_plan, first_difference, load_plan
 from fusion_advisor.library.backend_cpp import CppBackend, CppKernel
 from fusion_advisor.library.discover import scaffold
-from fusion_advisor.records import Status
+from fusion_advisor.records import Status, Tolerance
 from fusion_advisor.serialize import dump_capture, dump_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
@@ -55,6 +55,18 @@ def test_a_kept_plan_is_applied_to_another_instance(loaded, quick, monkeypatch):
         assert fused.fallbacks == {}
     assert "_compiled_call_impl" not in other.model.__dict__
     assert "_compiled_call_impl" not in loaded.model.__dict__
+
+
+def test_the_users_limit_is_the_plans(loaded, quick, monkeypatch):  # noqa: F811
+    verdicts(monkeypatch, keep_all)
+    saved_run(loaded, replace(quick, rtol=1e-3, atol=1e-3))
+    plan = load_plan(quick.run_dir)
+    assert plan.report.tolerance == Tolerance(rtol=1e-3, atol=1e-3)
+    with torch.no_grad(), apply_plan(another(), plan) as fused:
+        fused.specialize(torch.randn(2, 32, 64))
+    stricter = replace(plan, report=replace(plan.report, tolerance=Tolerance(rtol=0.0, atol=0.0)))
+    with pytest.raises(PlanMismatch, match="its numbers no longer pass"):
+        apply_plan(another(), stricter)
 
 
 def test_what_was_not_kept_is_not_in_the_plan(loaded, quick, monkeypatch):  # noqa: F811

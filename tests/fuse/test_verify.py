@@ -11,7 +11,7 @@ from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.verify import check_calls, check_chain, check_model, count_ulps, error_of, layout_of
-from fusion_advisor.records import ULP_ENDS, TensorMeta
+from fusion_advisor.records import ULP_ENDS, TensorMeta, Tolerance
 from tests.tiny import EvaluatedKernel, planned, profiled, region_of
 
 
@@ -95,6 +95,35 @@ def test_a_low_precision_kernel_that_is_ten_units_off_is_refused(dtype):
         return right(x) * (1 + 10 * torch.finfo(x.dtype).eps)
 
     assert not check_chain(chain_of(gelu, x), rough, [x], seed=0).is_passed
+
+
+def test_a_tolerance_takes_the_place_of_eagers_own_error():
+    x = torch.randn(40, 26).to(torch.bfloat16)
+    chain = chain_of(gelu, x)
+
+    def rough(x):
+        return right(x) * (1 + 3 * torch.finfo(x.dtype).eps)
+
+    wide, narrow = Tolerance(rtol=0.05, atol=1e-3), Tolerance(rtol=1e-3, atol=1e-5)
+    loose, strict = (check_chain(chain, call, [x], seed=0, tolerance=one) for call, one in ((rough, wide), (right, narrow)))
+    assert not check_chain(chain, rough, [x], seed=0).is_passed and loose.is_passed
+    assert check_chain(chain, right, [x], seed=0).is_passed and not strict.is_passed
+    assert loose.limit == "|error| ≤ 0.001 + 0.05 × |oracle| for every element (--atol, --rtol)"
+
+
+@pytest.mark.parametrize("kernel", [off_at_one_element, nan_at_one_element, zero_tail], ids=lambda kernel: kernel.__name__)
+def test_every_element_has_to_keep_to_a_tolerance(kernel):
+    x = torch.randn(40, 26)
+    tolerance = Tolerance(rtol=1e-5, atol=5e-4)
+    assert check_chain(chain_of(gelu, x), right, [x], seed=0, tolerance=tolerance).is_passed
+    assert not check_chain(chain_of(gelu, x), kernel, [x], seed=0, tolerance=tolerance).is_passed
+
+
+def test_what_overflows_in_the_original_too_is_within_a_tolerance():
+    x = torch.full((4, 8), 60000.0).to(torch.float16)
+    chain, tolerance = chain_of(lambda x: x * 2, x), Tolerance(rtol=1e-2, atol=1e-2)
+    assert check_chain(chain, lambda x: x * 2, [x], seed=0, tolerance=tolerance).is_passed
+    assert not check_chain(chain, lambda x: x.fill_(math.nan), [x * 0.25], seed=0, tolerance=tolerance).is_passed
 
 
 def test_the_original_passes_against_itself():
@@ -207,6 +236,8 @@ def test_booleans_must_be_equal():
     chain = chain_of(lambda x: x > 0.5, x)
     assert check_chain(chain, lambda x: x > 0.5, [x], seed=0).is_passed
     assert not check_chain(chain, lambda x: x >= x.max() - 1e-6, [x], seed=0).is_passed
+    wide = Tolerance(rtol=10.0, atol=10.0)
+    assert not check_chain(chain, lambda x: x >= x.max() - 1e-6, [x], seed=0, tolerance=wide).is_passed
 
 
 def test_infinities_that_the_original_has_too_are_no_mistake():
@@ -257,6 +288,26 @@ def test_the_whole_model_is_held_to_eagers_own_error():
     near = check_model(rows(LOGITS + 1e-5 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy")
     assert near.is_passed and near.argmax_agreement == 1.0 and near.outputs == ("logits",)
     assert not check_model(rows(LOGITS + 1e-4 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy").is_passed
+
+
+def test_the_whole_model_is_held_to_a_tolerance():
+    off = LOGITS + 1e-4
+    tolerance = Tolerance(rtol=0.0, atol=2e-4)
+    found = check_model(rows(off), rows(LOGITS), rows(LOGITS), "float64 copy", tolerance=tolerance)
+    assert found.is_passed and found.limit == str(tolerance)
+    assert not check_model(rows(off), rows(LOGITS), rows(LOGITS), "float64 copy").is_passed
+    assert not check_model(rows(LOGITS + 3e-4), rows(LOGITS), rows(LOGITS), "eager", tolerance=tolerance).is_passed
+    one_of_two = [("a", LOGITS.float()), ("b", LOGITS.float() + 1)]
+    both = [("a", LOGITS.float()), ("b", LOGITS.float())]
+    assert not check_model(one_of_two, both, both, "eager", tolerance=tolerance).is_passed
+
+
+def test_counts_have_no_tolerance():
+    counts, more = torch.arange(4.0).double(), torch.arange(4.0).double() + 1
+    mine, theirs = [*rows(LOGITS), ("written counts", more)], [*rows(LOGITS), ("written counts", counts)]
+    wide = Tolerance(rtol=10.0, atol=10.0)
+    assert not check_model(mine, theirs, theirs, "eager", tolerance=wide, exact={"written counts"}).is_passed
+    assert check_model(theirs, theirs, theirs, "eager", tolerance=wide, exact={"written counts"}).is_passed
 
 
 def test_without_a_copy_eager_is_the_measure():

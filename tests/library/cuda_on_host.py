@@ -31,6 +31,7 @@ using namespace std;
 #define __forceinline__ inline
 #define __shared__
 #define __launch_bounds__(n)
+#define __builtin_assume(condition) if (!(condition)) __builtin_trap()
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x, y, z; };
@@ -107,14 +108,17 @@ def _unit(number, launch):
         each = max(count for count in (1, 2, 3) if all(height % count == 0 for height in heights))
     rows = [plan.row_count for plan in plans]
     blocks = {"flat": [ceil(n / each) for n in packs], "tiled": [ceil(n / each) for n in rows], "rows": rows}[kind]
-    grid = (sum(blocks), min(max(packs), 3) if kind == "tiled" else 1)
+    is_once = max(packs) % 2 == 0  # both ways over the columns: all blocks there are, or a loop
+    grid = (sum(blocks), max(packs) if is_once else 1) if kind == "tiled" else (sum(blocks), 1)
     arguments = [*starts(blocks), *(argument for call in calls for argument in call.arguments)]
     source = _translate(rendered.source)
     entry = source[source.index(f"{rendered.entry}(") :]
     operands = [f"({kind})args[{n}]" for n, kind in enumerate(re.findall(r"^    (.+\*) __restrict__", entry, re.MULTILINE))]
     assert len(operands) == len(launch.inputs) + len(launch.outputs)
     scalars = [f"(index_t)ints[{n}]" for n in range(len(arguments))]
-    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0}
+    macros = {"THREADS": 1, "ROWS": 1, "PACKS": each, "VEC": width, "FULL": 0, "ONCE": int(is_once)}
+    if len(plans) == 1 and kind == "tiled":
+        macros |= {name.upper(): plans[0].program.dims[number] for number, name in enumerate(plans[0].sizes[1:-1], start=1)}
     if any(plan.needs_int64 for plan in plans):
         macros["WIDE_INDEX"] = 1
     if "STAGED" in source:
@@ -144,7 +148,12 @@ def _translate(source):
     source = re.sub(r"    float y;\n    asm\(\"cvt\.f32\.f16.*?\n}", _WIDE_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    half_bits y;\n    asm\(.*?\n}", _NARROW_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)
+    source = without_approximations(source)
+    return re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
+
+
+def without_approximations(source):
+    """Exact functions for the PTX that approximates them."""
     source = re.sub(r'asm\("ex2\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", source)
     source = re.sub(r'asm\("rcp\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / (\2);", source)
-    source = re.sub(r'asm\("rsqrt\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / sqrtf(\2);", source)
-    return re.sub(r"(T row_reduce\(T value\) \{\n).*?\n}", r"\1    return value;\n}", source, flags=re.DOTALL)
+    return re.sub(r'asm\("rsqrt\.approx[.\w]*.*? : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = 1.0f / sqrtf(\2);", source)

@@ -35,6 +35,16 @@ def problems():
     return found
 
 
+def surrounded():
+    """Name → problem: on both sides of the rows that GEMV kernels take, what cuBLAS computes between kernels of the library."""
+    found = {}
+    for number, m in enumerate((3, 16, 70)):
+        dtype = ("float32", "float16")[number % 2]  # the interpreter cuts bfloat16 off where a GPU rounds it
+        for name in ("norm", "gemma_bias", "gated", "all"):
+            found[f"{name}-{m}x19x72"] = GemvProblem(m=m, n=19, k=72, dtype=dtype, **EPILOGUES[name])
+    return found
+
+
 def tensors(problem, kind="normal", seed=0):
     """Operands but the output; ``kind`` is normal, large or special (NaN and Inf in the first rows)."""
     generator = torch.Generator().manual_seed(seed)

@@ -10,9 +10,10 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from gemv_cases import HEADER, complaint, problems, tensors
+from gemv_cases import HEADER, complaint, problems, surrounded, tensors
 
-from fusion_advisor.library.gemv import candidates
+from fusion_advisor.library.gemv import around, candidates
+from fusion_advisor.library.gemv_choose import launcher_for
 from fusion_advisor.library.gemv_triton import GemvTriton
 
 
@@ -28,6 +29,14 @@ def main(folder):
                 out = torch.full((problem.m, problem.n), 3.0)
                 launch(*given, out)
                 found[f"{name} {config.text} {kind}"] = complaint(problem, given, out.to(given[0].dtype))
+    for name, problem in surrounded().items():
+        config = around(problem, "triton")
+        launch = launcher_for(problem, config, header=HEADER, folder=Path(folder))
+        for kind in ("normal", "special"):
+            given = tensors(problem, kind)
+            out = torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype)
+            launch(*given, out)
+            found[f"{name} {config.text} {kind}"] = complaint(problem, given, out)
     print(json.dumps(found))  # noqa: T201
 
 

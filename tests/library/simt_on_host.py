@@ -1,8 +1,8 @@
 """Run a CUDA kernel on the host with all threads of a block: warp shuffles, tensor cores and barriers, checked without a GPU.
 
-Threads are fibers that take turns. Where the lanes of a warp meet (a shuffle, an mma) each leaves its operands, lets all others
-run up to the same point, and goes on with what they left: lanes must meet equally often, as they must on a GPU. Fragments of an
-mma are laid out as the PTX ISA says.
+Threads are fibers that take turns, those of all blocks of a cluster together. Where the lanes of a warp meet (a shuffle, an mma)
+each leaves its operands, lets all others run up to the same point, and goes on with what they left: lanes must meet equally
+often, as they must on a GPU. Fragments of an mma are laid out as the PTX ISA says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from cuda_on_host import without_approximations
 
 from fusion_advisor.library.source import Rendered
 
@@ -29,6 +30,8 @@ using namespace std;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
+#define __cluster_dims__(n)
+#define __cvta_generic_to_shared(place) 0
 #define __shared__ static
 #define __restrict__
 struct uint2 { unsigned x, y; };
@@ -40,42 +43,81 @@ static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y;
 static int min(int a, int b) { return a < b ? a : b; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+#define __expf(x) exp2f((x) * 1.4426950408889634f)
 
 static ucontext_t scheduler;
 static vector<ucontext_t> fibers;
 static vector<bool> is_done;
-static unsigned meetings[1024];
-static unsigned slots[2][1024][6];
-static void meet() {
-    const unsigned self = threadIdx.x;
-    swapcontext(&fibers[self], &scheduler);
-    threadIdx.x = self;
-}
+static unsigned self, threads;  // number of the fiber among those of the cluster; threads of a block
+static unsigned meetings[8192];
+static unsigned slots[2][8192][6];
+static void meet() { swapcontext(&fibers[self], &scheduler); }  // the scheduler says again who goes on
 static unsigned (*leave(const unsigned (&operands)[6]))[6] {
-    unsigned (*slot)[6] = slots[meetings[threadIdx.x]++ % 2];
-    memcpy(slot[threadIdx.x], operands, sizeof operands);
+    unsigned (*slot)[6] = slots[meetings[self]++ % 2];
+    memcpy(slot[self], operands, sizeof operands);
     meet();
     return slot;
 }
-static unsigned barriers[1024];
-static void __syncthreads() {
-    const unsigned own = ++barriers[threadIdx.x];
+static unsigned barriers[8192];
+static void wait_for(unsigned first, unsigned end) {
+    const unsigned own = ++barriers[self];
     for (bool is_alone = true; is_alone;) {
         meet();
         is_alone = false;
-        for (int n = 0; n < (int)fibers.size(); ++n) is_alone |= !is_done[n] && barriers[n] < own;
+        for (unsigned n = first; n < end; ++n) is_alone |= !is_done[n] && barriers[n] < own;
     }
+}
+static void __syncthreads() { wait_for(self / threads * threads, (self / threads + 1) * threads); }
+
+// What the blocks of a cluster send one another.
+struct Arrival { bool is_ready, is_expected; long expected, received; };
+static Arrival arrived[8][16];
+static const char* failure;
+static void host_cluster_wait() {
+    for (auto& arrival : arrived[self / threads]) arrival.is_ready = true;
+    wait_for(0, fibers.size());
+}
+static void host_expect(int number, long bytes) {
+    Arrival& own = arrived[self / threads][number];
+    if (own.is_expected) failure = "a barrier is armed twice";
+    own.is_expected = true;
+    own.expected = bytes;
+}
+template <typename T>
+static void host_send(T& there, T value, int number, unsigned block) {
+    if (!arrived[block][number].is_ready) failure = "sent to a block whose barriers are not ready";
+    for (unsigned n = block * threads; n < (block + 1) * threads; ++n)
+        if (is_done[n]) failure = "sent to a block that has ended";
+    there = value;
+    arrived[block][number].received += sizeof(T);
+}
+static void host_receive(int number) {
+    const Arrival& own = arrived[self / threads][number];
+    for (int turns = 0; !own.is_expected || own.received < own.expected; ++turns) {
+        if (turns > 1000) { failure = "what is expected never comes"; return; }
+        meet();
+    }
+    if (own.received > own.expected) failure = "more comes than is expected";
 }
 static float __shfl_xor_sync(unsigned, float value, int distance) {
     unsigned bits; memcpy(&bits, &value, 4);
-    return __uint_as_float(leave({bits})[threadIdx.x ^ distance][0]);
+    return __uint_as_float(leave({bits})[self ^ distance][0]);
 }
+static double __shfl_xor_sync(unsigned, double value, int distance) {
+    unsigned bits[2]; memcpy(bits, &value, 8);
+    unsigned (*slot)[6] = leave({bits[0], bits[1]});
+    memcpy(&value, slot[self ^ distance], 8);
+    return value;
+}
+static double rsqrt(double x) { return 1.0 / sqrt(x); }
+__attribute__((noinline)) static float __fmul_rn(float a, float b) { return a * b; }
+__attribute__((noinline)) static double __dmul_rn(double a, double b) { return a * b; }
 static float of_half(unsigned bits) { _Float16 h; const unsigned short b = bits; memcpy(&h, &b, 2); return (float)h; }
 static float of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
 template <float (*WIDE)(unsigned)>
 static void host_mma(float (&sums)[4], const unsigned (&operands)[6]) {
     unsigned (*slot)[6] = leave(operands);
-    const int warp = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    const int warp = self / 32 * 32, g = self % 32 / 4, q = self % 4;
     for (int place = 0; place < 4; ++place) {
         const int row = g + place / 2 * 8, col = 2 * q + place % 2;
         for (int k = 0; k < 16; ++k) {
@@ -96,6 +138,7 @@ _BODIES = {
     "half_bits narrow(float x) {": "const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;",
     "bfloat16_bits narrow(float x) {": "return bfloat16_bits{to_bfloat16(x)};",
     "unsigned long long stream_policy() {": "return 0;",
+    "void cluster_start() {": "",
     "unsigned narrow_pair(float low, float high) {": "return to_bfloat16(high) << 16 | to_bfloat16(low);",
 }
 
@@ -105,19 +148,22 @@ static void** arguments;
 static void (*kernel)();
 static void fiber() {
     kernel();
-    is_done[threadIdx.x] = true;
-    swapcontext(&fibers[threadIdx.x], &scheduler);
+    is_done[self] = true;
+    meet();
 }
-static void walk(void** given, int grid, int threads) {
+static const char* walk(void** given, unsigned grid, unsigned each, unsigned cluster) {
     arguments = given;
+    threads = each;
+    failure = 0;
     const size_t bytes = 1 << 17;
-    vector<char> stacks(bytes * threads);
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-        fibers.assign(threads, ucontext_t{});
-        is_done.assign(threads, false);
+    vector<char> stacks(bytes * threads * cluster);
+    for (unsigned first = 0; first < grid; first += cluster) {
+        fibers.assign(threads * cluster, ucontext_t{});
+        is_done.assign(fibers.size(), false);
         memset(meetings, 0, sizeof meetings);
         memset(barriers, 0, sizeof barriers);
-        for (int n = 0; n < threads; ++n) {
+        memset(arrived, 0, sizeof arrived);
+        for (size_t n = 0; n < fibers.size(); ++n) {
             getcontext(&fibers[n]);
             fibers[n].uc_stack.ss_sp = &stacks[n * bytes];
             fibers[n].uc_stack.ss_size = bytes;
@@ -125,14 +171,16 @@ static void walk(void** given, int grid, int threads) {
         }
         for (bool is_left = true; is_left;) {
             is_left = false;
-            for (int n = 0; n < threads; ++n)
-                if (!is_done[n]) {
+            for (self = 0; self < fibers.size(); ++self)
+                if (!is_done[self]) {
                     is_left = true;
-                    threadIdx.x = n;
-                    swapcontext(&scheduler, &fibers[n]);
+                    threadIdx.x = self % threads;
+                    blockIdx.x = first + self / threads;
+                    swapcontext(&scheduler, &fibers[self]);
                 }
         }
     }
+    return failure;
 }
 """
 
@@ -168,7 +216,10 @@ def run_all(launches, folder):
     for number, launch in enumerate(launches):
         for tensors in launch.calls:
             pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-            handle[f"run_{number}"](pointers, launch.grid, launch.threads)
+            run_one = handle[f"run_{number}"]
+            run_one.restype = ctypes.c_char_p
+            failure = run_one(pointers, launch.grid, launch.threads, launch.macros.get("CLUSTER", 1))
+            assert failure is None, f"{launch.rendered.entry}: {failure.decode()}"
 
 
 def _unit(number, launch):
@@ -178,11 +229,14 @@ def _unit(number, launch):
         source = re.sub(rf"({re.escape(head)}\n).*?\n}}", rf"\1    {body}\n}}", source, flags=re.DOTALL)
     source = source.replace("extern __shared__ uint4 staged[]", "alignas(16) static uint4 staged[1 << 14]")
     source = re.sub(r"asm volatile\(\"ld\.global.*?\);", "word = *(const uint4*)from;", source, flags=re.DOTALL)
+    source = _with_a_cluster(without_approximations(source))
+    source = re.sub(r"#if defined\(__CUDA_ARCH__\).*?#endif\n", "", source, flags=re.DOTALL)
     kind = "of_half" if ".f16.f16" in source else "of_bfloat16"
     mma = rf"    host_mma<{kind}>(sums, {{a0, a1, a2, a3, b0, b1}});\n}}"
     source = re.sub(r"    asm\(\"mma\.sync.*?\n}", mma, source, flags=re.DOTALL)
-    assert not re.search(r"asm\(|asm volatile\(\"(?!griddep)", source), "PTX that the host does not know"
-    kinds = re.findall(r"^    ((?:const )?\w+\*) (?:__restrict__ )?\w+[,)]", source, re.MULTILINE)
+    assert not re.search(r"asm\(|asm volatile\(\"(?!griddep)", source.replace('asm("" :', "")), "PTX that the host does not know"
+    signature = source[source.index(f"{rendered.entry}(") :]
+    kinds = re.findall(r"^    ((?:const )?\w+\*) (?:__restrict__ )?\w+[,)]", signature, re.MULTILINE)
     assert all(len(kinds) == len(tensors) for tensors in launch.calls)
     given = [*(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds)), *map(str, launch.scalars)]
     before = "\n".join(f"#define {name} {value}" for name, value in launch.macros.items())
@@ -196,10 +250,25 @@ namespace kernel_{number} {{
 static void call() {{
     {rendered.entry}({", ".join(given)});
 }}
-extern "C" void run_{number}(void** given, int grid, int threads) {{
+extern "C" const char* run_{number}(void** given, int grid, int threads, int cluster) {{
     kernel = call;
-    walk(given, grid, threads);
+    return walk(given, grid, threads, cluster);
 }}
 }}
 {after}
 """
+
+
+def _with_a_cluster(source):
+    """The same with shared memory for each block of a cluster, and barriers that notice what must not happen."""
+    source = re.sub(r"// Writes to the same place of another block's.*?\n}\n(?=\n)", "", source, flags=re.DOTALL)
+    for call, host in (
+        ("__shared__ T partial[partials];",
+         "static T all_partial[CLUSTER][partials]; T (&partial)[partials] = all_partial[blockIdx.x % CLUSTER];"),
+        ("send(&partial[own], value, &arrivals[NUMBER], lane)", "host_send(all_partial[lane][own], value, NUMBER, lane)"),
+        ("expect(&arrivals[NUMBER], ", "host_expect(NUMBER, "),
+        ("receive(&arrivals[NUMBER])", "host_receive(NUMBER)"),
+    ):  # fmt: skip
+        assert call in source or "CLUSTER" not in source
+        source = source.replace(call, host)
+    return re.sub(r"void cluster_wait\(\) {.*}", "void cluster_wait() { host_cluster_wait(); }", source)

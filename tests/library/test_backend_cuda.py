@@ -21,15 +21,18 @@ from fusion_advisor.library.backend_cuda import (
     compile_for,
     form_for,
     launch_shape,
+    launch_shapes,
     pack_width,
     shared_bytes_of,
 )
+from fusion_advisor.library.beside import calls_of
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 from fusion_advisor.library.staging import shared_memory_of
 
+NO_TUNING = Tuning()
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
 CASES = cases()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
@@ -114,8 +117,9 @@ def test_a_pack_takes_whole_calls_of_the_random_numbers():
 
 
 def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
-    assert "load_pack(x_row + first + x_offset, is_inside && first < 64)" in render(p.rope(2, 3, 5, 128, "bfloat16")).source
-    assert "is_lt ? wide(x_row[col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
+    source = render(p.rope(2, 3, 5, 128, "bfloat16")).source
+    assert "load_pack(x_ptr + (x_start + first + x_offset), is_inside && first < 64)" in source
+    assert "is_lt ? wide(x_ptr[x_start + col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
 
 
 @pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])
@@ -201,6 +205,27 @@ def test_launch_shapes_cover_every_column_once():
         assert macros["THREADS"] % 32 == 0 and macros["THREADS"] * macros["ROWS"] <= 1024
         assert grid[0] * macros["ROWS"] >= 4096
         assert macros["ROWS"] == 1 or macros["THREADS"] == 32
+
+
+def test_a_tiled_launch_knows_its_divisors_and_how_often_it_walks_the_columns():
+    def macros_of(program, tuning=NO_TUNING):
+        plans = [call.plan for call in calls_of(program, flatten_rows=True)]
+        width = min(pack_width(plan)[0] for plan in plans)
+        return launch_shapes(plans, tuning, form=form_for(plans), width=width)[0]
+
+    one = macros_of(p.rope(1, 32, 2048, 128, "bfloat16"))
+    assert one["SIZE1"] in (32, 2048) and "ONCE" not in one
+    assert not any(name.startswith("SIZE") for name in macros_of(p.rope_qk(32, 8, 1, 64, 128, "bfloat16")))
+    assert macros_of(p.bias_gelu_erf(3, 65536 * 2048 + 8, "bfloat16"), Tuning(num_warps=8))["ONCE"] == 0
+    assert "ONCE" not in macros_of(p.bias_gelu_erf(3, 65535 * 2048, "bfloat16"), Tuning(num_warps=8))
+
+
+def test_packs_are_narrowed_to_what_is_asked():
+    plan = schedule(p.gelu_tanh((4096,), "bfloat16"), flatten_rows=True)
+    for asked, width in ((None, 8), (2048, 8), (8, 8), (3, 2), (1, 1)):
+        macros, grid = launch_shape(plan, Tuning(packs=1, num_warps=4, block_cols=asked))
+        assert macros["VEC"] == width
+        assert grid[0] * macros["THREADS"] * width == 4096
 
 
 def test_sources_include_nothing():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import simt_on_host
 import torch
-from gemv_cases import EPILOGUES, HEADER, complaint, problems, tensors
+from gemv_cases import EPILOGUES, HEADER, complaint, problems, surrounded, tensors
 
 from fusion_advisor.library import gemv_choose, gemv_cuda, gemv_triton, tuning
 from fusion_advisor.library.check import check_kernel
@@ -27,6 +27,7 @@ from fusion_advisor.library.gemv import (
     CUBLAS,
     GemvConfig,
     GemvProblem,
+    around,
     candidates,
     default_config,
     fits,
@@ -78,6 +79,7 @@ def test_triton_in_the_interpreter(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) > 100
+    assert sum("triton_cublas" in name for name in found) == 2 * len(surrounded())
     assert not {name: problem for name, problem in found.items() if problem}
 
 
@@ -225,6 +227,41 @@ def test_cublas_is_chosen_where_it_is_faster(on_fake_cuda, tmp_path):
     assert (above.config, above.source, fake.built) == (CUBLAS, "default", [])
 
 
+def test_our_kernels_stand_around_cublas_where_that_is_faster(on_fake_cuda, tmp_path):
+    store = TuningStore(tmp_path / "tuning.json")
+    for m in (16, 512):
+        problem = GemvProblem(m=m, n=64, k=64, dtype="bfloat16", has_norm=True)
+        best = around(problem, "triton")
+        choice, fake = measured(problem, lambda config, best=best: 500 if config == best else 1000, store, backends=("triton",))
+        assert (choice.config, choice.source, choice.config.form) == (best, "measured", "triton_cublas")
+        assert fake.built == [CUBLAS, best, *candidates(problem, ("triton",))]
+        assert measured(problem, lambda config: 1, store, backends=("triton",))[0].source == "stored"
+        # A backend's own row of a bench has no GEMM of cuBLAS.
+        alone, _ = measured(problem, lambda config: 1, store, backends=("triton",), with_cublas=False)
+        assert alone.config in (candidates(problem, ("triton",)) or (CUBLAS,))
+    few = GemvProblem(m=CROSSOVER_ROWS, n=64, k=64, dtype="bfloat16", has_norm=True)
+    assert around(few, "triton") not in measured(few, lambda config: 1, store, backends=("triton",))[1].built
+    beaten = GemvProblem(m=256, n=64, k=64, dtype="bfloat16", is_gated=True)
+    assert measured(beaten, lambda config: 500 if config == CUBLAS else 1000, store)[0].config == CUBLAS
+
+
+def test_what_has_no_kernel_around_it():
+    plain = GemvProblem(m=100, n=64, k=64, dtype="bfloat16", has_bias=True, has_residual=True)
+    assert around(plain, "cuda") is None
+    assert around(replace(plain, has_norm=True, norm_offset=0.5), "cuda") is None
+    assert "no kernel of the library" in refusal(plain, "cuda_cublas")
+    assert not refusal(replace(plain, has_norm=True, norm_offset=1.0), "triton_cublas")
+
+
+def test_blocks_are_even_over_the_multiprocessors():
+    problem = GemvProblem(m=16, n=4608, k=3584, dtype="bfloat16", has_norm=True, has_bias=True)
+    busiest = {config: -(-problem.n // (config.rows * 132)) * config.rows for config in candidates(problem, ("cuda",))}
+    assert min(busiest.values()) == 40  # 4608 / 132 is 34.9, and a block has whole tiles of 8
+    for m, n in ((4, 3584), (16, 18944), (32, 3584), (64, 3584)):
+        found = candidates(replace(problem, m=m, n=n), ("cuda",))
+        assert len(set(found)) == len(found)
+
+
 def test_what_does_not_build_is_left_out(on_fake_cuda, tmp_path):
     problem = GemvProblem(m=1, n=64, k=64, dtype="bfloat16")
     choice, _ = measured(problem, lambda config: 900 if config == CUBLAS else None, TuningStore(tmp_path / "t.json"))
@@ -287,6 +324,20 @@ class TestOnAGpu:
             out = torch.full((2, 64), 3.0, dtype=torch.bfloat16, device="cuda")
             launcher_for(problem, config, header=HEADER, folder=tmp_path)(*shifted, out)
             assert not complaint(problem, given, out.cpu()), config.text
+
+    @pytest.mark.parametrize("backend", ["triton", "cuda"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    @pytest.mark.parametrize("name", surrounded())
+    def test_kernels_around_cublas(self, tmp_path, backend, dtype, name):
+        if backend == "cuda" and not HAS_NVRTC:
+            pytest.skip("cuda-core is not here")
+        problem, store = replace(surrounded()[name], dtype=dtype), TuningStore(tmp_path / "tuning.json")
+        launch = launcher_for(problem, around(problem, backend), header=HEADER, folder=tmp_path, store=store)
+        for kind in ("normal", "large", "special"):
+            given = tensors(problem, kind)
+            out = torch.full((problem.m, problem.n), 3.0, dtype=given[0].dtype, device="cuda")
+            launch(*(tensor.cuda() for tensor in given), out)
+            assert not complaint(problem, given, out.cpu()), kind
 
     def test_chooses_by_measurement(self, tmp_path):
         store = TuningStore(tmp_path / "tuning.json")

@@ -11,19 +11,24 @@ from pathlib import Path
 import pytest
 
 from fusion_advisor.library.discover import list_kernels, load_kernel
+from fusion_advisor.library.source import Tuning
 from fusion_advisor.library.source_of import render_kernel
 
 GOLDEN = Path(__file__).parent / "golden"
+CLUSTERED = [(name, "cluster", "bfloat16") for name in ("groupnorm_silu", "log_softmax")]
+"""CUDA kernels whose rows a cluster of blocks shares."""
 CASES = [(spec.name, backend, dtype) for spec in list_kernels() for backend in spec.backends for dtype in ("float32", "bfloat16")]
+CASES += CLUSTERED
 
 
 def file_of(name, backend, dtype):
-    return GOLDEN / f"{name}.{dtype}.{ {'triton': 'py', 'cuda': 'cu', 'cpp': 'cpp'}[backend] }"
+    return GOLDEN / f"{name}.{dtype}.{ {'triton': 'py', 'cuda': 'cu', 'cpp': 'cpp', 'cluster': 'cluster.cu'}[backend] }"
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), CASES)
 def test_source_is_the_accepted_one(name, backend, dtype):
-    source = render_kernel(load_kernel(name), backend, dtype).source
+    tuning = Tuning(cluster=4) if backend == "cluster" else Tuning()
+    source = render_kernel(load_kernel(name), "cuda" if backend == "cluster" else backend, dtype, tuning=tuning).source
     file = file_of(name, backend, dtype)
     if os.environ.get("ACCEPT_GOLDEN") == "1":
         GOLDEN.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ import torch
 from fusion_advisor.library import tuning as tuning_module
 from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.library.staging import shared_memory_of
 from fusion_advisor.library.tuning import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
 from fusion_advisor.library.tuning_store import SCHEMA, TuningStore
 
@@ -93,6 +94,25 @@ def test_candidates_are_few_and_launch_differently(backend, program):
         assert len(found) >= 3
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("rope", [False, True])
+def test_few_elements_get_threads_with_little_to_do(backend, rope):
+    program = programs.rope(1, 32, 1, 128, "bfloat16") if rope else programs.gelu_tanh((4096,), "bfloat16")
+    large = programs.rope(1, 32, 2048, 128, "bfloat16") if rope else programs.gelu_tanh((2**20,), "bfloat16")
+    declared = Tuning(block_cols=2048, block_rows=32, num_warps=8)
+    asked = [tuning for tuning, _ in candidates(program, backend, [declared])]
+    assert asked[1] != declared and [tuning for tuning, _ in candidates(large, "triton", [declared])][1] == declared
+
+    def each(text):
+        sizes = {name: int(number) for name, _, number in (item.partition("=") for item in text.split())}
+        if backend == "cuda":
+            return sizes["PACKS"] * sizes["VEC"]
+        return sizes["BLOCK_COLS"] * sizes.get("BLOCK_ROWS", 1) / sizes["num_warps"] / 32
+
+    assert min(each(text) for _, text in candidates(program, backend)) <= 2
+    assert min(each(text) for _, text in candidates(large, backend)) >= 4
+
+
 def test_a_manifest_s_tunables_come_before_derived_ones():
     program = programs.rmsnorm(16384, 4096, "bfloat16")
     declared = Tuning(num_warps=2)
@@ -107,11 +127,25 @@ def test_a_manifest_s_tunables_come_before_derived_ones():
         (programs.rope(1, 32, 2048, 64, "bfloat16"), 8),
         (programs.rope_pairs(1, 32, 2048, 64, "bfloat16"), 4),
         (programs.rope_qk(32, 8, 1, 2048, 64, "bfloat16"), 8),
-        (programs.bias_gelu_erf(64, 256, "bfloat16"), 2),
+        (programs.bias_gelu_erf(512, 256, "bfloat16"), 2),
     ],
 )
 def test_tiles_of_512_elements_are_tried_first(program, block_rows):
     assert candidates(program, "triton")[1][0] == Tuning(block_rows=block_rows, num_warps=4)
+
+
+def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_clusters():
+    def clusters(program, arch):
+        return [tuning.cluster for tuning, _ in candidates(program, "cuda", shared=shared_memory_of(arch)) if tuning.cluster]
+
+    assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 2]
+    assert clusters(programs.softmax(2048, 152064, "bfloat16"), 90) == [4, 8]  # two blocks have no registers for it
+    assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4]
+    found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, shared=shared_memory_of(90))
+    assert [bool(tuning.cluster) for tuning, _ in found[:3]] == [False, True, True]
+    assert not clusters(programs.softmax(2048, 10**6), 90)
+    assert not clusters(programs.softmax(2048, 50264, "bfloat16"), 80)
+    assert not clusters(programs.rmsnorm(2048, 4096, "bfloat16"), 90)
 
 
 def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):

@@ -17,6 +17,7 @@ from fusion_advisor.records import (
     GraphRewrite,
     Match,
     ModelCheck,
+    ModuleTime,
     NoMatch,
     Numerics,
     Receipt,
@@ -28,6 +29,7 @@ from fusion_advisor.records import (
     TensorMeta,
     Timeline,
     Timing,
+    Training,
     WarmUp,
     Workload,
 )
@@ -410,6 +412,28 @@ def beaten() -> Report:
     return replace(applied(), baselines=baselines(compiled_ns=13_000_000))
 
 
+def training() -> Report:
+    """A training step: nothing is captured, modules stand in the place of chains."""
+    base = profiled()
+    rows = (
+        ModuleTime(path="transformer.h.*.mlp.c_fc", modules=24, launches=96, forward_ns=4_000_000, backward_ns=8_000_000),
+        ModuleTime(path="transformer.h.*.ln_1", modules=24, launches=72, forward_ns=1_000_000, backward_ns=2_500_000),
+        ModuleTime(path="", modules=1, launches=9, forward_ns=120_000, backward_ns=380_000),
+        ModuleTime(path=HOSTILE, modules=1, launches=1, forward_ns=0, backward_ns=4_000),
+    )
+    forward, backward = (sum(getattr(row, side) for row in rows) for side in ("forward_ns", "backward_ns"))
+    return replace(
+        base,
+        workload=replace(base.workload, phase="train"),
+        captured=None,
+        chains=(),
+        answers=(),
+        findings=(),
+        launch_verdict=None,
+        training=Training(loss="the model's own", forward_ns=forward, backward_ns=backward, modules=rows),
+    )
+
+
 def on_cpu() -> Report:
     """A quick look on a CPU: layers cut, a graph break, nothing kept."""
     base = applied()
@@ -530,6 +554,7 @@ ALL = {
     "applied": applied,
     "beaten": beaten,
     "on_cpu": on_cpu,
+    "training": training,
     "empty": empty,
     "hostile": hostile,
     "failed_numbers": failed_numbers,

@@ -41,6 +41,32 @@ def test_the_headline_says_when_torch_compile_is_the_better_choice(text):
     assert "Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time), ours takes 15.52 ms." in text
 
 
+@pytest.mark.parametrize(
+    ("baseline", "compiled_ns", "tone", "sentences"),
+    [
+        ("eager", 16_900_000, "gain", ("1.19× eager's speed",)),
+        ("compile", 16_900_000, "gain", ("1.09× torch.compile's speed (reduce-overhead) ", "16.90 ms → 15.52 ms per step")),
+        ("both", 16_900_000, "gain", ("1.19× eager's speed ", ". 1.09× torch.compile's speed (reduce-overhead) ")),
+        ("compile", 15_520_000, "warn", ("No measurable change against torch.compile (reduce-overhead), 1.000× ",)),
+        ("both", 15_520_000, "warn", ("1.19× eager's speed ", ". No measurable change against torch.compile ")),
+        ("compile", 13_000_000, "warn", ("Just use torch.compile", "Slower: 0.838× torch.compile's speed (reduce-overhead)")),
+    ],
+)
+def test_the_headline_names_what_it_compares_with(baseline, compiled_ns, tone, sentences):
+    report = replace(applied(), baseline=baseline, baselines=baselines(compiled_ns=compiled_ns))
+    head = view.headline(report)
+    assert head.tone == tone
+    for text in (head.text, *every_view(report)):
+        assert all(sentence in text for sentence in sentences), text
+        assert ("eager's speed" in head.text) is (baseline != "compile")
+
+
+def test_a_headline_without_a_time_of_torch_compile_says_so():
+    head = view.headline(replace(applied(), baseline="compile", baselines=()))
+    assert head.text.startswith("1.19× eager's speed ")
+    assert head.text.endswith("There is no time of torch.compile to compare with.")
+
+
 def test_a_mode_within_the_noise_of_ours_is_not_recommended():
     report = applied()
     near = replace(report, baselines=baselines(compiled_ns=15_510_000))

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from fusion_advisor.records import Report
+from fusion_advisor.report.embed import read_traces
 from fusion_advisor.report.html import render_html
-from tests.report.fixtures import applied, hostile, real
+from tests.report.fixtures import applied, hostile, profiled, real
 
 pytestmark = pytest.mark.browser
 
@@ -193,3 +194,15 @@ def test_paper_shows_what_is_folded(visit: Callable[..., Any], tmp_path: Path) -
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("#strips svg").first.is_visible()
+
+
+def test_a_trace_is_saved_from_the_page(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.before.json.gz").write_bytes(bytes(range(256)) * 12_000)  # above what a browser takes as a data: address
+    (tmp_path / "page.html").write_text(render_html(profiled(), traces=read_traces(tmp_path, profiled())), encoding="utf-8")
+    page = browser.new_context(accept_downloads=True).new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    with page.expect_download() as waiting:
+        page.click("button[data-trace]")
+    assert waiting.value.suggested_filename == "trace.before.json.gz"
+    waiting.value.save_as(tmp_path / "saved")
+    assert (tmp_path / "saved").read_bytes() == (tmp_path / "trace.before.json.gz").read_bytes()

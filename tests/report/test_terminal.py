@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fusion_advisor import units
-from fusion_advisor.records import GenerationCheck
+from fusion_advisor.records import GenerationCheck, Tolerance
 from fusion_advisor.report import view
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
@@ -76,6 +76,30 @@ def test_what_limits_the_figures_is_said() -> None:
     assert "CPU" in text
     assert "GPU ms" not in text
     assert "No chain of pointwise or reduction ops was found" in "\n".join(shown("empty", 80))
+
+
+def test_a_limit_of_the_users_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(applied(), tolerance=Tolerance(rtol=0.01, atol=1e-3))
+    monkeypatch.setitem(ALL, "asked", lambda: asked)
+    caveat = "held to a limit that was asked for, not to eager's own error: |error| ≤ 0.001 + 0.01 × |oracle|"
+    for name, is_named in (("asked", True), ("applied", False)):
+        text = " ".join("\n".join(shown(name, 200)).split())
+        assert (caveat in text) is is_named
+        assert ("numerics ✓ within --rtol and --atol" in text) is is_named
+    assert all("held to a limit that was asked for" in render(asked) for render in (render_markdown, render_html))
+
+
+def test_a_training_step_is_told_by_module_and_by_kernel() -> None:
+    text = " ".join("\n".join(shown("training", 120)).split())
+    assert "(wall time): kernels of the forward pass 5.12 ms, of the backward pass 10.88 ms." in text
+    assert "loss (the model's own) and backward in train() mode, without an optimizer" in text
+    assert "transformer.h.*.mlp.c_fc 24 96 4.00 ms 8.00 ms 75.0%" in text
+    assert "outside every submodule 1 9 120 µs 380 µs 3.1%" in text
+    assert "No chain" not in text
+    for render in (render_markdown, render_html):
+        page = render(ALL["training"]())
+        assert "transformer.h.*.mlp.c_fc" in page and "8.00 ms" in page and "75.0%" in page
+        assert "No chain" not in page
 
 
 def test_an_unchanged_model_has_no_speedup() -> None:

@@ -79,6 +79,12 @@ def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
     assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False)[0]) == 4
 
 
+def test_a_least_time_goes_beyond_rounds_and_budget(clock):
+    calls = [taking(clock, 10**9), taking(clock, 10**9)]
+    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=20.0, on_cuda=False)[0]) == 10
+    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=20.0, on_cuda=False)[0]) == 12
+
+
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)

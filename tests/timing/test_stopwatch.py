@@ -78,3 +78,11 @@ def test_the_budget_ends_the_runs_but_five_are_made(clock):
     assert len(wall_times(call, runs=50, budget_s=1.0, on_cuda=False)) == 5
     assert len(wall_times(call, runs=50, budget_s=8.0, on_cuda=False)) == 8
     assert len(wall_times(call, runs=7, budget_s=1e9, on_cuda=False)) == 7
+
+
+def test_a_least_time_goes_beyond_runs_and_budget(clock):
+    def call():
+        clock.now += 10**9
+
+    assert len(wall_times(call, runs=6, budget_s=1.0, least_s=9.0, on_cuda=False)) == 9
+    assert len(wall_times(call, runs=6, budget_s=1e9, least_s=2.0, on_cuda=False)) == 6

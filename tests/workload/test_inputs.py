@@ -81,6 +81,14 @@ def test_decode_is_one_token_on_a_cache_that_a_prefill_has_filled(model_id: str,
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
 
+def test_a_causal_model_is_trained_on_its_own_tokens() -> None:
+    workload = load("distilgpt2", phase="train", seq_len=6)
+    assert torch.equal(workload.kwargs["labels"], workload.kwargs["input_ids"])
+    assert workload.model(**workload.kwargs).loss.requires_grad
+    assert "labels" not in load("roberta-base", phase="train", seq_len=6).kwargs
+    assert "labels" not in load("distilgpt2", seq_len=6).kwargs
+
+
 def test_decode_on_a_cpu_holds_512_tokens_by_default_or_what_fits() -> None:
     assert load("distilgpt2", phase="decode").record.context == 512
     assert load("distilgpt2", phase="decode", context=1023).kwargs["past_key_values"].layers[0].keys.shape[2] == 1024

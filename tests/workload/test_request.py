@@ -18,7 +18,7 @@ def test_defaults_are_plain_json_and_come_back_equal() -> None:
     [
         ({"model_id": " "}, "MODEL_ID is empty"),
         ({"dtype": "float32"}, "--dtype float32 is not known"),
-        ({"phase": "train"}, "--phase train is not known"),
+        ({"phase": "tune"}, "--phase tune is not known"),
         ({"weights": "mine"}, "--weights mine is not known"),
         ({"device": "tpu"}, "--device tpu is not a device"),
         ({"device": "cuda:x"}, "--device cuda:x is not a device"),

@@ -14,6 +14,9 @@
 #ifndef PACKS
 #define PACKS 4  // packs of a thread: neighbouring rows
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
@@ -106,13 +109,14 @@ fa_bias_quick_gelu_ecea98(
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> x_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+            x_packs[p] = load_pack(x_ptr + (row * x_stride0 + first), is_inside);
         }
         const Pack<bfloat16_bits> bias_pack = load_pack(bias_ptr + first);
         #pragma unroll
@@ -129,7 +133,7 @@ fa_bias_quick_gelu_ecea98(
                 const float out = total * half_sigmoid(total * 1.702f);
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

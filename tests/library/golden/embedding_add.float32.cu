@@ -15,6 +15,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 4  // columns of a pack, a divisor of every row and stride
 #endif
@@ -80,19 +83,23 @@ fa_embedding_add_e3d044(
     index_t positions_step0,
     index_t out_stride0,
     index_t out_stride1) {
+#ifdef SIZE1
+    __builtin_assume(size1 == SIZE1);  // dividing by what is known takes a few instructions, not twenty
+#endif
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float> weight_packs[PACKS];
         Pack<float> positions_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;
-            const long long ids = is_inside ? ids_row[0] : 0;
+            const index_t ids_start = i0 * ids_stride0 + i1;
+            const long long ids = is_inside ? ids_ptr[ids_start] : 0;
             const bool has_weight = (ids >= 0) & (ids < weight_extent);
             const long long position_ids = is_inside ? position_ids_ptr[i1] : 0;
             const bool has_positions = (position_ids >= 0) & (position_ids < positions_extent);
@@ -103,7 +110,7 @@ fa_embedding_add_e3d044(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float> out_pack;
             #pragma unroll
@@ -113,7 +120,7 @@ fa_embedding_add_e3d044(
                 const float out = weight + positions;
                 out_pack[lane] = out;
             }
-            store_pack(out_row + first, out_pack);
+            store_pack(out_ptr + (out_start + first), out_pack);
         }
     }
 }

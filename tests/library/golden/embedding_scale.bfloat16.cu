@@ -14,6 +14,9 @@
 #ifndef PACKS
 #define PACKS 4  // packs of a thread: neighbouring rows
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
@@ -98,7 +101,8 @@ fa_embedding_scale_0d77f0(
     if (top >= rows) return;
     const float scale = 55.42562584220407f;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> weight_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -120,7 +124,7 @@ fa_embedding_scale_0d77f0(
                 const float out = weight * scale;
                 out_pack[lane] = narrow<bfloat16_bits>(out);
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -16,6 +16,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 4  // columns of a pack, a divisor of every row and stride
 #endif
@@ -82,11 +85,15 @@ fa_qkv_heads_39d611(
     index_t key_stride1,
     index_t value_stride0,
     index_t value_stride1) {
+#ifdef SIZE1
+    __builtin_assume(size1 == SIZE1);  // dividing by what is known takes a few instructions, not twenty
+#endif
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float> packed_packs[PACKS];
         Pack<float> packed_shifted_packs[PACKS];
         Pack<float> packed_shifted_packs_2[PACKS];
@@ -94,21 +101,21 @@ fa_qkv_heads_39d611(
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const packed_row = packed_ptr + i0 * packed_stride0 + i1 * packed_stride1;
-            packed_packs[p] = load_pack(packed_row + first, is_inside);
-            packed_shifted_packs[p] = load_pack(packed_row + first + packed_offset, is_inside);
-            packed_shifted_packs_2[p] = load_pack(packed_row + first + packed_offset_2, is_inside);
+            const index_t packed_start = i0 * packed_stride0 + i1 * packed_stride1;
+            packed_packs[p] = load_pack(packed_ptr + (packed_start + first), is_inside);
+            packed_shifted_packs[p] = load_pack(packed_ptr + (packed_start + first + packed_offset), is_inside);
+            packed_shifted_packs_2[p] = load_pack(packed_ptr + (packed_start + first + packed_offset_2), is_inside);
         }
-        const Pack<float> bias_pack = load_pack(bias_ptr + i0 * bias_stride0 + first);
-        const Pack<float> bias_shifted_pack = load_pack(bias_ptr + i0 * bias_stride0 + first + bias_offset);
-        const Pack<float> bias_shifted_pack_2 = load_pack(bias_ptr + i0 * bias_stride0 + first + bias_offset_2);
+        const Pack<float> bias_pack = load_pack(bias_ptr + (i0 * bias_stride0 + first));
+        const Pack<float> bias_shifted_pack = load_pack(bias_ptr + (i0 * bias_stride0 + first + bias_offset));
+        const Pack<float> bias_shifted_pack_2 = load_pack(bias_ptr + (i0 * bias_stride0 + first + bias_offset_2));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const query_row = query_ptr + i0 * query_stride0 + i1 * query_stride1;
-            float* const key_row = key_ptr + i0 * key_stride0 + i1 * key_stride1;
-            float* const value_row = value_ptr + i0 * value_stride0 + i1 * value_stride1;
+            const index_t query_start = i0 * query_stride0 + i1 * query_stride1;
+            const index_t key_start = i0 * key_stride0 + i1 * key_stride1;
+            const index_t value_start = i0 * value_stride0 + i1 * value_stride1;
             if (!is_inside) continue;
             Pack<float> query_pack;
             Pack<float> key_pack;
@@ -128,9 +135,9 @@ fa_qkv_heads_39d611(
                 key_pack[lane] = key;
                 value_pack[lane] = value;
             }
-            store_pack(query_row + first, query_pack);
-            store_pack(key_row + first, key_pack);
-            store_pack(value_row + first, value_pack);
+            store_pack(query_ptr + (query_start + first), query_pack);
+            store_pack(key_ptr + (key_start + first), key_pack);
+            store_pack(value_ptr + (value_start + first), value_pack);
         }
     }
 }

@@ -14,6 +14,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 4  // columns of a pack, a divisor of every row and stride
 #endif
@@ -76,30 +79,34 @@ fa_rope_9ec0b3(
     index_t out_stride0,
     index_t out_stride1,
     index_t out_offset) {
+#ifdef SIZE1
+    __builtin_assume(size1 == SIZE1);  // dividing by what is known takes a few instructions, not twenty
+#endif
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float> x_packs[PACKS];
         Pack<float> x_shifted_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack(x_row + first, is_inside);
-            x_shifted_packs[p] = load_pack(x_row + first + x_offset, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack(x_ptr + (x_start + first), is_inside);
+            x_shifted_packs[p] = load_pack(x_ptr + (x_start + first + x_offset), is_inside);
         }
-        const Pack<float> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
-        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
-        const Pack<float> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
-        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
+        const Pack<float> cos_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first));
+        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first + cos_offset));
+        const Pack<float> sin_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first));
+        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float> out_pack;
             Pack<float> out_pack_2;
@@ -116,8 +123,8 @@ fa_rope_9ec0b3(
                 out_pack[lane] = out;
                 out_pack_2[lane] = out_2;
             }
-            store_pack(out_row + first, out_pack);
-            store_pack(out_row + first + out_offset, out_pack_2);
+            store_pack(out_ptr + (out_start + first), out_pack);
+            store_pack(out_ptr + (out_start + first + out_offset), out_pack_2);
         }
     }
 }

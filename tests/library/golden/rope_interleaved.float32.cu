@@ -15,6 +15,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 2  // columns of a pack, a divisor of every row and stride
 #endif
@@ -74,26 +77,30 @@ fa_rope_interleaved_907e78(
     index_t sin_stride0,
     index_t out_stride0,
     index_t out_stride1) {
+#ifdef SIZE1
+    __builtin_assume(size1 == SIZE1);  // dividing by what is known takes a few instructions, not twenty
+#endif
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float, 2> x_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;
-            x_packs[p] = load_pack<2>(x_row + first * 2, is_inside);
+            const index_t x_start = i0 * x_stride0 + i1 * x_stride1;
+            x_packs[p] = load_pack<2>(x_ptr + (x_start + first * 2), is_inside);
         }
-        const Pack<float, 2> cos_pack = load_pack<2>(cos_ptr + i0 * cos_stride0 + first * 2);
-        const Pack<float, 2> sin_pack = load_pack<2>(sin_ptr + i0 * sin_stride0 + first * 2);
+        const Pack<float, 2> cos_pack = load_pack<2>(cos_ptr + (i0 * cos_stride0 + first * 2));
+        const Pack<float, 2> sin_pack = load_pack<2>(sin_ptr + (i0 * sin_stride0 + first * 2));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
+            const index_t out_start = i0 * out_stride0 + i1 * out_stride1;
             if (!is_inside) continue;
             Pack<float, 2> out_pack;
             #pragma unroll
@@ -109,7 +116,7 @@ fa_rope_interleaved_907e78(
                 out_pack[2 * lane] = out;
                 out_pack[2 * lane + 1] = out_2;
             }
-            store_pack(out_row + first * 2, out_pack);
+            store_pack(out_ptr + (out_start + first * 2), out_pack);
         }
     }
 }

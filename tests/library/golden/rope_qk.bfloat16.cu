@@ -15,6 +15,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
@@ -103,26 +106,27 @@ __device__ __forceinline__ void part1(
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> q_packs[PACKS];
         Pack<bfloat16_bits> q_shifted_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const bfloat16_bits* const q_row = q_ptr + i0 * q_stride0 + i1 * q_stride1;
-            q_packs[p] = load_pack(q_row + first, is_inside);
-            q_shifted_packs[p] = load_pack(q_row + first + q_offset, is_inside);
+            const index_t q_start = i0 * q_stride0 + i1 * q_stride1;
+            q_packs[p] = load_pack(q_ptr + (q_start + first), is_inside);
+            q_shifted_packs[p] = load_pack(q_ptr + (q_start + first + q_offset), is_inside);
         }
-        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
-        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
+        const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first));
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first + cos_offset));
+        const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first));
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            bfloat16_bits* const q_out_row = q_out_ptr + i0 * q_out_stride0 + i1 * q_out_stride1;
+            const index_t q_out_start = i0 * q_out_stride0 + i1 * q_out_stride1;
             if (!is_inside) continue;
             Pack<bfloat16_bits> q_out_pack;
             Pack<bfloat16_bits> q_out_pack_2;
@@ -139,8 +143,8 @@ __device__ __forceinline__ void part1(
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
                 q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
             }
-            store_pack(q_out_row + first, q_out_pack);
-            store_pack(q_out_row + first + q_out_offset, q_out_pack_2);
+            store_pack(q_out_ptr + (q_out_start + first), q_out_pack);
+            store_pack(q_out_ptr + (q_out_start + first + q_out_offset), q_out_pack_2);
         }
     }
 }

@@ -15,6 +15,9 @@
 #ifndef PACKS
 #define PACKS 1  // packs of a thread: neighbouring rows, a divisor of their count
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 4  // columns of a pack, a divisor of every row and stride
 #endif
@@ -81,26 +84,27 @@ __device__ __forceinline__ void part1(
     if (top >= rows) return;
     const index_t i0 = top / size1;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float> q_packs[PACKS];
         Pack<float> q_shifted_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            const float* const q_row = q_ptr + i0 * q_stride0 + i1 * q_stride1;
-            q_packs[p] = load_pack(q_row + first, is_inside);
-            q_shifted_packs[p] = load_pack(q_row + first + q_offset, is_inside);
+            const index_t q_start = i0 * q_stride0 + i1 * q_stride1;
+            q_packs[p] = load_pack(q_ptr + (q_start + first), is_inside);
+            q_shifted_packs[p] = load_pack(q_ptr + (q_start + first + q_offset), is_inside);
         }
-        const Pack<float> cos_pack = load_pack(cos_ptr + i0 * cos_stride0 + first);
-        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + i0 * cos_stride0 + first + cos_offset);
-        const Pack<float> sin_pack = load_pack(sin_ptr + i0 * sin_stride0 + first);
-        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + i0 * sin_stride0 + first + sin_offset);
+        const Pack<float> cos_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first));
+        const Pack<float> cos_shifted_pack = load_pack(cos_ptr + (i0 * cos_stride0 + first + cos_offset));
+        const Pack<float> sin_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first));
+        const Pack<float> sin_shifted_pack = load_pack(sin_ptr + (i0 * sin_stride0 + first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t i1 = top % size1 + p;
             const bool is_inside = top + p < rows;
-            float* const q_out_row = q_out_ptr + i0 * q_out_stride0 + i1 * q_out_stride1;
+            const index_t q_out_start = i0 * q_out_stride0 + i1 * q_out_stride1;
             if (!is_inside) continue;
             Pack<float> q_out_pack;
             Pack<float> q_out_pack_2;
@@ -117,8 +121,8 @@ __device__ __forceinline__ void part1(
                 q_out_pack[lane] = q_out;
                 q_out_pack_2[lane] = q_out_2;
             }
-            store_pack(q_out_row + first, q_out_pack);
-            store_pack(q_out_row + first + q_out_offset, q_out_pack_2);
+            store_pack(q_out_ptr + (q_out_start + first), q_out_pack);
+            store_pack(q_out_ptr + (q_out_start + first + q_out_offset), q_out_pack_2);
         }
     }
 }

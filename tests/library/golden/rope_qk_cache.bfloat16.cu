@@ -16,6 +16,9 @@
 #ifndef PACKS
 #define PACKS 4  // packs of a thread: neighbouring rows
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 8  // columns of a pack, a divisor of every row and stride
 #endif
@@ -98,20 +101,21 @@ __device__ __forceinline__ void part1(
     const index_t top = ((index_t)block * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> q_packs[PACKS];
         Pack<bfloat16_bits> q_shifted_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            q_packs[p] = load_pack(q_ptr + row * q_stride0 + first, is_inside);
-            q_shifted_packs[p] = load_pack(q_ptr + row * q_stride0 + first + q_offset, is_inside);
+            q_packs[p] = load_pack(q_ptr + (row * q_stride0 + first), is_inside);
+            q_shifted_packs[p] = load_pack(q_ptr + (row * q_stride0 + first + q_offset), is_inside);
         }
         const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + first + cos_offset);
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (first + cos_offset));
         const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + first + sin_offset);
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
@@ -132,8 +136,8 @@ __device__ __forceinline__ void part1(
                 q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
                 q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
             }
-            store_pack(q_out_ptr + row * q_out_stride0 + first, q_out_pack);
-            store_pack(q_out_ptr + row * q_out_stride0 + first + q_out_offset, q_out_pack_2);
+            store_pack(q_out_ptr + (row * q_out_stride0 + first), q_out_pack);
+            store_pack(q_out_ptr + (row * q_out_stride0 + first + q_out_offset), q_out_pack_2);
         }
     }
 }
@@ -167,7 +171,8 @@ __device__ __forceinline__ void part2(
     const long long position = position_ptr[0];
     const bool fits_k_cache = (position >= 0) & (position < k_cache_extent);
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<bfloat16_bits> k_packs[PACKS];
         Pack<bfloat16_bits> k_shifted_packs[PACKS];
         Pack<bfloat16_bits> v_packs[PACKS];
@@ -176,15 +181,15 @@ __device__ __forceinline__ void part2(
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            k_packs[p] = load_pack(k_ptr + row * k_stride0 + first, is_inside);
-            k_shifted_packs[p] = load_pack(k_ptr + row * k_stride0 + first + k_offset, is_inside);
-            v_packs[p] = load_pack(v_ptr + row * v_stride0 + first, is_inside);
-            v_shifted_packs[p] = load_pack(v_ptr + row * v_stride0 + first + v_offset, is_inside);
+            k_packs[p] = load_pack(k_ptr + (row * k_stride0 + first), is_inside);
+            k_shifted_packs[p] = load_pack(k_ptr + (row * k_stride0 + first + k_offset), is_inside);
+            v_packs[p] = load_pack(v_ptr + (row * v_stride0 + first), is_inside);
+            v_shifted_packs[p] = load_pack(v_ptr + (row * v_stride0 + first + v_offset), is_inside);
         }
         const Pack<bfloat16_bits> cos_pack = load_pack(cos_ptr + first);
-        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + first + cos_offset);
+        const Pack<bfloat16_bits> cos_shifted_pack = load_pack(cos_ptr + (first + cos_offset));
         const Pack<bfloat16_bits> sin_pack = load_pack(sin_ptr + first);
-        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + first + sin_offset);
+        const Pack<bfloat16_bits> sin_shifted_pack = load_pack(sin_ptr + (first + sin_offset));
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;

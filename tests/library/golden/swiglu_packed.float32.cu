@@ -14,6 +14,9 @@
 #ifndef PACKS
 #define PACKS 4  // packs of a thread: neighbouring rows
 #endif
+#ifndef ONCE
+#define ONCE 1  // 1 where the grid's second side holds all columns
+#endif
 #ifndef VEC
 #define VEC 4  // columns of a pack, a divisor of every row and stride
 #endif
@@ -72,15 +75,16 @@ fa_swiglu_packed_38d3a5(
     const index_t top = ((index_t)blockIdx.x * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
-    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols; first += step) {
+    for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
+         first = ONCE ? cols : first + step) {
         Pack<float> packed_packs[PACKS];
         Pack<float> packed_shifted_packs[PACKS];
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
             const index_t row = top + p;
             const bool is_inside = row < rows;
-            packed_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first, is_inside);
-            packed_shifted_packs[p] = load_pack(packed_ptr + row * packed_stride0 + first + packed_offset, is_inside);
+            packed_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first), is_inside);
+            packed_shifted_packs[p] = load_pack(packed_ptr + (row * packed_stride0 + first + packed_offset), is_inside);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -95,7 +99,7 @@ fa_swiglu_packed_38d3a5(
                 const float out = packed * sigmoid(packed) * packed_shifted;
                 out_pack[lane] = out;
             }
-            store_pack(out_ptr + row * out_stride0 + first, out_pack);
+            store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }
     }
 }

@@ -1,0 +1,173 @@
+"""A training step: forward, a scalar loss and backward, the optimizer left out; its kernels joined to the modules they serve.
+
+Autograd numbers the nodes that a forward op makes, and an op of the backward pass carries the number of its node. So a kernel of
+the backward pass is joined to the forward op that made its node, and that op lies in the range of a module's call. Nothing is
+captured: the ops of a backward pass are autograd's own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fusion_advisor.capture.attribute import Step
+from fusion_advisor.capture.timeline import MODULE_RANGE, Event, Trace
+from fusion_advisor.errors import NotTrainable
+from fusion_advisor.records import ModuleTime, Training
+
+OWN_LOSS = "the model's own"
+MEAN_LOSS = "the mean of the outputs in fp32"
+_ENGINE = "autograd::engine::evaluate_function: "
+_LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
+"""A number inside a path is a layer's; the last one in a path tells the members of a ``Sequential`` apart."""
+
+
+class TrainingStep:
+    """One forward and backward pass of a model; gradients are made anew in every call.
+
+    Attributes:
+        loss: what the backward pass begins at, in words; known after the first call.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str) -> None:
+        self._model, self._args, self._kwargs, self._model_id = model, args, kwargs, model_id
+        self.loss = ""
+
+    def __call__(self) -> None:
+        """Run it.
+
+        Raises:
+            NotTrainable: no output depends on a parameter.
+        """
+        self._model.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss, self.loss = loss_of(self._model(*self._args, **self._kwargs), model_id=self._model_id)
+            loss.backward()
+
+
+def loss_of(output: Any, *, model_id: str = "model") -> tuple[torch.Tensor, str]:
+    """Return the scalar that a backward pass begins at, and what it is in words.
+
+    Args:
+        output: of a forward pass with gradients. Its ``loss``, where it is a scalar that depends on a parameter; else the mean of
+            every floating-point output, computed in fp32, and the sum of these means.
+        model_id: for the error message only.
+
+    Raises:
+        NotTrainable: no output depends on a parameter.
+    """
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and own.requires_grad:
+        return own.reshape(()), OWN_LOSS
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    means = [leaf.float().mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
+    if not means:
+        raise NotTrainable(model_id=model_id, detail="none of its floating-point outputs depends on a parameter with gradients")
+    return torch.stack(means).sum(), MEAN_LOSS
+
+
+@contextlib.contextmanager
+def in_training(model: torch.nn.Module) -> Iterator[None]:
+    """Switch a model to ``train()`` inside; modes, buffers and gradients are put back after, as the steps have changed them."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def join_modules(trace: Trace, step: Step, loss: str) -> Training:
+    """Sum a step's kernels by pass and by module; modules of equal layers are one row.
+
+    Args:
+        trace: with module ranges around the forward pass.
+        step: one of its steps.
+        loss: in words.
+    """
+    engine = _Nested([op for op in trace.cpu_ops if op.name.startswith(_ENGINE)])
+    modules = _Nested([event for event in trace.ranges if event.name.startswith(MODULE_RANGE)])
+    # The last op with a number made its node: the ones before it, views without gradients say, only saw what number comes next.
+    made_at = {
+        op.sequence: op.start_ns for op in trace.cpu_ops if op.sequence >= 0 and not _evaluates(engine.at(op.start_ns), op)
+    }
+    forward: dict[str, int] = {}
+    backward: dict[str, int] = {}
+    paths: dict[str, set[str]] = {}
+    launches: dict[str, int] = {}
+    totals = {False: 0, True: 0}
+    for launch in step.launches:
+        moment = step.origin_ns + (launch.call_start_ns if launch.call_ns else launch.start_ns)
+        node = engine.at(moment)
+        module = modules.at(moment)  # in the backward pass too, where a checkpointed module is called again
+        if module is None and node is not None and node.sequence in made_at:
+            module = modules.at(made_at[node.sequence])
+        path = "" if module is None else module.name.removeprefix(MODULE_RANGE)
+        row = _LAYER.sub("*", path)
+        side = forward if node is None else backward
+        side[row] = side.get(row, 0) + launch.duration_ns
+        totals[node is not None] += launch.duration_ns
+        paths.setdefault(row, set()).add(path)
+        launches[row] = launches.get(row, 0) + 1
+    rows = [
+        ModuleTime(
+            path=row,
+            modules=len(paths[row]),
+            launches=count,
+            forward_ns=forward.get(row, 0),
+            backward_ns=backward.get(row, 0),
+        )
+        for row, count in launches.items()
+    ]
+    rows.sort(key=lambda row: -(row.forward_ns + row.backward_ns))
+    return Training(loss=loss, forward_ns=totals[False], backward_ns=totals[True], modules=tuple(rows))
+
+
+def _evaluates(node: Event | None, op: Event) -> bool:
+    """Whether an op is the evaluation of a node, or a part of it; a node's evaluation may call forward ops again."""
+    return node is not None and node.sequence == op.sequence
+
+
+class _Nested:
+    """Finds the innermost of ranges that lie in each other.
+
+    Threads are taken as one line: while the backward pass runs in a thread of its own, the one that called it waits.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._starts: list[int] = []
+        self._owners: list[Event | None] = []
+        open_ranges: list[Event] = []
+
+        def close(until_ns: float) -> None:
+            while open_ranges and open_ranges[-1].end_ns <= until_ns:
+                ended = open_ranges.pop()
+                self._mark(ended.end_ns, open_ranges[-1] if open_ranges else None)
+
+        for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+            close(event.start_ns)
+            open_ranges.append(event)
+            self._mark(event.start_ns, event)
+        close(float("inf"))
+
+    def _mark(self, moment_ns: int, owner: Event | None) -> None:
+        self._starts.append(moment_ns)
+        self._owners.append(owner)
+
+    def at(self, moment_ns: int) -> Event | None:
+        position = bisect.bisect_right(self._starts, moment_ns) - 1
+        return None if position < 0 else self._owners[position]

@@ -1,0 +1,253 @@
+// log_softmax: x - max - log(sum(exp)) over the last dim, the row read once
+//
+// Moves each operand once: x 2 B/element, out 2 B/element.
+// Maths in float32, rounded once, at the store.
+// Tuning: cluster=4
+// Origin: library kernel log_softmax, variant builtin.
+// Source: https://arxiv.org/abs/1805.02867
+
+#ifndef THREADS
+#define THREADS 256  // threads along a row
+#endif
+#ifndef CLUSTER
+#define CLUSTER 4  // blocks along a row, a cluster: compute capability 9.0 or later
+#endif
+#ifndef PACKS
+#define PACKS 4  // packs of a thread: CLUSTER * PACKS * THREADS * VEC >= cols
+#endif
+#ifndef VEC
+#define VEC 8  // columns of a pack, a divisor of every row and stride
+#endif
+#ifndef FULL
+#define FULL 0  // 1 where CLUSTER * PACKS * THREADS * VEC divides cols
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+#define INF_VALUEF __int_as_float(0x7f800000)
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
+// 16 bits takes two.
+__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return wide(pack[lane]);
+    const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
+    return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
+}
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
+    typedef typename Pack<T>::word_t word_t;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
+}
+
+// fmaxf and fminf would drop a NaN.
+template <typename T>
+__device__ __forceinline__ T nan_max(T a, T b) { return (a != a || a > b) ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// One instruction instead of three.
+__device__ __forceinline__ float nan_max(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+#endif
+
+// Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
+__device__ __forceinline__ float half_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
+__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+
+// One for each number that a cluster's blocks exchange: complete when all its bytes have come.
+__shared__ unsigned long long arrivals[2];
+
+__device__ __forceinline__ unsigned shared_address(const void* place) { return (unsigned)__cvta_generic_to_shared(place); }
+
+// The blocks of a cluster start together, but no one's barriers are ready before it says so.
+__device__ __forceinline__ void cluster_start() {
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < 2; ++n)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(&arrivals[n])) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Writes to the same place of another block's shared memory; the barrier there counts the bytes.
+template <typename T>
+__device__ __forceinline__ void send(T* place, T value, unsigned long long* arrival, unsigned block) {
+    unsigned there, barrier;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(block));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(arrival)), "r"(block));
+    if constexpr (sizeof(T) == 4)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                     :: "r"(there), "r"(reinterpret_cast<const unsigned&>(value)), "r"(barrier) : "memory");
+    else
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];"
+                     :: "r"(there), "l"(reinterpret_cast<const unsigned long long&>(value)), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(unsigned long long* arrival, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(arrival)), "r"(bytes) : "memory");
+}
+// What was sent lies in the block's own shared memory: to acquire it at the cluster's scope would only empty the L1 cache.
+__device__ __forceinline__ void receive(unsigned long long* arrival) {
+    unsigned is_complete;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.b32 %0, 1, 0, p; }"
+                     : "=r"(is_complete) : "r"(shared_address(arrival)) : "memory");
+    } while (!is_complete);
+}
+
+struct Sum {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return a + b; }
+    template <typename T>
+    __device__ T neutral(T) const { return T(0); }
+};
+struct Max {
+    template <typename T>
+    __device__ T operator()(T a, T b) const { return nan_max(a, b); }
+    template <typename T>
+    __device__ T neutral(T value) const { return value; }  // once more changes nothing
+};
+
+// Combines one number per thread over the threads of all blocks that share a row; every thread gets the result, the same in all.
+// Each warp sends its own to every block. Each call has its own number, and with it its own shared memory: no reader of an earlier
+// one has to be waited for. No block ends before all that is sent to it has come.
+template <typename Combine, int NUMBER, typename T>
+__device__ __forceinline__ T row_reduce(T value) {
+    const Combine combine;
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    constexpr int warps = THREADS / 32, partials = CLUSTER * warps;
+    __shared__ T partial[partials];
+    const int lane = threadIdx.x % 32, own = (int)(blockIdx.x % CLUSTER) * warps + threadIdx.x / 32;
+    if (threadIdx.x == 0) expect(&arrivals[NUMBER], sizeof(partial));
+    if (NUMBER == 0) cluster_wait();
+    if (lane < CLUSTER) send(&partial[own], value, &arrivals[NUMBER], lane);
+    receive(&arrivals[NUMBER]);
+    value = combine.neutral(value);
+    #pragma unroll
+    for (int n = 0; n < partials; n += 32)
+        if (n + lane < partials) value = combine(value, partial[n + lane]);
+    #pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS)
+fa_log_softmax_cd94c9(
+    const bfloat16_bits* __restrict__ x_ptr,
+    bfloat16_bits* __restrict__ out_ptr,
+    index_t rows,
+    index_t cols,
+    index_t x_stride0,
+    index_t out_stride0) {
+    const index_t row = (index_t)blockIdx.x / CLUSTER;
+    if (row >= rows) return;
+    const index_t begin = (index_t)blockIdx.x % CLUSTER * (PACKS * THREADS * VEC);
+    cluster_start();
+    Pack<bfloat16_bits> x_packs[PACKS];
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = begin + ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        x_packs[p] = load_pack(x_ptr + row * x_stride0 + first, is_inside);
+    }
+
+    float x_max_part = -INF_VALUEF;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = begin + ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = wide(x_packs[p], lane);
+            x_max_part = nan_max(x_max_part, x);
+        }
+    }
+    const float x_max = row_reduce<Max, 0>(x_max_part);
+
+    float exp_x_shifted_sum_part = 0;
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = begin + ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = wide(x_packs[p], lane);
+            const float x_shifted = x - x_max;
+            exp_x_shifted_sum_part += half_exp(x_shifted);
+        }
+    }
+    const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);
+    const float log_exp_x_shifted_sum = logf(exp_x_shifted_sum);
+
+    #pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const index_t first = begin + ((index_t)p * THREADS + threadIdx.x) * VEC;
+        const bool is_inside = FULL || first < cols;
+        if (!is_inside) continue;
+        Pack<bfloat16_bits> out_pack;
+        #pragma unroll
+        for (int lane = 0; lane < VEC; ++lane) {
+            const float x = wide(x_packs[p], lane);
+            const float x_shifted = x - x_max;
+            const float out = x_shifted - log_exp_x_shifted_sum;
+            out_pack[lane] = narrow<bfloat16_bits>(out);
+        }
+        store_pack(out_ptr + row * out_stride0 + first, out_pack);
+    }
+}

@@ -1,0 +1,117 @@
+"""Samples lie between timed runs, behind queued work, and are few."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from fusion_advisor.fuse import steps
+from fusion_advisor.records import Clocks, ClockSample
+from fusion_advisor.timing import measure, nvml, stopwatch, watch
+from fusion_advisor.timing.watch import Watch, watching
+
+
+def reader(seen=None):
+    numbers = iter(range(10_000))
+
+    def read():
+        if seen is not None:
+            seen.append("read")
+        return ClockSample(sm_mhz=1000 + next(numbers))
+
+    return read
+
+
+def test_samples_get_rarer_and_belong_to_their_candidate():
+    seen = Watch(reader())
+    for number in range(50):
+        for position in range(2):
+            seen.sample(number, position, lambda: None, 10_000_000)
+    assert [len(seen.clocks(position).samples) for position in range(2)] == [7, 7]  # rounds 0, 1, 2, 4, 8, 16, 32
+    assert [one.sm_mhz for one in seen.clocks(1).samples] == [1001, 1003, 1005, 1007, 1009, 1011, 1013]
+    assert seen.clocks(1).sm_mhz == 1007
+
+
+@pytest.mark.parametrize(("last_ns", "queued"), [(20_000_000, 1), (2_000_000, 3), (1_000, 16), (0, 16)])
+def test_short_steps_are_queued_several_times_before_a_reading(last_ns, queued):
+    order = []
+    Watch(reader(order)).sample(0, 0, lambda: order.append("step"), last_ns)
+    assert order == ["step"] * queued + ["read"]
+
+
+def test_a_long_run_is_repeated_once_only():
+    runs = []
+    seen = Watch(reader())
+    for number in range(6):
+        seen.sample(number, 0, lambda: runs.append(1), 3_000_000_000)
+    assert len(runs) == len(seen.clocks().samples) == 1
+
+
+def test_without_a_reader_nothing_is_run():
+    seen = Watch(None, missing="no driver")
+    seen.sample(0, 0, lambda: pytest.fail("a run for nothing"), 1)
+    assert seen.clocks() == Clocks(missing="no driver")
+    assert Watch(None).clocks() is None
+
+
+def test_no_reading_lies_within_a_timed_run(monkeypatch):
+    now, order = [0], []
+
+    def run():
+        order.append("run")
+        now[0] += 1_000_000
+
+    def read():
+        now[0] += 7_000_000
+        order.append("read")
+        return ClockSample()
+
+    class Clock:
+        perf_counter_ns = staticmethod(lambda: now[0])
+        perf_counter = staticmethod(lambda: now[0] / 1e9)
+
+    for module in (measure, stopwatch):
+        monkeypatch.setattr(module, "time", Clock)
+    seen = Watch(read)
+    times = measure.interleave(
+        [run, run], rounds=6, budget_s=1.0, on_cuda=False, after=lambda n, at, ns: seen.sample(n, at, run, ns)
+    )
+    assert times == [[1_000_000] * 6] * 2
+    times = stopwatch.wall_times(run, runs=6, budget_s=1.0, on_cuda=False, after=lambda n, ns: seen.sample(n, 0, run, ns))
+    assert times == [1_000_000] * 6
+    assert order.count("read") == 12
+
+
+def test_a_cpu_has_no_clocks_and_a_missing_library_is_a_sentence(monkeypatch):
+    with watching(on_cuda=False) as seen:
+        assert seen.clocks() is None
+    monkeypatch.setattr(nvml, "_LIBRARY", "libno-such-library.so.1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "x"}))
+    with watching(on_cuda=True) as seen:
+        assert "libno-such-library.so.1" in seen.clocks().missing
+
+
+def test_each_way_of_calling_the_model_gets_its_own_clocks(monkeypatch):
+    rewound = []
+    seen = Watch(reader())
+
+    def watched(*, on_cuda):
+        return contextlib.nullcontext(seen)
+
+    monkeypatch.setattr(steps, "watching", watched)
+    one, other = steps.walls([lambda: None, lambda: None], on_cuda=False, runs=6, budget_s=0.0, rewind=lambda: rewound.append(1))
+    assert [len(side.clocks.samples) for side in (one, other)] == [4, 4]
+    assert not {sample.sm_mhz for sample in one.clocks.samples} & {sample.sm_mhz for sample in other.clocks.samples}
+    assert len(rewound) == 2 + 12 + 8 * watch._MOST_QUEUED  # a step that moves its cache on is put back before queued runs too
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_device_is_seen_at_work():
+    work = torch.randn(4096, 4096, device="cuda")
+    (timing,) = steps.walls([lambda: work @ work], on_cuda=True, runs=20, budget_s=2.0)
+    assert timing.clocks is not None and len(timing.clocks.samples) == 6
+    assert timing.clocks.sm_mhz is not None and timing.clocks.sm_mhz > 500
+    assert all("gpu_idle" not in (one.reasons or ()) for one in timing.clocks.samples)
