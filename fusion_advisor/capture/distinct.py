@@ -212,7 +212,7 @@ def _trace(calls: Sequence[_Call]) -> list[_Recipe]:
     returned = []
     for number, call in enumerate(calls):
         mine = {id(tensor): next(places) for tensor in call.inputs}
-        args, kwargs = map_arg((call.node.args, call.node.kwargs), lambda node, mine=mine: _placed(_example(node), mine))
+        args, kwargs = _mapped(call.node, _placing(mine))
         made = graph.create_node(call.node.op, call.node.target, args, kwargs)
         made.meta["stack_trace"] = str(number)  # which the tracer hands on to the ops that it makes of it
         returned.append((made, tuple(mine.values())))
@@ -220,6 +220,14 @@ def _trace(calls: Sequence[_Call]) -> list[_Recipe]:
     interpreter = torch.fx.Interpreter(GraphModule(torch.nn.Module(), graph))
     traced = torch_internals.retrace_to_aten(interpreter.run, fakes).graph
     return _recipes(traced, [len(call.inputs) for call in calls])
+
+
+def _mapped(node: Node, find: Callable[[Node], Any]) -> Any:
+    return map_arg((node.args, node.kwargs), find)
+
+
+def _placing(places: Mapping[int, Node]) -> Callable[[Node], Any]:
+    return lambda node: _placed(_example(node), places)
 
 
 def _example(node: Node) -> Any:
@@ -267,7 +275,7 @@ def _recipe(
     values = [leaf.meta["val"] for leaf in leaves]
     ops: list[_Op] = []
     for node in made:
-        args, kwargs = map_arg((node.args, node.kwargs), reference.__getitem__)
+        args, kwargs = _mapped(node, reference.__getitem__)
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         value = node.meta["val"]
         found: Any
@@ -337,7 +345,7 @@ def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Ma
         for call in calls:
             _add(graph, call, recipes[call.key], now)
     (result,) = next(node for node in graph_module.graph.nodes if node.op == "output").args
-    graph.output(map_arg(result, lambda node: _placed(_example(node), now)))
+    graph.output(map_arg(result, _placing(now)))
     return torch_internals.lazy_graph_module(torch.nn.Module(), graph, class_name="Region")
 
 

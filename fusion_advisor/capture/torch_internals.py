@@ -92,7 +92,7 @@ def is_plain_fake(value: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     is_fake = type(value) is FakeTensor and value.constant is None and value.layout == torch.strided
-    return is_fake and not value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+    return is_fake and not value._has_symbolic_sizes_strides
 
 
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
