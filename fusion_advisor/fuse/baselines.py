@@ -28,6 +28,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile
 from fusion_advisor.timing import measure
+from fusion_advisor.timing.deadline import TimeIsUp, deadline
 from fusion_advisor.timing.stopwatch import nothing
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -35,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 _WARM = 3
 """Calls before one is measured: a recorded step warms up, is recorded, is replayed."""
+
+_LEAST_LIMIT_S, _TIMES_ANOTHER = 90.0, 4.0
+"""Of a contender that is given up: it compiles less than the others do, by a way that nobody else takes."""
 
 _IN_GRAPH = "inputs are copied in, results stay in the graph's memory"
 
@@ -53,6 +57,7 @@ class Contender:
         held_bytes: what it holds between calls beyond what making it ready here takes.
         is_compiled: whether compilers' caches are emptied for it.
         is_required: whether the run ends if it cannot be run.
+        limit_s: seconds after which it is given up; 0: some times what the slowest compiler took so far. None: it is waited for.
         note: what its figures hold for.
     """
 
@@ -63,6 +68,7 @@ class Contender:
     held_bytes: int = 0
     is_compiled: bool = False
     is_required: bool = False
+    limit_s: float | None = None
     note: str = ""
 
 
@@ -154,7 +160,7 @@ def ours_compiled(
         call()
         return in_graph(call, loaded, bench.live.written.rewind)
 
-    return Contender(name=OURS_COMPILED, make=make, is_compiled=True, note=_IN_GRAPH if is_graphed else "")
+    return Contender(name=OURS_COMPILED, make=make, is_compiled=True, limit_s=0.0, note=_IN_GRAPH if is_graphed else "")
 
 
 def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -> Call:
@@ -245,8 +251,14 @@ def measure_all(
                 if number and in_order[number - 1].is_required:
                     on_required(tuple(rows_of(ready).values()))
                 progress.step(number, len(contenders), contender.name)
+            limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
             try:
-                ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
+                with nullcontext() if contender.limit_s is None else deadline(contender.limit_s or limit_s):
+                    ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
+            except TimeIsUp:
+                note = f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
+                failed[contender.name] = Baseline(name=contender.name, note=note)
+                progress.note(f"{contender.name}: {note}")
             except Exception as error:  # compilers and peers raise what they like; the row says what it was
                 if contender.is_required:
                     raise

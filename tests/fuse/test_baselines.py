@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,19 @@ def test_what_is_not_available_leaves_no_traceback(caplog):
     with caplog.at_level("INFO", logger="fusion_advisor"):
         measured(Contender(name="fine", make=lambda: nothing, step=STEP), Contender(name="absent", make=absent, step=STEP))
     assert "Traceback" not in caplog.text
+
+
+def test_a_compiler_that_never_ends_is_given_up():
+    def endless():
+        while True:
+            time.sleep(0.001)
+
+    contenders = [
+        Contender(name="eager", make=lambda: nothing, step=STEP, is_required=True),
+        Contender(name=OURS_COMPILED, make=endless, step=STEP, limit_s=0.05),
+    ]
+    _, given_up = measure_all(contenders, needed_bytes=0, on_cuda=False, runs=3, budget_s=0.01)
+    assert given_up.step is None and "given up" in given_up.note
 
 
 def test_the_run_ends_where_a_required_one_fails():

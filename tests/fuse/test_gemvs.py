@@ -323,7 +323,9 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
 def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):
     kept = place(lambda name: Status.KEPT if name == "G1" else Status.SLOWER)
     row = kept.fusions[0]
-    plan = saved.SavedPlan(run_dir=tmp_path, capture=None, report=SimpleNamespace(tolerance=None), fusions=(), passes=(), gemvs=(row,))
+    plan = saved.SavedPlan(
+        run_dir=tmp_path, capture=None, report=SimpleNamespace(tolerance=None), fusions=(), passes=(), gemvs=(row,)
+    )
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
     (again,) = saved._gemvs(kept.bench, plan)
     assert (again.id, again.kernel.name, len(again.sites)) == ("G1", row.rendered[0].name, LAYERS)
