@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import math
 import statistics
 import tempfile
 import time
@@ -24,7 +25,7 @@ from fusion_advisor.content import content_dir
 from fusion_advisor.library.beside import calls_of, largest
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.nvrtc import device_shared_memory
-from fusion_advisor.library.program import ITEM_BYTES, Program, layout_key, nests
+from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
 from fusion_advisor.library.schedule import MAX_RESIDENT_COLS
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
@@ -336,15 +337,34 @@ def allocate(program: Program, device: torch.device, *, seed: int = 0) -> Iterat
     reach = [0] * len(program.operands)
     for part in nests(program):
         own = part.program
-        places = [(v.operand, v.strides, v.offset) for v in own.values if v.op == "load" and v.guard is None]
-        places += [(s.operand, s.strides, s.offset) for s in own.stores]
-        reached = {operand for operand, _, _ in places}
-        places += [(v.operand, v.strides, v.offset) for v in own.values if v.op == "load" and v.operand not in reached]
-        for position, strides, offset in places:
-            last = offset + sum((size - 1) * stride for size, stride in zip(own.dims, strides, strict=True) if stride > 0)
-            at = part.operands[position]
+        places: list[Value | Store] = [v for v in own.values if v.op == "load" and v.guard is None]
+        places += own.stores
+        reached = {place.operand for place in places}
+        places += [v for v in own.values if v.op == "load" and v.operand not in reached]
+        for place in places:
+            along = [(size - 1) * stride for size, stride in zip(own.dims, place.strides, strict=True) if stride > 0]
+            moved = [_largest(own, number) * step for number, step in zip(place.args, place.steps, strict=True) if step > 0]
+            last = place.offset + sum(along) + sum(moved)
+            at = part.operands[place.operand]
             reach[at] = max(reach[at], last + 1)
     generator = torch.Generator(device=device).manual_seed(seed)
     for operand, size in zip(program.operands, reach, strict=True):
         made = torch.zeros(size, dtype=getattr(torch, operand.dtype), device=device)
         yield made.normal_(generator=generator) if made.is_floating_point() and not operand.is_output else made
+
+
+def _largest(own: Program, number: int) -> int:
+    """Return the largest value that a number in an address takes, where every integer that is read is 0."""
+    value = own.values[number]
+    if value.op in ("index", "size"):
+        return own.dims[value.dim] - (value.op == "index")
+    if value.op in ("const", "extent"):
+        return int(value.constant or 0)
+    if value.op == "load":
+        return 0
+    parts = [_largest(own, part) for part in value.args]
+    if value.op == "quotient":
+        return parts[0] // max(parts[1], 1)
+    if value.op == "mul":
+        return math.prod(parts)
+    return sum(parts) if value.op == "add" else max(parts)

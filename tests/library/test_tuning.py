@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fusion_advisor.library import tuning as tuning_module
-from fusion_advisor.library.discover import list_kernels
+from fusion_advisor.library.copies import rows_copy
+from fusion_advisor.library.discover import list_kernels, load_kernel
+from fusion_advisor.library.patterns import lower_reference
 from fusion_advisor.library.source import Header, Tuning
 from fusion_advisor.library.staging import shared_memory_of
 from fusion_advisor.library.tuning import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
@@ -292,6 +294,16 @@ def test_allocated_operands_hold_every_address():
     for value in (value for value in program.values if value.op == "load"):
         last = value.offset + sum((size - 1) * stride for size, stride in zip(program.dims, value.strides, strict=True))
         assert tensors[value.operand].numel() > last
+
+
+def test_allocated_operands_hold_what_is_addressed_by_numbers():
+    wide, rows = allocate(rows_copy(4, 13, 16, "bfloat16"), torch.device("cpu"))
+    assert (wide.numel(), rows.numel()) == (3 * 16 + 13, 4 * 13)
+    kernel = load_kernel("groupnorm")
+    (_, reference), *_ = kernel.references
+    whole, *_ = lower_reference(kernel.spec, reference, {"B": 2, "G": 2, "K": 3, "H": 2, "W": 2})
+    # A channel is told by a column's number divided by the size of a picture.
+    assert sorted(made.numel() for made in allocate(whole.program, torch.device("cpu"))) == [6, 6, 48, 48]
 
 
 @pytest.mark.gpu
