@@ -97,6 +97,14 @@ def test_a_gain_within_the_noise_is_not_kept(clock):
         assert verdict.status is not Status.KEPT
 
 
+def test_noise_is_that_of_the_step_that_a_rewrite_is_put_on(clock):
+    effects = {"mask": -900_000, "gelu": -4_000}
+    kept = [decided(clock, effects, noise=0.02, seed=seed).verdicts["gelu"].status is Status.KEPT for seed in range(20)]
+    noise_ns = [decided(clock, effects, noise=0.02, seed=seed).noise_share * STEP_NS for seed in range(20)]
+    assert sum(kept) >= 18
+    assert sorted(noise_ns)[10] > 4_000  # of the untouched step: more than what it saves
+
+
 def test_nothing_to_try_is_decided_too(clock):
     found = decided(clock, {})
     assert found.verdicts == {}
