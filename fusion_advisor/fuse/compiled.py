@@ -66,12 +66,14 @@ def _opaque(
     graph.output(graph.graph_copy(module.graph, copies))
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, inputs, strict=True))
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    inputs_of_graph = [node for node in graph.nodes if node.op == "placeholder"]
     kept: list[torch.Tensor] = []
 
     def keep(node: Node, value: torch.Tensor) -> None:
-        with graph.inserting_before(first):
-            node.replace_all_uses_with(graph.placeholder(f"kept_{len(kept)}"))
+        # Behind an input: the first op may be a fused call, which is replaced.
+        with graph.inserting_after(inputs_of_graph[-1]):
+            inputs_of_graph.append(graph.placeholder(f"kept_{len(kept)}"))
+        node.replace_all_uses_with(inputs_of_graph[-1])
         kept.append(value)
 
     for number, (original, node) in enumerate(list(copies.items())):

@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +189,26 @@ def test_kernels_stay_calls_of_their_own_in_what_is_compiled():
     calls = sum("fusion_id" in node.meta for module in variant.modules for node in module.graph.nodes)
     assert sum(name.startswith("fusion_advisor_rest") for names in seen for name in names) == calls >= 2
     assert all("fusion_id" not in name for names in seen for name in names)
+
+
+def test_what_is_kept_is_an_input_also_behind_a_first_op_that_is_replaced():
+    graph, x, weight = torch.fx.Graph(), torch.randn(3), torch.randn(3)
+    given = graph.placeholder("x")
+    first = graph.call_function(torch.neg, (given,))
+    first.meta = {"fusion_id": "F1", "results": [torch.empty_like(x)]}
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (first, graph.get_attr("weight"))),))
+    module = torch.fx.GraphModule({"weight": weight}, graph)
+    seen = []
+
+    def compiler(graph_module, inputs):
+        seen.append([node.op for node in graph_module.graph.nodes])
+        graph_module.graph.lint()
+        return graph_module.forward
+
+    region = SimpleNamespace(index=0, example_args=(x,))
+    (compiled,) = compile_rest([region], [module], compiler)
+    assert seen[0][:2] == ["placeholder", "placeholder"] and "get_attr" not in seen[0]
+    torch.testing.assert_close(compiled(x)[0], weight - x)
 
 
 def test_what_the_run_needs_is_timed_before_a_compiler_starts():
