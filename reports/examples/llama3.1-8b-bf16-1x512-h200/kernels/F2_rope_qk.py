@@ -1,0 +1,78 @@
+# rope_qk: mul -> neg -> cat -> mul -> add -> mul -> neg -> cat -> mul -> add in one kernel
+#
+# Moves each operand once: q 2 B/element, cos 2 B/element, sin 2 B/element, q_out 2 B/element, k 2 B/element,
+# k_out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel rope_qk, variant rotate_half.
+# Source: https://arxiv.org/abs/2104.09864
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def part1(
+    program,
+    q_ptr, cos_ptr, sin_ptr, q_out_ptr,
+    rows, cols, q_stride0, q_stride1, q_offset, cos_stride0, cos_offset, sin_stride0, sin_offset, q_out_stride0,
+    q_out_stride1, q_out_offset,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    q_row = q_ptr + i0 * q_stride0 + row * q_stride1
+    q_out_row = q_out_ptr + i0 * q_out_stride0 + row * q_out_stride1
+
+    q = wide(tl.load(q_row + col, mask=mask, other=0.0))
+    q_shifted = wide(tl.load(q_row + col + q_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
+    q_out = q * cos + -q_shifted * sin
+    q_out_2 = q_shifted * cos_shifted + q * sin_shifted
+
+    tl.store(q_out_row + col, q_out, mask=mask)
+    tl.store(q_out_row + col + q_out_offset, q_out_2, mask=mask)
+
+
+@triton.jit
+def fa_rope_qk_4e758a(
+    q_ptr, cos_ptr, sin_ptr, k_ptr, q_out_ptr, k_out_ptr,
+    start_of_2, rows_of_1, cols_of_1, q_stride0_of_1, q_stride1_of_1, q_offset_of_1, cos_stride0_of_1,
+    cos_offset_of_1, sin_stride0_of_1, sin_offset_of_1, q_out_stride0_of_1, q_out_stride1_of_1, q_out_offset_of_1,
+    rows_of_2, cols_of_2, k_stride0_of_2, k_stride1_of_2, k_offset_of_2, cos_stride0_of_2, cos_offset_of_2,
+    sin_stride0_of_2, sin_offset_of_2, k_out_stride0_of_2, k_out_stride1_of_2, k_out_offset_of_2,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < start_of_2:
+        part1(
+            program,
+            q_ptr, cos_ptr, sin_ptr, q_out_ptr,
+            rows_of_1, cols_of_1, q_stride0_of_1, q_stride1_of_1, q_offset_of_1, cos_stride0_of_1, cos_offset_of_1,
+            sin_stride0_of_1, sin_offset_of_1, q_out_stride0_of_1, q_out_stride1_of_1, q_out_offset_of_1,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
+    else:
+        part1(
+            program - start_of_2,
+            k_ptr, cos_ptr, sin_ptr, k_out_ptr,
+            rows_of_2, cols_of_2, k_stride0_of_2, k_stride1_of_2, k_offset_of_2, cos_stride0_of_2, cos_offset_of_2,
+            sin_stride0_of_2, sin_offset_of_2, k_out_stride0_of_2, k_out_stride1_of_2, k_out_offset_of_2,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )

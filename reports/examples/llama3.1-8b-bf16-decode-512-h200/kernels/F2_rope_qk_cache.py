@@ -1,0 +1,112 @@
+# rope_qk_cache: mul -> neg -> cat -> mul -> add -> mul -> neg -> cat -> mul -> add -> index_copy -> index_copy
+# in one kernel
+#
+# Moves each operand once: q 2 B/element, cos 2 B/column, sin 2 B/column, q_out 2 B/element, position 8 B in
+# all, k 2 B/element, v 2 B/element, k_cache 2 B/element, v_cache 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Tuning: block_rows=4 num_warps=4
+# Origin: library kernel rope_qk_cache, variant rotate_half.
+# Source: https://arxiv.org/abs/2104.09864
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def part1(
+    program,
+    q_ptr, cos_ptr, sin_ptr, q_out_ptr,
+    rows, cols, q_stride0, q_offset, cos_offset, sin_offset, q_out_stride0, q_out_offset,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    q = wide(tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0))
+    q_shifted = wide(tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
+    q_out = q * cos + -q_shifted * sin
+    q_out_2 = q_shifted * cos_shifted + q * sin_shifted
+
+    tl.store(q_out_ptr + row * q_out_stride0 + col, q_out, mask=mask)
+    tl.store(q_out_ptr + row * q_out_stride0 + col + q_out_offset, q_out_2, mask=mask)
+
+
+@triton.jit
+def part2(
+    program,
+    position_ptr, k_ptr, cos_ptr, sin_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
+    rows, cols, k_cache_extent, k_stride0, k_offset, cos_offset, sin_offset, v_stride0, v_offset, k_cache_stride0,
+    k_cache_step0, k_cache_offset, v_cache_stride0, v_cache_step0, v_cache_offset,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    position = tl.load(position_ptr)
+    k = wide(tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0))
+    k_shifted = wide(tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0))
+    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
+    v = wide(tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0))
+    v_shifted = wide(tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0))
+    fits_k_cache = (position >= 0) & (position < k_cache_extent)
+    k_cache = k * cos + -k_shifted * sin
+    k_cache_2 = k_shifted * cos_shifted + k * sin_shifted
+
+    store_mask = tl.where(fits_k_cache, mask, False)
+    tl.store(k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + col, k_cache, mask=store_mask)
+    tl.store(k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + col + k_cache_offset, k_cache_2, mask=store_mask)
+    tl.store(v_cache_ptr + position * v_cache_step0 + row * v_cache_stride0 + col, v, mask=store_mask)
+    tl.store(v_cache_ptr + position * v_cache_step0 + row * v_cache_stride0 + col + v_cache_offset, v_shifted, mask=store_mask)
+
+
+@triton.jit
+def fa_rope_qk_cache_735886(
+    q_ptr, cos_ptr, sin_ptr, position_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    start_of_2, rows_of_1, cols_of_1, q_stride0_of_1, q_offset_of_1, cos_offset_of_1, sin_offset_of_1,
+    q_out_stride0_of_1, q_out_offset_of_1, rows_of_2, cols_of_2, k_cache_extent_of_2, k_stride0_of_2,
+    k_offset_of_2, cos_offset_of_2, sin_offset_of_2, v_stride0_of_2, v_offset_of_2, k_cache_stride0_of_2,
+    k_cache_step0_of_2, k_cache_offset_of_2, v_cache_stride0_of_2, v_cache_step0_of_2, v_cache_offset_of_2,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < start_of_2:
+        part1(
+            program,
+            q_ptr, cos_ptr, sin_ptr, q_out_ptr,
+            rows_of_1, cols_of_1, q_stride0_of_1, q_offset_of_1, cos_offset_of_1, sin_offset_of_1, q_out_stride0_of_1,
+            q_out_offset_of_1,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
+    else:
+        part2(
+            program - start_of_2,
+            position_ptr, k_ptr, cos_ptr, sin_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
+            rows_of_2, cols_of_2, k_cache_extent_of_2, k_stride0_of_2, k_offset_of_2, cos_offset_of_2, sin_offset_of_2,
+            v_stride0_of_2, v_offset_of_2, k_cache_stride0_of_2, k_cache_step0_of_2, k_cache_offset_of_2,
+            v_cache_stride0_of_2, v_cache_step0_of_2, v_cache_offset_of_2,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
