@@ -86,16 +86,28 @@ def _throttled(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
         counts = [
             (name, sum(reason in (one.reasons or ()) for one in clocks.samples), len(clocks.samples)) for name, clocks in seen
         ]
-        where = ", ".join(f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in counts if count)
+        told = [f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in counts if count]
+        is_always = len(told) == len(counts) > 1 and all(count == total for _, count, total in counts)
+        where = "in every reading of every way to run the step" if is_always else ", ".join(told)
         if where:
             sentences.append(f"The device's clock was held down while steps were timed, by its {words}: {where}.")
     return sentences
 
 
 def _different(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
-    """Compare each side with ours, or with eager where nothing was applied."""
+    """Compare each side with ours, or with eager where nothing was applied; several are told in one sentence."""
     base_name, base = next(((name, clocks) for name, clocks in seen if name == OURS), seen[0])
-    return [sentence for name, clocks in seen if (sentence := difference(base_name, base, name, clocks))]
+    others = [(name, clocks, text) for name, clocks in seen if (text := difference(base_name, base, name, clocks))]
+    if len(others) < 2:
+        return [text for _, _, text in others]
+    told = ", ".join(
+        f"{name} {clocks.sm_mhz:,} MHz ({units.relative_change(base.sm_mhz or 0, clocks.sm_mhz or 0)})"
+        for name, clocks, _ in others
+    )
+    return [
+        f"The SM clock differed from that of {base_name} ({base.sm_mhz:,} MHz): {told}. A part of their differences in time is "
+        "the clock's."
+    ]
 
 
 def _range(values: Sequence[int | None], scale: int = 1) -> str:

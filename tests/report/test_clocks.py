@@ -72,6 +72,15 @@ def test_a_baseline_is_compared_with_ours():
     assert EAGER not in found
 
 
+def test_several_that_differ_and_all_that_are_held_down_are_one_sentence_each():
+    slow = Clocks(samples=(sample(1700, "sw_power_cap"),))
+    others = {"Liger": slow, "torch.compile default": Clocks(samples=(sample(1800, "sw_power_cap"),))}
+    report = with_clocks(applied(), slow, Clocks(samples=(sample(1980, "sw_power_cap"),)), **others)
+    power, clock = sentences(report, bad=True)
+    assert power.endswith("by its power limit: in every reading of every way to run the step.")
+    assert "from that of ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
+
+
 def test_one_step_slower_than_the_rest_does_not_move_the_median():
     assert Clocks(samples=tuple(sample(mhz) for mhz in (1980, 300, 1980))).sm_mhz == 1980
     assert Clocks(samples=(ClockSample(),)).sm_mhz is None
