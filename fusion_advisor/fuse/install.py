@@ -326,7 +326,7 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
     rounds = len(decision.before.times_ns)
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
-        f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step it is put on "
-        f"and more than the A/A noise ({decision.noise_share:.2%}).",
+        f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
+        f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it).",
         f"{len(bench.live.regions)} captured graph(s).",
     )
