@@ -455,6 +455,8 @@ class Fusion:
     took alone × sites."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
+    kernel_bytes: int | None = None
+    """What its kernel has to move at one site, weights among it; None where its chain tells."""
 
     def __post_init__(self) -> None:
         passed = self.numerics is not None and self.numerics.is_passed

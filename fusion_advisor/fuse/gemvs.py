@@ -325,6 +325,7 @@ def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
             launches_after=0,
         ),
         original_source=source_around(last.source_file, last.source_line),
+        kernel_bytes=kind.problem.moved_bytes,
     )
 
 

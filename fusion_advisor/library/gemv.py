@@ -11,6 +11,7 @@ The norm costs no pass of its own: a row's ``rsqrt(mean(x²) + eps)`` is one fac
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import astuple, dataclass
 from typing import Literal
 
@@ -85,6 +86,11 @@ class GemvProblem:
     def weight_bytes(self) -> int:
         """What has to be read at least."""
         return self.weight_rows * self.k * ITEM_BYTES[self.dtype]
+
+    @property
+    def moved_bytes(self) -> int:
+        """All operands, once each."""
+        return sum(math.prod(shape) for _, shape in self.operands) * ITEM_BYTES[self.dtype]
 
     @property
     def text(self) -> str:

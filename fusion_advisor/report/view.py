@@ -433,16 +433,17 @@ class Traffic:
 
 
 def traffic(report: Report, fusion: Fusion) -> Traffic | None:
-    """Bytes of one site; None where the chain is unknown. The ops' own traffic before, each outside value once after."""
+    """Bytes of one site; None where nothing tells. The ops' own traffic before, each outside value once after."""
     chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
-    if chain is None:
+    if chain is None and fusion.kernel_bytes is None:
         return None
-    moved, floor = chain.moved_bytes / len(chain.sites), chain.floor_bytes / len(chain.sites)
+    before = "not known" if chain is None else units.size(chain.moved_bytes / len(chain.sites))
+    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / len(chain.sites)
     if fusion.chain_after is None:
-        return Traffic(units.size(moved), units.size(floor), "not timed", "")
+        return Traffic(before, units.size(floor), "not timed", "")
     speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
     of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
-    return Traffic(units.size(moved), units.size(floor), units.bandwidth(speed), of_copy)
+    return Traffic(before, units.size(floor), units.bandwidth(speed), of_copy)
 
 
 def ulp_rows(fusion: Fusion) -> tuple[tuple[str, tuple[str, str], tuple[str, str]], ...]:

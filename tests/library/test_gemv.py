@@ -282,6 +282,7 @@ def test_a_manifest_becomes_a_problem():
     problem = problem_of(spec, "llama", spec.bench[0], "bfloat16")
     assert problem == GemvProblem(m=1, n=18944, k=3584, dtype="bfloat16", has_norm=True, is_gated=True)
     assert problem.weight_bytes == 2 * 18944 * 3584 * 2
+    assert problem.moved_bytes == problem.weight_bytes + 2 * (3584 + 3584 * problem.has_norm + 18944)
     spec = load_kernel("rmsnorm_linear").spec
     assert problem_of(spec, "gemma", spec.bench[0], "bfloat16").norm_offset == pytest.approx(1.0)
     assert [name for name, _ in problem_of(spec, "llama", spec.bench[0], "float16").operands] == [
