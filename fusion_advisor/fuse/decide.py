@@ -82,8 +82,7 @@ def decide(
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     rewind = bench.live.written.rewind
-    least = _least_rounds(bench.on_cuda)
-    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda, least=least, before=rewind)
+    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda, before=rewind)
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
     same = measure.difference(control, stacked[0], confidence)
@@ -99,7 +98,7 @@ def decide(
     del calls
     runner.forget()
     confirm = measure.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda, least=least, before=rewind
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda, before=rewind
     )
     return Decision(
         verdicts=verdicts,
@@ -109,11 +108,6 @@ def decide(
         method=runner.method,
         untouched_ns=round(untouched_ns),
     )
-
-
-def _least_rounds(on_cuda: bool) -> int:
-    """Rounds whatever the budget: in a dozen of steps of 60 ms, at an H200's power limit, one differed from itself by 5 %."""
-    return 20 if on_cuda else 6
 
 
 def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
@@ -160,9 +154,8 @@ def on_top(
         budget_s: seconds.
     """
     calls = runner.recorded([before, before, after])
-    least = _least_rounds(runner.on_cuda)
     control, without, together = measure.interleave(
-        calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, least=least, before=runner.rewind
+        calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind
     )
     same = measure.difference(control, without, confidence)
     del calls
