@@ -39,13 +39,14 @@ def layer(name):
     return parts[1] if len(parts) > 1 else ""
 
 
-BASE = {"records", "errors", "units", "content", "serialize"}
+BASE = {"records", "errors", "units", "content", "serialize", "collector"}
 """Imported by all and importing nothing of the layers."""
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "content": set(),
     "units": set(),
+    "collector": set(),
     "serialize": {"records", "errors"},
     "environment": {"records", "errors", "content"},
     "timing": BASE,

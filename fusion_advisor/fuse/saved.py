@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.capture.graph import capture_regions, collector_paused
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
 from fusion_advisor.fuse.gemvs import build, check_first, find_kinds, header_of, install, observe

@@ -18,6 +18,7 @@ from fusion_advisor.capture.timeline import Trace, is_step, read_events
 from fusion_advisor.capture.trace_file import TraceFile
 from fusion_advisor.chains.repeats import find_repeats
 from fusion_advisor.chains.traced_bytes import Inputs, floor_bytes, moved_bytes
+from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import MissingKernels, UnreadableTrace
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.library.resemble import library_sequences, resemblance
@@ -41,6 +42,7 @@ class Repeated:
     """A GEMM runs before the kernel of this number, in each site; 0: none does."""
 
 
+@collector_paused()
 def profile_trace(
     path: Path,
     *,
