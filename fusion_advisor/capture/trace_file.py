@@ -23,6 +23,7 @@ _CHUNK = 1 << 20
 _TAIL = 16
 """A literal, number or escape that is cut off fails at most this many characters before the end of the text."""
 _blank = re.compile(r"[ \t\n\r]*").match
+_BLANKS = " \t\n\r"
 _EVENTS = "traceEvents"
 
 
@@ -132,6 +133,9 @@ class _Document:
 
     def _next(self) -> str:
         """Skip blanks and return the character at the cursor; empty at the end of the file."""
+        sign = self._text[self._at : self._at + 1]
+        if sign and sign not in _BLANKS:  # two of three times: the pattern takes longer than asking
+            return sign
         while True:
             self._at = _blank(self._text, self._at).end()  # type: ignore[union-attr] # it matches the empty text too
             if self._at < len(self._text) or not self._more():
