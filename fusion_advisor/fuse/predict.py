@@ -66,9 +66,9 @@ def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
-    Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and one over patches, is
-    expected to be as quick per multiplication as the quickest of the step's other linears; the result of the first is copied
-    once, what the second reads and gives once each.
+    Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
+    one over patches, is expected to be as quick per multiplication as the quickest of the step's other linears; the result of
+    the first is copied once, what the second reads and gives once each.
 
     Args:
         rewrites: of a run.
