@@ -43,7 +43,7 @@ _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
 _NO_SHARED_MEMORY = SharedMemory()
 _CLUSTERS = (Tuning(cluster=4, packs=6), Tuning(cluster=8, packs=6), Tuning(cluster=4, packs=8), Tuning(cluster=8))
-"""On an H200 the fastest of sixteen: group norm of 1,024 groups of 40,960 elements 43.2 µs (8 blocks of 4 packs 48.5), of 64 groups
+"""On an H200 the fastest of sixteen: group norm of 1,024 groups of 40,960 elements 43.2 µs (8 blocks of 4 packs 48.5), 64 groups
 6.3 µs (7.2), log-softmax of 2,048 x 50,257 119.9 µs (124.2), of 128,256 251.6 µs. Two blocks never were, nor were blocks that
 stay and fetch the next row meanwhile (cp.async.bulk: 57.6, 128.2 and 337 µs), nor plain stores between cluster barriers."""
 _CLUSTERS_OF_FEW_ROWS = (Tuning(cluster=8), Tuning(cluster=8, packs=1), Tuning(cluster=4))
