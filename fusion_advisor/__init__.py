@@ -47,7 +47,8 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     """Fuse a live model and keep what pays.
 
     Args:
-        model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``.
+        model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``. What an earlier ``apply`` put
+            into it is reverted first.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed.
         **options: fields of :class:`fusion_advisor.fuse.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
@@ -65,12 +66,14 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from dataclasses import replace
     from pathlib import Path
 
+    from fusion_advisor.fuse.model import take_out
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.saved import apply_plan
     from fusion_advisor.serialize import write_capture, write_report
     from fusion_advisor.workload.load import describe_live
 
+    take_out(model)
     if plan is not None:
         return apply_plan(describe_live(model, *_call(inputs)), plan)
     chosen = ApplyOptions(**options)
