@@ -147,6 +147,8 @@ def _profile(
             skip=options.skip,
             sources=sources,
         )
+        for pattern in plan.unused:
+            progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")
         share = sum(chain.share for chain in plan.chains)
         progress.note(f"{len(plan.chains)} chains hold {share:.1%} of device time, {len(plan.fusions)} to try")
     return capture, live, plan
