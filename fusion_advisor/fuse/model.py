@@ -79,7 +79,7 @@ class FusedModel:
         """The signatures whose graphs write to what they are given (a KV cache): such a call cannot be started over."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, _Seen] = {}
-        self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+        self._live_dropouts = _dropouts(model)
         hooks = torch_internals.hook_tables(model)
         self._hooks = [(table, len(table)) for table in hooks if table]
         self._no_hooks = [table for table in hooks if not table]
@@ -314,6 +314,15 @@ def take_out(model: torch.nn.Module) -> None:
     earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
     if isinstance(earlier, FusedModel):
         earlier.revert()
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Whether a model, or a dropout in it, is in train() mode: its calls then run the original ops."""
+    return model.training or any(module.training for module in _dropouts(model))
+
+
+def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
 
 
 class _Refused(Exception):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.errors import ModelInTraining, PlanMismatch
 from fusion_advisor.fuse import pipeline, trial
 from fusion_advisor.records import Status
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
@@ -134,3 +134,20 @@ def test_a_second_apply_takes_the_place_of_the_first_and_measures_the_models_own
     assert first.is_applied
     first.revert()
     assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_a_model_in_train_mode_is_not_fused_in_vain():
+    model, (x,) = toy()
+    with pytest.raises(ModelInTraining, match=r"`Toy` is in train\(\) mode"):
+        fusion_advisor.apply(model.train(), x, **QUICK)
+    dropout = torch.nn.Sequential(model.eval(), torch.nn.Dropout(0.1)).eval()
+    dropout[1].train()
+    with pytest.raises(ModelInTraining):
+        fusion_advisor.apply(dropout, x, **QUICK)
+    assert fusion_advisor.profile(model.train(), x, **QUICK).status == "profiled"
+
+
+def test_options_beside_a_plan_are_refused(tmp_path):
+    model, (x,) = toy()
+    with pytest.raises(TypeError, match="without min_gain, run_dir"):
+        fusion_advisor.apply(model, x, plan=object(), run_dir=tmp_path, min_gain=0.1)
