@@ -340,4 +340,5 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
         for step in (report.before, report.captured, report.after)
     ]
     assert counts == [[1], [], [1]]
+    assert {kernel for kernel, *_ in report.after.kernels if not kernel.startswith(("aten::", "fa_"))} == set()
     assert_consistent(report)
