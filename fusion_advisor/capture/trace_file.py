@@ -24,7 +24,7 @@ _CHUNK = 1 << 20
 _TAIL = 16
 """A literal, number or escape that is cut off fails at most this many characters before the end of the text."""
 _TRIES = 2
-"""Places where a part may end that are tried: one may lie in a name (``{lambda()#1}, {lambda()#2}``), hardly the one before it too."""
+"""So many places are tried where a part may end: one may lie in a name (``{lambda()#1}, {lambda()#2}``)."""
 _blank = re.compile(r"[ \t\n\r]*").match
 _last_end = re.compile(r"(.*\})[ \t\n\r]*,[ \t\n\r]*\{", re.DOTALL).match
 """Looks for the last object's end with another's beginning behind it."""
@@ -185,10 +185,10 @@ class _Document:
                     f"it is nested too deeply, or holds a number too long, at line {self._line_of(self._at):,}", error
                 )
             else:
-                if end < len(self._text) or not self._more():
+                if end + len("e+") < len(self._text) or not self._more():
                     self._at = end
                     return value
-                continue  # the text ends with this value: a number may go on
+                continue  # a number may go on: of 1.5e+3 the text may hold 1, or 1.5e+, of which 1.5 is a number too
             is_cut = why.startswith("Unterminated string") or place >= len(self._text) - _TAIL
             if is_cut and self._more():
                 continue
