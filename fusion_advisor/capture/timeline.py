@@ -32,6 +32,7 @@ KERNEL_RANGE = "fa:kernel:"
 MODULE_RANGE = "fa:module:"
 """The call of a submodule; its path follows."""
 _STEPS = (STEP_RANGE, "ProfilerStep#")
+_RANGES = ("fa:", *_STEPS)
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHING = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch", "Memcpy", "Memset")
@@ -93,7 +94,7 @@ class Trace:
     """Our own ``fa:`` ranges, and the steps of torch.profiler's schedule."""
     cpu_ops: tuple[Event, ...]
     unreadable: int = 0
-    """Events of these kinds that have no usable name or time."""
+    """Events that may be of these kinds, but have no usable name, category or time."""
 
 
 def record(
@@ -235,17 +236,17 @@ def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:
         if raw.get("ph") != "X":
             continue
         category, name = raw.get("cat"), raw.get("name")
-        if category in _DEVICE:
-            kind = kernels
-        elif category == "cpu_op":
-            kind = cpu_ops
-        elif category in _RUNTIME and isinstance(name, str) and _is_launching(name):
-            kind = launches
-        elif category == "user_annotation" and isinstance(name, str) and name.startswith(("fa:", *_STEPS)):
-            kind = ranges
-        else:
-            continue
         try:
+            if category in _DEVICE:
+                kind = kernels
+            elif category == "cpu_op":
+                kind = cpu_ops
+            elif category in _RUNTIME and isinstance(name, str) and _is_launching(name):
+                kind = launches
+            elif category == "user_annotation" and isinstance(name, str) and name.startswith(_RANGES):
+                kind = ranges
+            else:
+                continue
             kind.append(_event(raw, shapes))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             unreadable += 1

@@ -144,7 +144,7 @@ class _Document:
             end = found.end(1)
             with contextlib.suppress(RecursionError, ValueError):  # also where the trace is no JSON: one by one tells the place
                 events, behind = self._decoder.raw_decode(f"[{found[1]}]")
-                if all(isinstance(event, dict) for event in events):
+                if set(map(type, events)) == {dict}:
                     self._at += behind - 2  # at the bracket that was added here, or at the array's own before it
                     return events  # type: ignore[no-any-return] # it begins with a bracket
             self._wrong_end = max(self._wrong_end, end)
