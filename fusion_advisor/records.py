@@ -736,7 +736,8 @@ class Report:
     warm_up: WarmUp | None = None
     """Of a plan that was kept."""
     launch_cost_ns: int = 0
-    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it."""
+    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
+    most what the smallest kernel takes with its launch."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None

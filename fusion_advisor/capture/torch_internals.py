@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -294,6 +295,15 @@ class Addresses:
         if self._at_once is None:
             return [tensor.data_ptr() for tensor in tensors] == self._values
         return bool(self._at_once(tensors, self._values, self._places))
+
+
+def storage_reference(tensor: torch.Tensor, freed: Callable[[Any], object]) -> weakref.ref[torch.UntypedStorage]:
+    """Return a weak reference to a tensor's memory; ``freed`` is called with it when nothing holds that memory any longer.
+
+    A storage's Python object lives as long as the storage, whoever holds it: a tensor whose ``data`` was given other memory lets
+    go of the old one although the tensor lives on.
+    """
+    return weakref.ref(tensor.untyped_storage(), freed)
 
 
 def current_stream_number(device: int) -> int:

@@ -92,7 +92,7 @@ def apply_workload(
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
                 make = maker(kernel_dir, torch.device(loaded.record.device), backend=options.backend, log=progress.note)
                 kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
-        cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns)
+        cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
             fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),

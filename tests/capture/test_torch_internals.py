@@ -304,6 +304,27 @@ def test_addresses_are_those_of_the_same_tensors_only():
     assert not addresses.are_of(tensors)
 
 
+def watched_storage(device):
+    freed = []
+    parameter = torch.nn.Parameter(torch.randn(4, device=device))
+    reference = torch_internals.storage_reference(parameter, freed.append)
+    parameter.untyped_storage()  # a Python object that comes and goes is not the memory's end
+    assert reference() is not None and freed == []
+    held, parameter.data = parameter.data, torch.randn(4, device=device)
+    assert reference() is not None and freed == []
+    del held
+    assert freed == [reference] and reference() is None
+
+
+def test_a_storage_is_seen_to_be_freed_under_a_living_tensor():
+    watched_storage("cpu")
+
+
+@pytest.mark.gpu
+def test_a_storage_is_seen_to_be_freed_on_a_gpu():
+    watched_storage("cuda")
+
+
 @pytest.mark.gpu
 def test_addresses_and_streams_on_a_gpu():
     tensors = [torch.randn(4, device="cuda") for _ in range(3)]

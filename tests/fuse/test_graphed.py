@@ -141,6 +141,49 @@ def test_a_moved_parameter_is_recorded_again(fused, recorder, x, change):
     assert fused.fallbacks == {}
 
 
+def test_no_graph_reads_memory_that_was_freed(fused, recorder, x):
+    for value in others(x, 3):
+        fused(value)
+    replayed = recorder.replayed
+    new_data(fused.model)
+    (recording,) = fused.graphs.recordings
+    assert recording.gone and not recording.is_in_place()
+    fused(x)
+    assert recording.replays == replayed and recorder.replayed == replayed + 1  # the new recording's
+
+
+def test_a_parameter_that_moved_while_its_memory_is_held_elsewhere_is_seen_behind_the_launch(fused, recorder, x):
+    for value in others(x, 3):
+        fused(value)
+    held = [parameter.data for parameter in fused.model.parameters()]
+    replayed = recorder.replayed
+    new_data(fused.model)
+    (recording,) = fused.graphs.recordings
+    assert recording.is_in_place() and len(held) == len(list(fused.model.parameters()))
+    for value in others(x, 3):
+        assert torch.equal(fused(value), fused._original(value))
+    assert recorder.recorded == 2 and recorder.replayed > replayed
+
+
+class Several(torch.nn.Module):
+    def forward(self, x, y, z):
+        return torch.tanh(x) + y.float() * z
+
+
+def test_inputs_of_several_dtypes_and_layouts_are_copied_in(recorder):
+    def inputs():
+        return torch.randn(4, 8), torch.randint(9, (4, 8)), torch.randn(4, 16)[:, :8]
+
+    model = Several().eval()
+    live = capture_regions(model, inputs(), {})
+    fused = FusedModel(model, live.regions, [r.graph for r in live.regions], inputs(), {}, graphs=Graphs(recorder)).apply()
+    with torch.no_grad():
+        for _ in range(4):
+            values = inputs()
+            assert torch.equal(fused(*values), fused._original(*values))
+    assert recorder.replayed == 3 and len(fused.graphs.recordings[0].copies) == 3
+
+
 def test_weights_written_in_place_are_used_without_recording_again(fused, recorder, x):
     for value in others(x, 3):
         fused(value)

@@ -20,9 +20,18 @@ def launch(index, ns, category="pointwise"):
 
 def test_a_launch_costs_what_the_step_takes_beyond_its_kernels():
     launches = [launch(0, 900), launch(1, 1100)]
-    assert launch_cost_ns(launches, 5000) == 1500
-    assert launch_cost_ns(launches, 1500) == 0  # traced kernels may take longer than timed ones
-    assert launch_cost_ns(launches, 0) == launch_cost_ns([], 5000) == 0
+    assert launch_cost_ns(launches, 3600, (), most_ns=1100) == 800
+    assert launch_cost_ns(launches, 5000, (), most_ns=1100) == 1100  # the clocks' share is not a launch's
+    assert launch_cost_ns(launches, 1500, (), most_ns=1100) == 0  # traced kernels may take longer than timed ones
+    assert launch_cost_ns(launches, 0, (), most_ns=1100) == launch_cost_ns([], 5000, (), most_ns=1100) == 0
+
+
+def test_biases_that_the_trace_had_apart_are_no_cost_of_launches():
+    rows = [
+        GraphRewrite(id=f"R{number}", name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=delta_ns)
+        for number, (name, delta_ns) in enumerate({"split_gemm_biases": -1000, "drop_masks": -500}.items())
+    ]
+    assert launch_cost_ns([launch(0, 900), launch(1, 1100)], 4600, rows, most_ns=1100) == 800
 
 
 H200 = (
@@ -64,8 +73,10 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     gone = removed_ops(bench, bench.build((), ["drop_masks"]))
     assert {"ones", "tril"} == {bench.ops[index].target.split(".")[1] for index in gone if bench.ops[index].role == "op"}
     launches = tuple(launch(op.index, 1000) for op in bench.ops if op.role == "op")
-    traced, eager = launch(None, 7000, "attention"), launch(None, 3000, "attention")
-    capture = replace(capture, launches=(*launches, traced), eager_launches=(eager,))
+    (attention,) = (op.index for op in bench.ops if "scaled_dot_product" in op.target)
+    of_the_op = [launch(attention, 7000, "attention"), launch(attention, 600, "memory")]
+    launches = tuple(one for one in launches if one.op_index != attention)
+    capture = replace(capture, launches=(*launches, *of_the_op), eager_launches=(launch(None, 3000, "attention"),))
     titles = {name: title for name, (title, _) in PASSES.items()}
     rows = [
         GraphRewrite(id="R1", name=titles["drop_masks"], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
@@ -74,6 +85,6 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     ]
     masks, folded, other = price_passes(rows, bench, capture, 500)
     removed = sum(bench.ops[index].role == "op" for index in gone)
-    assert masks.predicted_saving_ns == removed * 1500 + 4000
+    assert masks.predicted_saving_ns == removed * 1500 + 4600 + 500
     assert folded.predicted_saving_ns == 0  # nothing is left to fold once the mask is gone
     assert other.predicted_saving_ns is None

@@ -136,12 +136,26 @@ def test_tiles_of_512_elements_are_tried_first(program, block_rows):
     assert candidates(program, "triton")[1][0] == Tuning(block_rows=block_rows, num_warps=4)
 
 
+def test_small_blocks_take_both_halves_of_a_row():
+    kernel = load_kernel("rope")
+    _, reference = kernel.references[0]
+    (lowered,) = lower_reference(kernel.spec, reference, {"B": 1, "H": 32, "S": 2048, "D": 128}, dtype=torch.bfloat16)
+    assert candidates(lowered.program, "cuda")[0][1] == "THREADS=8 ROWS=16 PACKS=1 VEC=8"
+    assert candidates(programs.rope(1, 32, 2048, 64, "bfloat16"), "cuda")[0][1] == "THREADS=8 ROWS=32 PACKS=2 VEC=8"
+
+
+def test_few_narrow_rows_are_tried_four_to_a_block():
+    tried = [tuning for tuning, _ in candidates(programs.rmsnorm(32, 128, "bfloat16"), "triton")]
+    assert Tuning(block_rows=4, num_warps=4) in tried
+    assert Tuning(block_rows=4, num_warps=4) not in [t for t, _ in candidates(programs.rmsnorm(4096, 128, "bfloat16"), "triton")]
+
+
 def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_clusters():
     def clusters(program, arch):
         return [tuning.cluster for tuning, _ in candidates(program, "cuda", shared=shared_memory_of(arch)) if tuning.cluster]
 
-    assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 2]
-    assert clusters(programs.softmax(2048, 152064, "bfloat16"), 90) == [4, 8]  # two blocks have no registers for it
+    assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 4, 8]
+    assert clusters(programs.softmax(2048, 300000, "bfloat16"), 90) == [8, 8]  # four blocks have no registers for it
     assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4]
     found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, shared=shared_memory_of(90))
     assert [bool(tuning.cluster) for tuning, _ in found[:3]] == [False, True, True]
