@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -119,15 +120,14 @@ def test_what_was_whole_before_the_end_is_told(tmp_path):
     assert error.value.note_text == "40 events before that place are whole"
 
 
-def read_in_parts(path, text, monkeypatch, part, *, is_strict=True):
+def read_in_parts(path, text, monkeypatch, part):
     """The events of a text, read with parts of so many characters, and how many decoder calls they took."""
     monkeypatch.setattr(trace_file, "_CHUNK", part)
     path.write_text(text, encoding="utf-8", newline="")
-    file = TraceFile(path, is_strict=is_strict)
-    calls = []
-    decode = file._decoder.raw_decode
-    file._decoder.raw_decode = lambda *given: (calls.append(given), decode(*given))[1]
-    return list(file), len(calls)
+    file = TraceFile(path)
+    decode = Mock(wraps=file._decoder.raw_decode)
+    monkeypatch.setattr(file._decoder, "raw_decode", decode)
+    return list(file), decode.call_count
 
 
 # Where an object ends and another begins, but no event does.
