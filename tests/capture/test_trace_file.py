@@ -236,7 +236,7 @@ VALUES = st.recursive(
     spaces=st.sampled_from(SPACED),
     is_ascii=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_events_are_read_as_the_standard_library_reads_them(tmp_path, monkeypatch, events, after, part, spaces, is_ascii):
     text = json.dumps({"traceEvents": events, "after": after}, ensure_ascii=is_ascii, **spaces)
     assert read_in_parts(tmp_path / "t.json", text, monkeypatch, part)[0] == parsed(events)
