@@ -116,18 +116,18 @@ def _on_device(trace: Trace, steps: _Steps) -> Iterator[Work]:
         call_name = ops.events[outer].name if outer >= 0 else op_name
         is_math = op >= 0 and ops.is_math_attention[op]
         category, label, is_fusible = _describe(kernel.name, op_name, call_name, is_math=is_math)
-        yield Work(
-            kernel_name=kernel.name,
-            label=label,
-            category=category,
-            call=outer if outer >= 0 else op,
-            is_fusible=is_fusible,
-            start_ns=kernel.start_ns,
-            duration_ns=kernel.duration_ns,
-            busy_ns=busy.add(kernel.device, kernel),
-            queue=(kernel.device, kernel.stream),
-            step=step,
-            inputs=ops.events[outer].inputs if outer >= 0 else None,
+        yield Work(  # by position for the reason that events are
+            kernel.name,
+            label,
+            category,
+            outer if outer >= 0 else op,
+            is_fusible,
+            kernel.start_ns,
+            kernel.duration_ns,
+            busy.add(kernel.device, kernel),
+            (kernel.device, kernel.stream),
+            step,
+            ops.events[outer].inputs if outer >= 0 else None,
         )
 
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.liger import NotAvailable
+from fusion_advisor.fuse.rows_copy import RowsCopy
 
 _NAMESPACE = "fusion_advisor_rest"
 
@@ -86,6 +87,9 @@ def _opaque(
             if original.meta.get("written"):
                 raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor would have to be told")
             _call_op(graph, original, node, library, f"{name}_{number}")
+            continue
+        if isinstance(original.target, RowsCopy):  # a copy that Inductor writes as well
+            node.target, node.kwargs = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
             continue
         if not all(source in given for source in original.all_input_nodes):
             raise NotAvailable(f"`{original.name}` depends on values of the step itself")

@@ -282,7 +282,8 @@ def _cudnn_benchmark(capture: Capture, seen: _Seen, settings: TorchSettings) -> 
         return
     yield seen.finding(
         "cuDNN chooses convolutions without trying them",
-        f"{len(convolutions)} convolutions take {_share(seen.time(convolutions), seen)} of device time",
+        f"{len(convolutions)} convolution{' takes' if len(convolutions) == 1 else 's take'} "
+        f"{_share(seen.time(convolutions), seen)} of device time",
         "torch.backends.cudnn.benchmark = True",
         seen.above_floor(convolutions),
     )

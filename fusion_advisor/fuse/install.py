@@ -17,12 +17,13 @@ from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled,
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
-from fusion_advisor.fuse.graphed import CudaRecorder, Graphs, Recorder
+from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.memory import needed_bytes
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows

@@ -20,11 +20,12 @@ from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
 from fusion_advisor.fuse.gemvs import build, check_first, find_kinds, header_of, install, observe
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
-from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
+from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, on_merged_graphs
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import PlannedFusion, recall
 from fusion_advisor.fuse.progress import PhaseClock, Progress
+from fusion_advisor.fuse.recording import CudaRecorder
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows

@@ -158,10 +158,11 @@ def repeated_sites(
         least_ns: chains that take less together are left out.
     """
     runs = list(_runs(work))
+    tokens = [_tokens(run.work) for run in runs]
     around: dict[tuple[Any, ...], list[tuple[int, Site]]] = {}
     for number, (run, after) in enumerate(itertools.pairwise(runs)):
-        if run.is_before_gemm and (*labels(run.work), *labels(after.work)) in sequences:
-            around.setdefault((_tokens(run.work), _tokens(after.work)), []).append((number, run.work + after.work))
+        if run.is_before_gemm and (*_calls(tokens[number]), *_calls(tokens[number + 1])) in sequences:
+            around.setdefault((tokens[number], tokens[number + 1]), []).append((number, run.work + after.work))
     found: list[Repeated] = []
     taken: set[int] = set()
     for (before, _), places in around.items():
@@ -169,8 +170,10 @@ def repeated_sites(
         if len(free) > 1 and sum(item.busy_ns for _, site in free for item in site) >= least_ns:
             taken.update(place for number, _ in free for place in (number, number + 1))
             found.append(Repeated(sites=tuple(site for _, site in free), gemm_at=len(before)))
-    left = [run.work for number, run in enumerate(runs) if number not in taken]
-    repeats = find_repeats([_tokens(run) for run in left], [[item.busy_ns for item in run] for run in left], least_cost=least_ns)
+    kept = [number for number in range(len(runs)) if number not in taken]
+    left = [runs[number].work for number in kept]
+    costs = [[item.busy_ns for item in run] for run in left]
+    repeats = find_repeats([tokens[number] for number in kept], costs, least_cost=least_ns)
     for repeat in repeats.found:
         length = len(repeat.items)
         found.append(Repeated(sites=tuple(left[run][start : start + length] for run, start in repeat.places)))
@@ -208,7 +211,11 @@ def _tokens(site: Site) -> tuple[tuple[str, int], ...]:
 
 def labels(site: Site) -> tuple[str, ...]:
     """Return the op names of a site, one for each op call."""
-    return tuple(label for number, (label, place) in enumerate(_tokens(site)) if place == 0 or number == 0)
+    return _calls(_tokens(site))
+
+
+def _calls(tokens: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    return tuple(label for number, (label, place) in enumerate(tokens) if place == 0 or number == 0)
 
 
 def _chain(

@@ -1,7 +1,8 @@
 """Which library kernel a sequence of op names looks like: a hint for where no data flow is known.
 
 The names come from running every reference on small CPU tensors under the profiler and reading that trace as any other, so both
-sides name an op alike. Once in fp32 and once in bf16, where models cast up and back.
+sides name an op alike. Once in fp32 and once in bf16, where models cast up and back. Where users run something else than the
+reference (torch's own dropout), that is what a trace shows, so that is run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fusion_advisor.capture.device_work import device_work
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.patterns import example_inputs
 
+_CPU_DROPOUT, _GPU_DROPOUT = ("bernoulli", "div", "mul"), ("dropout",)
+"""torch's dropout, which is one op on a GPU alone."""
 _LEAST_SHUFFLED = 4
 """From this length equal names in another order still look like the kernel."""
 
@@ -32,7 +35,7 @@ class Resemblance:
 
 
 def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...], str]:
-    """Return the op names of every reference, in order, and its kernel.
+    """Return the op names of every reference, in order, and its kernel; with dropout as on a CPU and as on a GPU.
 
     Args:
         kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
@@ -44,18 +47,19 @@ def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...],
     for spec in list_kernels(kernel_dirs):
         if spec.gemv is not None:  # a GEMM and what is fused with it: no chain of pointwise ops and reductions
             continue
-        for variant, function in load_references(spec).references:
+        kernel = load_references(spec)
+        for function in (dict(kernel.references) | dict(kernel.baselines)).values():
             for dtype in (torch.float32, torch.bfloat16):
                 inputs, constants = example_inputs(spec, function, dtype)
-                calls.append((spec, variant, functools.partial(function, *inputs, **constants)))
+                calls.append((spec, function.__name__, functools.partial(function, *inputs, **constants)))
     waiting = iter(calls)
 
     def run_next() -> None:
-        spec, variant, call = next(waiting)
+        spec, name, call = next(waiting)
         try:
             call()
         except Exception as error:  # the reference is the user's code: it may raise anything
-            detail = f"reference_{variant} cannot be run: {type(error).__name__}: {error}"
+            detail = f"{name} cannot be run: {type(error).__name__}: {error}"
             raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
 
     with torch.no_grad():
@@ -63,9 +67,16 @@ def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...],
     sequences: dict[tuple[str, ...], str] = {}
     for step, works in itertools.groupby(device_work(trace), key=lambda item: item.step):
         names = tuple(item.label for item in works if item.is_fusible)
-        if names:
-            sequences.setdefault(names, calls[step][0].name)
+        for seen in (names, _as_on_gpu(names)) if names else ():
+            sequences.setdefault(seen, calls[step][0].name)
     return sequences
+
+
+def _as_on_gpu(names: tuple[str, ...]) -> tuple[str, ...]:
+    length = len(_CPU_DROPOUT)
+    places = (at for at in range(len(names)) if names[at : at + length] == _CPU_DROPOUT)
+    at = next(places, None)
+    return names if at is None else (*names[:at], *_GPU_DROPOUT, *names[at + length :])
 
 
 def resemblance(names: Sequence[str], sequences: Mapping[tuple[str, ...], str]) -> Resemblance | None:

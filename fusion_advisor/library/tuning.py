@@ -46,7 +46,7 @@ _CLUSTERS = (Tuning(cluster=4, packs=6), Tuning(cluster=8, packs=6), Tuning(clus
 """On an H200 the fastest of sixteen: group norm of 1,024 groups of 40,960 elements 43.2 µs (8 blocks of 4 packs 48.5), 64 groups
 6.3 µs (7.2), log-softmax of 2,048 x 50,257 119.9 µs (124.2), of 128,256 251.6 µs. Two blocks never were, nor were blocks that
 stay and fetch the next row meanwhile (cp.async.bulk: 57.6, 128.2 and 337 µs), nor plain stores between cluster barriers."""
-_CLUSTERS_OF_FEW_ROWS = (Tuning(cluster=8), Tuning(cluster=8, packs=1), Tuning(cluster=4))
+_CLUSTERS_OF_FEW_ROWS = (Tuning(cluster=8), Tuning(cluster=8, packs=1), Tuning(cluster=4), Tuning(cluster=4, packs=8))
 """Where there are fewer rows than a GPU runs blocks at once, as many threads as a row can use."""
 _FEW_ROWS = 512
 _TINY_ELEMENTS = 2**16

@@ -112,7 +112,9 @@ def test_times_are_exact_on_a_clock_that_counts_from_1970():
     assert read_events([event("kernel", "k", "1.5e3", "2")]).kernels[0].start_ns == 1_500_000
 
 
-@pytest.mark.parametrize("change", [{"name": None}, {"ts": "soon"}, {"dur": -1.0}, {"ts": float("nan")}, {"args": 3}])
+@pytest.mark.parametrize(
+    "change", [{"name": None}, {"ts": "soon"}, {"dur": -1.0}, {"ts": float("nan")}, {"args": 3}, {"cat": ["kernel"]}]
+)
 def test_events_without_a_name_or_time_are_counted_and_left_out(change):
     trace = read_events([{**event("kernel", "k", 1.0, 1.0), **change}, event("kernel", "k", 1.0, 1.0)])
     assert (len(trace.kernels), trace.unreadable) == (1, 1)

@@ -82,6 +82,14 @@ def test_recording_keeps_every_step_and_the_raw_trace(tmp_path):
     assert any(found.get("name") == "aten::tanh" for found in raw["traceEvents"])
 
 
+def test_recording_does_without_the_profiler_that_imports_inductor(monkeypatch):
+    def start(_):
+        pytest.fail("torch.profiler.profile.start() imports torch._inductor, which takes longer than most recordings")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", start)
+    assert record(lambda: torch.ones(3).tanh(), steps=1, on_cuda=False).cpu_ops
+
+
 def named_ranges(found):
     return [span.name for span in found.ranges if "module" in span.name]
 

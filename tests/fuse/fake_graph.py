@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.fuse.graphed import _flat
+from fusion_advisor.fuse.recording import flat
 
 
 class FakeRecorder:
@@ -42,7 +42,7 @@ class FakeRecorder:
         held = {tensor.untyped_storage().data_ptr() for tensor in self.protected}
         for tensor in outputs:
             if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in held:
-                _flat(tensor).fill_(float("nan"))  # nothing has run yet
+                flat(tensor).fill_(float("nan"))  # nothing has run yet
 
         def replay():
             self.replayed += 1
@@ -50,7 +50,7 @@ class FakeRecorder:
             with torch.inference_mode():  # a device writes to any memory
                 for tensor, fresh in zip(outputs, results, strict=True):
                     if tensor is not fresh and tensor.data_ptr() != fresh.data_ptr():
-                        _flat(tensor).copy_(_flat(fresh))
+                        flat(tensor).copy_(flat(fresh))
 
         return replay, result
 

@@ -15,10 +15,10 @@ from fusion_advisor.capture.arguments import copied
 from fusion_advisor.capture.graph import storages, writes_to_inputs, written_storages
 from fusion_advisor.fuse import trial
 from fusion_advisor.fuse.bench import PASSES
-from fusion_advisor.fuse.graphed import saved_inputs
 from fusion_advisor.fuse.model import FusedModel, HalfWritten
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.plan import make_plan
+from fusion_advisor.fuse.recordable import saved_inputs
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.records import Match, Status
 from fusion_advisor.workload.load import describe_live

@@ -14,9 +14,10 @@ import torch
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import generate
 from fusion_advisor.fuse.bench import PASSES, Bench
-from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
+from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+from fusion_advisor.fuse.recording import CudaRecorder
 from fusion_advisor.records import Status
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload, describe_live
@@ -143,8 +144,9 @@ def test_a_decode_step_is_recorded_once_and_replayed_for_every_token(monkeypatch
         assert (recorder.recorded, recorder.replayed) == (1, NEW - 2)
         (recording,) = fused.graphs.recordings
         # A finished call's cache is freed.
-        assert {type(reference) for reference in recording.read} == {weakref.ref}
-        assert not {*map(id, recording.own)} & {*map(id, tensors_of(seen[-1]))}
+        assert {type(reference) for reference in (*recording.read, *recording.written)} == {weakref.ref}
+        held = [*(copy.static for copy in recording.copies), *(memory for memory, _ in recording.memories)]
+        assert not {*map(id, held)} & {*map(id, tensors_of(seen[-1]))}
         # Another call brings another cache: recorded once more, at its first step, and dynamo traces nothing anew.
         chosen = fused._chosen
         assert torch.equal(call().sequences, expected)

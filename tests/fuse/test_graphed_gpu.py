@@ -10,8 +10,9 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.graphed import CudaRecorder, Graphs
+from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.fuse.recording import CudaRecorder
 from tests.fuse.test_graphed import Counter
 from tests.tiny import Toy, gpt2
 

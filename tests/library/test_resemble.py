@@ -47,6 +47,14 @@ def test_every_way_to_write_a_kernel_is_known_by_the_names_that_a_trace_shows(tm
     assert "mine" in known.values()
 
 
+def test_dropout_is_known_by_the_names_that_torchs_own_has_in_a_trace() -> None:
+    known = library_sequences()
+    for names in (("bernoulli", "div", "mul"), ("dropout",)):  # on a CPU, on a GPU
+        assert known[*names, "add"] == "dropout_add"
+        assert known[*names, "add", "layer_norm"] == "dropout_add_layernorm"
+    assert not any("seeded_dropout" in names for names in known)
+
+
 def test_a_reference_that_does_not_run_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = scaffold("mine", tmp_path) / "reference.py"
     reference.write_text(reference.read_text().replace("return ", "raise ValueError('not today')\n    return ", 1))

@@ -156,7 +156,7 @@ def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_cluster
 
     assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 4, 8]
     assert clusters(programs.softmax(2048, 300000, "bfloat16"), 90) == [8, 8]  # four blocks have no registers for it
-    assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4]
+    assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4, 4]
     found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, shared=shared_memory_of(90))
     assert [bool(tuning.cluster) for tuning, _ in found[:3]] == [False, True, True]
     assert not clusters(programs.softmax(2048, 10**6), 90)

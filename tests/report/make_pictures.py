@@ -18,7 +18,7 @@ from fusion_advisor.report.html import render_html
 from fusion_advisor.serialize import read_report
 
 ROOT = Path(__file__).parent.parent.parent
-RUN = ROOT / "reports" / "examples" / "qwen2.5-7b-bf16-1x512-h200"
+RUN = ROOT / "reports" / "examples" / "llama3.1-8b-bf16-1x512-h200"
 PICTURES = ROOT / "reports" / "examples" / "pictures"
 WIDTH = 126
 PAGE = (1280, 1420)

@@ -1,0 +1,326 @@
+"""One recorded CUDA graph: what it holds, what it takes for granted, and how it is replayed.
+
+See :mod:`fusion_advisor.fuse.graphed` for when that may be done.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from fusion_advisor.capture import torch_internals
+from fusion_advisor.fuse.chain import extent
+from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.timing.measure import CannotRecord
+
+Outputs = Literal["clone", "static"]
+CopyOut = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Recorder(Protocol):
+    """Makes graphs; there is one per fused model, and it owns their memory pool."""
+
+    def refusal(self) -> str | None:
+        """Say why no graph may be used by the call under way, or None."""
+        ...
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record a call; return the replay and the call's result, which lies in the graph's memory.
+
+        Raises:
+            CannotRecord: with the driver's sentence.
+        """
+        ...
+
+    def pool_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one private memory pool, on the device that is current when this is made."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: int | None = None
+
+    def refusal(self) -> str | None:
+        """Graphs share memory: they run one after the other on one stream, and never inside another capture."""
+        if torch.cuda.current_device() != self._device:
+            return f"the current device is not cuda:{self._device}, where it was recorded"
+        if torch.cuda.is_current_stream_capturing():
+            return "the call is itself being recorded into a CUDA graph"
+        stream = torch_internals.current_stream_number(self._device)
+        if self._stream is None:
+            self._stream = stream
+        return None if stream == self._stream else "the call comes from another stream than the first one did"
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture a call that has run before, so that nothing is loaded or compiled while the stream is being captured."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Only this thread's calls are watched: a data loader may pin memory meanwhile.
+            with (
+                torch_internals.own_gemm_workspace(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                result = call()
+        except LayoutChanged:
+            raise
+        except RuntimeError as error:
+            # Ending a capture that an op has broken raises as well; the op's own words are the ones that help.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            raise CannotRecord(str(cause).strip().splitlines()[0]) from error
+        return graph.replay, result
+
+    def pool_bytes(self) -> int:
+        """Sum the segments that the allocator set aside for the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
+
+
+@dataclass(frozen=True, slots=True)
+class InputCopy:
+    """A tensor of the call and the static one that it is copied into before each replay."""
+
+    slot: int
+    leaf: int
+    static: torch.Tensor
+    is_dense: bool
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Copy the call's tensor in."""
+        self.static.copy_(value if self.is_dense else flat(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where one result comes from: a plain value, an input's memory, or one of the memories that are copied out."""
+
+    value: Any = None
+    slot: int = -1
+    memory: int = -1
+    view: tuple[Sequence[int], Sequence[int], int] | None = None
+    """Size, strides and offset from the first element of what it is a view of; None: all of it."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """One recorded region: all that it holds and all that it assumes.
+
+    Attributes:
+        name: the region's inputs that the call passes, for reports.
+        play: launches the graph on the current stream.
+        copies: inputs that are copied in.
+        slots: places of the inputs that are used where they are, ``addresses`` their addresses.
+        read: the memory of those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep the next one
+            from getting the same addresses.
+        written: those of them that are written to, ``written_addresses`` theirs.
+        gone: what was freed since, of ``read`` and ``written``.
+        others: inputs that are no tensors, by place.
+        folded_from: what folded values were computed from, with the version count of then.
+        flags: backend flags that the kernels were chosen by.
+        is_pure: whether it writes to nothing that outlives the call.
+        saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
+        objects: what was read of the call's objects, whose tensors it writes to.
+        memories: the graph's own memory that results lie in, each with what copies it out: what the region copies last, to give a
+            result its strides, is left out of the graph and done then.
+        results: how each result is made of it.
+        replays: how often it ran.
+    """
+
+    name: str
+    play: Callable[[], None]
+    copies: tuple[InputCopy, ...]
+    read: tuple[weakref.ref[torch.UntypedStorage], ...]
+    written: tuple[weakref.ref[torch.Tensor], ...]
+    written_addresses: torch_internals.Addresses
+    gone: list[weakref.ref[Any]]
+    addresses: torch_internals.Addresses
+    slots: tuple[int, ...]
+    others: tuple[tuple[int, Any], ...]
+    folded_from: tuple[tuple[torch.Tensor, int], ...]
+    flags: tuple[Any, ...]
+    is_pure: bool
+    saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
+    objects: tuple[weakref.ref[Any], ...]
+    memories: tuple[tuple[torch.Tensor, CopyOut], ...]
+    results: tuple[Output, ...]
+    kind: type
+    replays: int = 0
+
+    def is_in_place(self) -> bool:
+        """Whether it may be launched: nothing that it reads was freed, what it writes to has not moved, flags are the same."""
+        if self.gone:
+            return False
+        written = [tensor for reference in self.written if (tensor := reference()) is not None]
+        return self.written_addresses.are_of(written) and self.is_unwritten() and backend_flags() == self.flags
+
+    def may_be_undone(self, objects: Sequence[Any]) -> bool:
+        """Whether it may be launched before the guards have held, by a call that passes these objects."""
+        if self.is_pure:
+            return True
+        known = [reference() for reference in self.objects]
+        return self.saved is not None and len(known) == len(objects) and all(map(operator.is_, known, objects))
+
+    def undo(self) -> None:
+        """Put back what a replay in vain has written to."""
+        pairs = [(reference(), copy) for reference, copy in self.saved or ()]
+        alive = [(tensor, copy) for tensor, copy in pairs if tensor is not None]
+        if alive:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor for tensor, _ in alive], [copy for _, copy in alive])
+
+    def is_unwritten(self) -> bool:
+        """Whether folded values are still those of their sources."""
+        return all(tensor._version == version for tensor, version in self.folded_from)
+
+    def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
+        return (
+            self.addresses.are_of([args[slot] for slot in self.slots])
+            and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
+            and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
+            and self.is_unwritten()
+            and backend_flags() == self.flags
+        )
+
+    def replay(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy the call's tensors in and launch."""
+        if len(self.copies) == 1:
+            (only,) = self.copies
+            only.fill(leaves[only.leaf])
+        elif self.copies:  # one call, and one launch where they have one dtype
+            values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in self.copies]
+            torch._foreach_copy_([copy.static for copy in self.copies], values)
+        self.play()
+        self.replays += 1
+
+    def give(self, args: Sequence[Any], outputs: Outputs) -> Any:
+        """Return the results of the replay just launched."""
+        is_copied = outputs == "clone"
+        fresh = [copy(memory) if is_copied else memory for memory, copy in self.memories]
+        given = []
+        for output in self.results:
+            value = output.value
+            if output.slot >= 0:
+                value = args[output.slot]
+            elif output.memory >= 0:
+                value = fresh[output.memory]
+            if output.view is not None:
+                size, stride, offset = output.view
+                value = value.as_strided(size, stride, value.storage_offset() + offset)
+            given.append(value)
+        return given[0] if self.kind is torch.Tensor else self.kind(given)
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """Return the flags that choose kernels and that dynamo's guards do not all watch."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32,
+        cudnn.allow_tf32,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def static_copy(slot: int, leaf: int, value: torch.Tensor) -> InputCopy:
+    """Make the static tensor for one that the call passes, filled with it.
+
+    Args:
+        slot: its place among the region's inputs.
+        leaf: its place among the call's tensors.
+        value: the tensor.
+    """
+    is_dense = extent(value) == value.numel()
+    # A user may call in inference mode once and in no_grad the next time; a normal tensor may be written to in both.
+    with torch.inference_mode(False):
+        if is_dense:
+            static = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        else:
+            static = torch.empty(extent(value), dtype=value.dtype, device=value.device)
+    copy = InputCopy(slot, leaf, static, is_dense)
+    copy.fill(value)
+    return copy
+
+
+def flat(value: torch.Tensor) -> torch.Tensor:
+    """Return all that a tensor spans in memory, gaps included, as one dimension."""
+    return value.as_strided((extent(value),), (1,))
+
+
+def results_of(
+    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, CopyOut]
+) -> tuple[tuple[tuple[torch.Tensor, CopyOut], ...], tuple[Output, ...]]:
+    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
+
+    Args:
+        values: the results.
+        inputs: of the region.
+        apart: by place, what copies a result that is memory of its own, with plain strides, once it is copied.
+    """
+    slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
+    sharing: dict[Any, list[torch.Tensor]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
+            sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
+    memories: list[tuple[torch.Tensor, CopyOut]] = []
+    found: dict[Any, tuple[int, int | None]] = {}
+    for key, tensors in sharing.items():
+        only = tensors[0]
+        if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
+            found[key] = (len(memories), None)
+            memories.append((only, as_it_is))
+            continue
+        first = min(int(tensor.storage_offset()) for tensor in tensors)
+        last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
+        found[key] = (len(memories), first)
+        memories.append((only.as_strided((last - first,), (1,), first), as_it_is))
+    results = []
+    for place, value in enumerate(values):
+        if place in apart:
+            results.append(Output(memory=len(memories)))
+            memories.append((value, apart[place]))
+            continue
+        if not isinstance(value, torch.Tensor):
+            results.append(Output(value=value))
+            continue
+        layout = (value.shape, value.stride())
+        if _memory(value) in slot_of:
+            slot = slot_of[_memory(value)]
+            start = int(inputs[slot].storage_offset())
+            results.append(
+                Output(slot=slot, view=None if value is inputs[slot] else (*layout, int(value.storage_offset()) - start))
+            )
+        else:
+            memory, first_element = found[_memory(value) if value.numel() else id(value)]
+            view = None if first_element is None else (*layout, int(value.storage_offset()) - first_element)
+            results.append(Output(memory=memory, view=view))
+    return tuple(memories), tuple(results)
+
+
+def as_it_is(memory: torch.Tensor) -> torch.Tensor:
+    """Copy a result with its strides."""
+    return memory.clone(memory_format=torch.preserve_format)
+
+
+def contiguous(memory: torch.Tensor) -> torch.Tensor:
+    """Copy a result to plain strides."""
+    return memory.clone(memory_format=torch.contiguous_format)
+
+
+def _memory(value: torch.Tensor) -> tuple[int, torch.dtype]:
+    return value.untyped_storage().data_ptr(), value.dtype

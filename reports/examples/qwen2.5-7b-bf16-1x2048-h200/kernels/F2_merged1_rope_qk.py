@@ -1,0 +1,111 @@
+# rope_qk: mul -> neg -> cat -> mul -> add -> mul -> neg -> cat -> mul -> add in one kernel
+#
+# Moves each operand once: x 2 B/element, x2 2 B/element, x3 2 B/element, out1 2 B/element, out2 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Tuning: block_rows=8 num_warps=4
+# Origin: library kernel rope_qk, variant rotate_half.
+# Source: https://arxiv.org/abs/2104.09864
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def part1(
+    program,
+    x_ptr, x2_ptr, x3_ptr, out1_ptr,
+    rows, cols, x_stride0, x_stride1, x_offset, x2_stride0, x2_offset, x3_stride0, x3_offset, out1_stride0,
+    out1_stride1, out1_offset,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    x_row = x_ptr + i0 * x_stride0 + row * x_stride1
+    out1_row = out1_ptr + i0 * out1_stride0 + row * out1_stride1
+
+    x = wide(tl.load(x_row + col, mask=mask, other=0.0))
+    x_shifted = wide(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
+    x2 = wide(tl.load(x2_ptr + i0 * x2_stride0 + col, mask=col_mask, other=0.0))
+    x2_shifted = wide(tl.load(x2_ptr + i0 * x2_stride0 + col + x2_offset, mask=col_mask, other=0.0))
+    x3 = wide(tl.load(x3_ptr + i0 * x3_stride0 + col, mask=col_mask, other=0.0))
+    x3_shifted = wide(tl.load(x3_ptr + i0 * x3_stride0 + col + x3_offset, mask=col_mask, other=0.0))
+    out1 = x * x2 + -x_shifted * x3
+    out1_2 = x_shifted * x2_shifted + x * x3_shifted
+
+    tl.store(out1_row + col, out1, mask=mask)
+    tl.store(out1_row + col + out1_offset, out1_2, mask=mask)
+
+
+@triton.jit
+def part2(
+    program,
+    x_ptr, x2_ptr, x3_ptr, out2_ptr,
+    rows, cols, x_stride0, x_stride1, x_offset, x_offset_2, x2_stride0, x2_offset, x3_stride0, x3_offset,
+    out2_stride0, out2_stride1, out2_offset,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = program
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles % row_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    i0 = (tile // col_tiles // row_tiles).to(INDEX)
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+    x_row = x_ptr + i0 * x_stride0 + row * x_stride1
+    out2_row = out2_ptr + i0 * out2_stride0 + row * out2_stride1
+
+    x_shifted = wide(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
+    x_shifted_2 = wide(tl.load(x_row + col + x_offset_2, mask=mask, other=0.0))
+    x2 = wide(tl.load(x2_ptr + i0 * x2_stride0 + col, mask=col_mask, other=0.0))
+    x2_shifted = wide(tl.load(x2_ptr + i0 * x2_stride0 + col + x2_offset, mask=col_mask, other=0.0))
+    x3 = wide(tl.load(x3_ptr + i0 * x3_stride0 + col, mask=col_mask, other=0.0))
+    x3_shifted = wide(tl.load(x3_ptr + i0 * x3_stride0 + col + x3_offset, mask=col_mask, other=0.0))
+    out2 = x_shifted * x2 + -x_shifted_2 * x3
+    out2_2 = x_shifted_2 * x2_shifted + x_shifted * x3_shifted
+
+    tl.store(out2_row + col, out2, mask=mask)
+    tl.store(out2_row + col + out2_offset, out2_2, mask=mask)
+
+
+@triton.jit
+def fa_rope_qk_2faf3f(
+    x_ptr, x2_ptr, x3_ptr, out1_ptr, out2_ptr,
+    start_of_2, rows_of_1, cols_of_1, x_stride0_of_1, x_stride1_of_1, x_offset_of_1, x2_stride0_of_1,
+    x2_offset_of_1, x3_stride0_of_1, x3_offset_of_1, out1_stride0_of_1, out1_stride1_of_1, out1_offset_of_1,
+    rows_of_2, cols_of_2, x_stride0_of_2, x_stride1_of_2, x_offset_of_2, x_offset_2_of_2, x2_stride0_of_2,
+    x2_offset_of_2, x3_stride0_of_2, x3_offset_of_2, out2_stride0_of_2, out2_stride1_of_2, out2_offset_of_2,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < start_of_2:
+        part1(
+            program,
+            x_ptr, x2_ptr, x3_ptr, out1_ptr,
+            rows_of_1, cols_of_1, x_stride0_of_1, x_stride1_of_1, x_offset_of_1, x2_stride0_of_1, x2_offset_of_1,
+            x3_stride0_of_1, x3_offset_of_1, out1_stride0_of_1, out1_stride1_of_1, out1_offset_of_1,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
+    else:
+        part2(
+            program - start_of_2,
+            x_ptr, x2_ptr, x3_ptr, out2_ptr,
+            rows_of_2, cols_of_2, x_stride0_of_2, x_stride1_of_2, x_offset_of_2, x_offset_2_of_2, x2_stride0_of_2,
+            x2_offset_of_2, x3_stride0_of_2, x3_offset_of_2, out2_stride0_of_2, out2_stride1_of_2, out2_offset_of_2,
+            INDEX, BLOCK_ROWS, BLOCK_COLS,
+        )
