@@ -47,9 +47,11 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     """Fuse a live model and keep what pays.
 
     Args:
-        model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``.
+        model: any module in ``eval()`` mode; this instance is fused in place, until ``revert()``. What an earlier ``apply`` put
+            into it is reverted first.
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
-        plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed.
+        plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
+            there are no options.
         **options: fields of :class:`fusion_advisor.fuse.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
             capture are kept there, and :func:`load_plan` reads them.
 
@@ -59,12 +61,15 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
 
     Raises:
         CannotCapture: dynamo captured no graph of the model.
+        ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
+        TypeError: options beside a plan.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
     from dataclasses import replace
     from pathlib import Path
 
+    from fusion_advisor.fuse.model import take_out
     from fusion_advisor.fuse.options import ApplyOptions
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.saved import apply_plan
@@ -72,8 +77,12 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from fusion_advisor.workload.load import describe_live
 
     if plan is not None:
+        if options:
+            raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
+        take_out(model)
         return apply_plan(describe_live(model, *_call(inputs)), plan)
     chosen = ApplyOptions(**options)
+    take_out(model)
     if chosen.run_dir is not None:
         folder = Path(chosen.run_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -372,6 +372,15 @@ class FusionIsForInference(AdvisorError):
     exit_code = 2
 
 
+class ModelInTraining(AdvisorError):
+    """apply was given a model in train() mode."""
+
+    code = "FA313"
+    message = "`{model_id}` is in train() mode, where every call would run its original ops"
+    hint = "call model.eval() first; `fa.profile` measures a model in the mode it is in"
+    exit_code = 2
+
+
 class NothingReplaced(AdvisorError):
     """A fusion was planned, replaced nothing, and --strict was given."""
 

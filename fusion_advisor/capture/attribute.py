@@ -20,6 +20,8 @@ FUSED_PREFIX = "fa_"
 """Every kernel of ours starts with this; it is how the after-trace proves that it ran."""
 OP_RANGE = "fa:op:"
 _IDLE = frozenset(["empty", "empty_strided", "empty_like", "resize_", "result_type", "item", "_local_scalar_dense"])
+_COMPILED = frozenset(["TorchDynamo Cache Lookup", "Pregraph bytecode", "AOTDispatcher Runtime Wrapper Prologue"])
+"""What compiled code does around its graphs: it leaves events among those of ops, and computes nothing."""
 _AUTOGRAD = re.compile(r"autograd::|Backward\d+$")
 """A node of autograd's that called no op: it computed nothing."""
 
@@ -147,6 +149,6 @@ def computing_ops(ops: Sequence[Event]) -> Iterator[tuple[Event, str, str, int]]
         found = class_of(name)
         if found is OpClass.VIEW or name in COMPOSITE or (found is OpClass.OTHER and inside > position + 1):
             yield from computing_ops(ops[position + 1 : inside])
-        elif not (name in _IDLE or _AUTOGRAD.search(name)):
+        elif not (name in _IDLE or name in _COMPILED or _AUTOGRAD.search(name)):
             yield event, event.name, found.value, event.duration_ns
         position = inside

@@ -18,7 +18,7 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture import graph, timeline
+from fusion_advisor.capture import graph, timeline, torch_internals
 from fusion_advisor.capture.attached import attached_profiler, recorded_by
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
@@ -110,7 +110,8 @@ def profile_model(
     """Profile one step of a model.
 
     Args:
-        model: called as ``model(*args, **kwargs)`` under ``no_grad``.
+        model: called as ``model(*args, **kwargs)`` under ``no_grad``; its own ops, whatever ``model.compile()`` or an ``apply``
+            has put in their place.
         workload: what the inputs are; goes into the record.
         environment: where this runs; goes into the record.
         bandwidth: ceilings measured on this device.
@@ -133,8 +134,10 @@ def profile_model(
     """
     on_cuda = environment.device_kind == "cuda"
 
+    call = torch_internals.original_call(model)
+
     def eager() -> Any:
-        return model(*args, **kwargs)
+        return call(*args, **kwargs)
 
     with torch.no_grad():
         live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)

@@ -213,12 +213,18 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
     Returns what was set before, so that an earlier ``module.compile()`` can be put back.
     """
-    before: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    before = compiled_call_of(module)
     if call is None:
         module.__dict__.pop("_compiled_call_impl", None)
     else:
         module.__dict__["_compiled_call_impl"] = call
     return before
+
+
+def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return what ``set_compiled_call`` or ``module.compile()`` has set."""
+    set_now: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    return set_now
 
 
 def hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:

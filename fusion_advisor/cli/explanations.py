@@ -80,6 +80,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "A fused kernel replaces the forward ops of a chain; autograd finds nothing behind it to differentiate. `profile "
         "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
     ),
+    "FA313": (
+        "The fused kernels are for inference: dropout that draws numbers and gradients are left to the model's own ops, so "
+        "nothing that was built would ever run. The model itself, or a dropout inside it, is in train() mode.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "

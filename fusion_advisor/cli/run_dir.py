@@ -85,6 +85,16 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
     return shlex.join(words)
 
 
+def refuse_taken(directory: Path, *, force: bool) -> None:
+    """Refuse a directory that holds a run; asked before a model is loaded, which may take minutes.
+
+    Raises:
+        RunExists: It does, and ``force`` was not given.
+    """
+    if (directory / "report.json").exists() and not force:
+        raise RunExists(path=directory)
+
+
 def create(run_id: str, output: Path | None, *, force: bool) -> Path:
     """Make the directory of a new run.
 
@@ -93,8 +103,7 @@ def create(run_id: str, output: Path | None, *, force: bool) -> Path:
         CannotWrite: The file system refuses.
     """
     directory = output if output is not None else RUNS / run_id
-    if (directory / "report.json").exists() and not force:
-        raise RunExists(path=directory)
+    refuse_taken(directory, force=force)
     try:
         (directory / "kernels").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -133,6 +133,8 @@ def _run(
     work: Callable[[core.Loaded, O, TerminalProgress], Report],
     judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
+    if output.directory is not None:
+        run_dir.refuse_taken(output.directory, force=output.force)
     with _kept_apart(settings), TerminalProgress(settings, is_patient=True) as progress:
         if options.kernel_dirs:
             progress.phase("kernels")

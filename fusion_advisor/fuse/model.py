@@ -10,6 +10,7 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class FusedModel:
         """The signatures whose graphs write to what they are given (a KV cache): such a call cannot be started over."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, _Seen] = {}
-        self._live_dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+        self._live_dropouts = _dropouts(model)
         hooks = torch_internals.hook_tables(model)
         self._hooks = [(table, len(table)) for table in hooks if table]
         self._no_hooks = [table for table in hooks if not table]
@@ -255,7 +256,7 @@ class FusedModel:
     def include(self, other: FusedModel) -> FusedModel:
         """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
 
-        Revert this one before the other is made, and apply it again afterwards: ``apply`` measures the model as it finds it.
+        Making the other one reverted this one: apply it again afterwards.
 
         Raises:
             ValueError: the other one fuses another model.
@@ -276,8 +277,9 @@ class FusedModel:
     # ------------------------------------------------------------------ applying and reverting
 
     def apply(self) -> FusedModel:
-        """Put the fusions in place; does nothing when they are."""
+        """Put the fusions in place of another one's, where the model has some; does nothing when they are."""
         if not self.is_applied:
+            take_out(self.model)
             # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
             # call and run the model's own ops: it must stop here instead.
             stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
@@ -304,6 +306,23 @@ class FusedModel:
         if name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
+
+
+def take_out(model: torch.nn.Module) -> None:
+    """Revert what an earlier ``apply`` put into a model: two of them, reverted in the wrong order, would leave one in it."""
+    call = torch_internals.compiled_call_of(model)
+    earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
+    if isinstance(earlier, FusedModel):
+        earlier.revert()
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Whether a model, or a dropout in it, is in train() mode: its calls then run the original ops."""
+    return model.training or any(module.training for module in _dropouts(model))
+
+
+def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
 
 
 class _Refused(Exception):

@@ -17,12 +17,14 @@ from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.capture.state import Written
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.environment import describe_environment, measure_bandwidth
+from fusion_advisor.errors import ModelInTraining
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
 from fusion_advisor.fuse.merging import Kept, merge_gemms
+from fusion_advisor.fuse.model import is_training
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
@@ -69,9 +71,12 @@ def apply_workload(
         on_report: given the report so far after every fusion.
 
     Raises:
+        ModelInTraining: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
     """
+    if is_training(loaded.model):
+        raise ModelInTraining(model_id=loaded.record.model_id)
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with memory_errors(loaded, "applying"):
@@ -147,6 +152,8 @@ def _profile(
             skip=options.skip,
             sources=sources,
         )
+        for pattern in plan.unused:
+            progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")
         share = sum(chain.share for chain in plan.chains)
         progress.note(f"{len(plan.chains)} chains hold {share:.1%} of device time, {len(plan.fusions)} to try")
     return capture, live, plan

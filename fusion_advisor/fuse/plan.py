@@ -40,6 +40,8 @@ class Plan:
     chains: tuple[Chain, ...]
     answers: tuple[Match | NoMatch, ...]
     fusions: tuple[PlannedFusion, ...]
+    unused: tuple[str, ...] = ()
+    """Patterns of --only and --skip that fit the name of no kernel that was found for a chain."""
 
 
 def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[int, ...]) -> Verdict:
@@ -72,12 +74,16 @@ def make_plan(
         skip: shell patterns of kernel names that are not tried; a smaller kernel may take a part of their sites.
         sources: where each library kernel's idea comes from, for the rendered header.
     """
+    seen: set[str] = set()
 
     # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
     # norm to its own where that with the residual is.
     def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
         found = find_match(lower(capture.ops, members, outputs).program, patterns)
-        return None if found is None else _left_out(found.kernel, only, skip) is None
+        if found is None:
+            return None
+        seen.add(found.kernel)
+        return _left_out(found.kernel, only, skip) is None
 
     groups = find_groups(
         capture.ops,
@@ -90,11 +96,14 @@ def make_plan(
     planned: list[PlannedFusion] = []
     for row in rows:
         answer, program = _answer(capture.ops, row, patterns, sources or {})
+        if isinstance(answer, Match):
+            seen.add(answer.kernel)
         refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
         answers.append(refusal or answer)
         if refusal is None and isinstance(answer, Match) and program is not None:
             planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1))
-    return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned))
+    unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
+    return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
 
 
 def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Match]) -> list[PlannedFusion]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from fusion_advisor.capture import timeline
 from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
-from fusion_advisor.capture.graph import module_path
+from fusion_advisor.capture.graph import Region, module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave
@@ -94,20 +94,34 @@ class _FusedRunner(torch.fx.Interpreter):
             return super().run_node(n)
 
 
+@contextlib.contextmanager
+def _op_by_op(regions: Sequence[Region], modules: Sequence[torch.fx.GraphModule]) -> Iterator[None]:
+    """Let the model's call run its regions op by op; what lies outside of them, at a graph break, runs as it does anyway."""
+    routes = [region.route for region in regions if region.route is not None]
+    before = [route.forward for route in routes]
+    for route, module in zip(routes, modules, strict=True):
+        route.forward = _FusedRunner(module).run
+    try:
+        yield
+    finally:
+        for route, forward in zip(routes, before, strict=True):
+            route.forward = forward
+
+
 def trace_fused(bench: Bench, variant: Variant, call: Callable[[], Any], save_to: Path | None, *, traced_steps: int = 3) -> Step:
-    """Trace the fused step: the model's own call on a GPU, the rewritten regions op by op on a CPU.
+    """Trace the fused step: the model's own call, on a CPU with the rewritten regions op by op.
 
     Args:
         bench: the captured call's tensors.
         variant: what is installed.
-        call: the fused model on the workload's inputs.
+        call: the fused model on the workload's inputs; it has run before.
         save_to: where the raw trace goes (``trace.after.json.gz``).
         traced_steps: how many steps are traced; the median is returned.
     """
 
     def by_node() -> None:
-        for region, module in zip(bench.live.regions, variant.modules, strict=True):
-            _FusedRunner(module).run(*region.example_args)
+        with _op_by_op(bench.live.regions, variant.modules):
+            call()
 
     step = call if bench.on_cuda else by_node
     rewind = bench.live.written.rewind

@@ -268,6 +268,7 @@ def test_a_run_is_not_overwritten(run: Run, fake: Core) -> None:
     ran = run("profile", "org/m", "-o", "here")
     assert ran.code == 2
     assert "error[FA505]: `here` already holds a run" in ran.err
+    assert len(fake.requests) == 1  # a large model takes minutes to load
     assert run("profile", "org/m", "-o", "here", "--force").code == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.errors import ModelInTraining, PlanMismatch
 from fusion_advisor.fuse import pipeline, trial
 from fusion_advisor.records import Status
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
@@ -112,3 +112,42 @@ def test_a_transformers_model_is_profiled_with_its_cache_on_as_by_default():
 
     model, inputs = qwen2()
     assert fusion_advisor.profile(model, {"input_ids": inputs["input_ids"]}, **QUICK).status == "profiled"
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_a_second_apply_takes_the_place_of_the_first_and_measures_the_models_own_ops(monkeypatch):
+    monkeypatch.setattr(
+        trial.measure, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
+    )
+    verdicts(monkeypatch, keep_all)
+    model, (x,) = toy()
+    first = fusion_advisor.apply(model, x, **QUICK)
+    before = first.report.before.launches
+    assert first.is_applied and first.report.after.launches < before
+    assert fusion_advisor.profile(model, x, **QUICK).before.launches == before
+    assert first.is_applied  # profiling changes nothing
+    second = fusion_advisor.apply(model, x, **QUICK)
+    assert (first.is_applied, second.is_applied, second.report.before.launches) == (False, True, before)
+    first.apply()
+    assert (first.is_applied, second.is_applied) == (True, False)
+    second.revert()
+    assert first.is_applied
+    first.revert()
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_a_model_in_train_mode_is_not_fused_in_vain():
+    model, (x,) = toy()
+    with pytest.raises(ModelInTraining, match=r"`Toy` is in train\(\) mode"):
+        fusion_advisor.apply(model.train(), x, **QUICK)
+    dropout = torch.nn.Sequential(model.eval(), torch.nn.Dropout(0.1)).eval()
+    dropout[1].train()
+    with pytest.raises(ModelInTraining):
+        fusion_advisor.apply(dropout, x, **QUICK)
+    assert fusion_advisor.profile(model.train(), x, **QUICK).status == "profiled"
+
+
+def test_options_beside_a_plan_are_refused(tmp_path):
+    model, (x,) = toy()
+    with pytest.raises(TypeError, match="without min_gain, run_dir"):
+        fusion_advisor.apply(model, x, plan=object(), run_dir=tmp_path, min_gain=0.1)

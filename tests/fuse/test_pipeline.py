@@ -313,3 +313,32 @@ def test_with_real_timing_the_report_is_consistent_whatever_is_kept(loaded, quic
         torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
     run.revert()
     assert torch_internals.set_compiled_call(loaded.model, None) is None
+
+
+def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, monkeypatch):
+    class Part(torch.nn.Module):
+        def forward(self, x):
+            x = torch.nn.functional.silu(x) * 2.0
+            torch._dynamo.graph_break()
+            return torch.nn.functional.gelu(x) + x
+
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList([Part()])
+
+        def forward(self, x):
+            for part in self.parts:  # a break inside a loop: dynamo leaves the whole of this frame to Python
+                x = part(x)
+            return torch.erfc(x)
+
+    verdicts(monkeypatch, keep_all)
+    report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
+    assert any(fusion.status is Status.KEPT for fusion in report.fusions)
+    counts = [
+        [count for kernel, _, count, _ in step.kernels if kernel == "aten::erfc"]
+        for step in (report.before, report.captured, report.after)
+    ]
+    assert counts == [[1], [], [1]]
+    assert {kernel for kernel, *_ in report.after.kernels if not kernel.startswith(("aten::", "fa_"))} == set()
+    assert_consistent(report)

@@ -123,6 +123,14 @@ def test_only_and_skip_choose_by_kernel_name():
     assert [answer.code for answer in only.answers if isinstance(answer, NoMatch)] == ["FA607"]
     skipped = plan_of(two, X, X, skip=(names[0][:3] + "*",))
     assert names[0] not in [fusion.match.kernel for fusion in skipped.fusions]
+    assert only.unused == skipped.unused == ()
+
+
+def test_a_pattern_that_fits_no_kernel_is_named():
+    mistyped = plan_of(two, X, X, only=("silu_*", "nosuch*"), skip=("rope",))
+    assert mistyped.unused == ("nosuch*", "rope")
+    # A kernel that --skip leaves out names no chain, and was found all the same.
+    assert plan_of(lambda x, w: torch.nn.functional.silu(x @ w), X, X, skip=("silu",), min_share=0.0).unused == ()
 
 
 def test_a_small_share_is_listed_but_not_tried():
