@@ -62,7 +62,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     Raises:
         CannotCapture: dynamo captured no graph of the model.
         ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
-        TypeError: options beside a plan.
+        TypeError: options beside a plan, or what is no module.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """
@@ -76,18 +76,19 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from fusion_advisor.serialize import write_capture, write_report
     from fusion_advisor.workload.load import describe_live
 
+    loaded = describe_live(model, *_call(inputs))
     if plan is not None:
         if options:
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
-        return apply_plan(describe_live(model, *_call(inputs)), plan)
+        return apply_plan(loaded, plan)
     chosen = ApplyOptions(**options)
     take_out(model)
     if chosen.run_dir is not None:
         folder = Path(chosen.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         chosen = replace(chosen, run_dir=folder)
-    run = apply_workload(describe_live(model, *_call(inputs)), chosen)
+    run = apply_workload(loaded, chosen)
     if chosen.run_dir is not None:
         write_report(run.report, chosen.run_dir / "report.json")
         write_capture(run.capture, chosen.run_dir / "capture.json.gz")

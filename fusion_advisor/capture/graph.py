@@ -131,6 +131,8 @@ def capture_regions(
     Raises:
         CannotCapture: dynamo captured no graph at all.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
     original = torch_internals.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)

@@ -5,6 +5,7 @@ Nothing heavy is imported on the way: ``--help`` answers while torch would still
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 import traceback
@@ -16,7 +17,7 @@ from fusion_advisor.cli import apply, compare, doctor, explain, kernels, profile
 from fusion_advisor.cli.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.help import Command, Group
 from fusion_advisor.cli.run_dir import tool_version
-from fusion_advisor.errors import AdvisorError
+from fusion_advisor.errors import AdvisorError, CannotWrite
 
 BUG = 1
 INTERRUPTED = 130
@@ -71,15 +72,28 @@ def main(arguments: list[str] | None = None) -> int:
         silence_stdout()
         code = 0
     except Exception as error:  # noqa: BLE001 - the last resort: a sentence and a log, not a traceback
-        print_bug(error, settings)
-        code = BUG
+        code = _end_of(error, settings)
     if code == INTERRUPTED:
         _write_error("\n".join(_interrupted(settings)), settings)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         silence_stdout()
+    except OSError as error:
+        silence_stdout()
+        code = _end_of(error, settings)
     return code
+
+
+def _end_of(error: Exception, settings: Settings) -> int:
+    """Tell a full disk behind stdout from a bug of ours; return the exit code."""
+    if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+        print_bug(error, settings)
+        return BUG
+    silence_stdout()
+    full = CannotWrite(path="standard output", detail=error.strerror)
+    print_error(full, settings)
+    return full.exit_code
 
 
 def _interrupted(settings: Settings) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from fusion_advisor.cli import completion, options
 from fusion_advisor.cli.console import Settings, open_page, write_result
-from fusion_advisor.errors import CannotWrite, NoSuchState, UsageError
+from fusion_advisor.errors import CannotWrite, NoSuchState, UnknownRun, UsageError
 
 if TYPE_CHECKING:
     from fusion_advisor.records import Report
@@ -84,6 +85,10 @@ def _read(name: str) -> tuple[Report, State | None, Path]:
 
     base, _, suffix = name.rpartition(":")
     state = next((known for known in _STATES if base and suffix == known), None)
+    if base and state is None and not Path(name).exists():
+        with contextlib.suppress(UnknownRun):
+            run_dir.resolve(base)
+            raise UsageError(detail=f"a run has no state `{suffix}`", help=f"use {', '.join(_STATES[:-1])} or {_STATES[-1]}")
     run = base if state else name
     directory = run_dir.resolve(run)
     path = Path(run) if Path(run).is_file() else directory / "report.json"

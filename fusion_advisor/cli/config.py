@@ -61,7 +61,9 @@ def configure(context: typer.Context, path: Path | None) -> None:
             near = difflib.get_close_matches(setting.key, sorted(keys - _BY_HAND), n=1, cutoff=0.5)
             hint = f"did you mean `{_spelled(near[0], setting)}`?" if near else "`--help` of each command lists its options"
             of = f"`{setting.command}`" if setting.command else "any command"
-            raise BadConfig(source=setting.source, detail=f"`{_spelled(setting.key, setting)}` is no option of {of}", hint=hint)
+            name = _spelled(setting.key, setting)
+            what = "it" if name == setting.source else f"`{name}`"
+            raise BadConfig(source=setting.source, detail=f"{what} is no option of {of}", hint=hint)
         if setting.key in _NEVER_FROM_A_FILE:
             raise BadConfig(
                 source=setting.source,

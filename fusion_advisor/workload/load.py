@@ -71,7 +71,13 @@ def load_workload(request: WorkloadRequest) -> LoadedWorkload:
 
 
 def describe_live(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> LoadedWorkload:
-    """Describe a model that the caller made, as it is: nothing is moved, cast or switched to eval mode."""
+    """Describe a model that the caller made, as it is: nothing is moved, cast or switched to eval mode.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a torch.nn.Module is expected, not {type(model).__name__}: wrap a function in a module's forward")
     kwargs = dict(kwargs or {})
     metas = input_metas(model, args, kwargs)
     device = _device_of(model, metas)

@@ -239,6 +239,16 @@ def test_a_terminal_is_coloured_unless_it_is_dumb() -> None:
     assert build_console(tty, "never", {"COLUMNS": "50"}).color_system is None  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_stdout_is_no_bug(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fusion_advisor", "explain", "FA605"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path, check=False)
+    assert ran.returncode == 5
+    assert ran.stderr.startswith("error[FA306]: cannot write `standard output`") and "bug" not in ran.stderr
+
+
 def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     put_run("20300102-030405-7f3a9c", "hostile")
     command = f"{sys.executable} -m fusion_advisor report --json | head -c 10 >/dev/null; echo ${{PIPESTATUS[0]}}"

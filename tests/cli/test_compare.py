@@ -60,6 +60,14 @@ def test_the_same_run_twice_is_eager_against_applied(run: Run) -> None:
     assert "only measured with --compile" in ran.err
 
 
+def test_a_state_that_no_run_has(run: Run) -> None:
+    put("20300101-000000-aaaaaa", profiled())
+    ran = run("compare", "20300101:foo", "20300101")
+    assert ran.code == 2
+    assert "a run has no state `foo`" in ran.err and "use eager, applied or compile" in ran.err
+    assert "no such path" in run("compare", "20400101:foo", "20300101").err
+
+
 def test_views_are_written_where_asked(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     put("20300101-000000-aaaaaa", profiled())

@@ -106,6 +106,7 @@ def test_mistakes_in_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FUSION_ADVISOR_BACTH", "3")
     ran = run("report")
     assert ran.code == 2
+    assert "FUSION_ADVISOR_BACTH: it is no option of any command" in ran.err
     assert "help: did you mean `FUSION_ADVISOR_BATCH`?" in ran.err
     monkeypatch.delenv("FUSION_ADVISOR_BACTH")
     monkeypatch.setenv("FUSION_ADVISOR_QUIET", "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.errors import ModelInTraining, PlanMismatch
+from fusion_advisor.errors import CannotCapture, ModelInTraining, PlanMismatch
 from fusion_advisor.fuse import pipeline, trial
 from fusion_advisor.records import Status
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
@@ -65,6 +65,14 @@ def test_without_a_run_directory_nothing_is_written(tmp_path, monkeypatch):
     report = fusion_advisor.apply(model, x, **QUICK).report
     assert report.fusions and report.fusions[0].rendered
     assert list(empty.iterdir()) == []
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="wrap a function in a module"):
+        fusion_advisor.apply(torch.tanh, torch.randn(3))
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()).eval())
+    with pytest.raises(CannotCapture, match="TorchScript"):
+        fusion_advisor.apply(scripted, torch.randn(2, 3))
 
 
 def test_an_unknown_option_is_refused():
