@@ -243,8 +243,8 @@ def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
 
 
 def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.library.backend_cuda import fits_cluster, form_for, launch_shape
     from fusion_advisor.library.cuda_ops import vector_width
+    from fusion_advisor.library.cuda_shape import fits_cluster, form_for, launch_shape
 
     calls = calls_of(program, flatten_rows=True)
     plans = [call.plan for call in calls]

@@ -15,8 +15,8 @@ from math import ceil
 
 import torch
 
-from fusion_advisor.library.backend_cuda import form_of, pack_width, shared_bytes_of
 from fusion_advisor.library.beside import calls_of, starts
+from fusion_advisor.library.cuda_shape import form_of, pack_width, shared_bytes_of
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Rendered
 

@@ -15,17 +15,9 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import (
-    CudaBackend,
-    Form,
-    compile_for,
-    form_for,
-    launch_shape,
-    launch_shapes,
-    pack_width,
-    shared_bytes_of,
-)
+from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
 from fusion_advisor.library.beside import calls_of
+from fusion_advisor.library.cuda_shape import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.library.schedule import schedule

@@ -14,8 +14,9 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_cuda import CudaBackend, compile_for, form_for, form_of, launch_shape, pack_width
+from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
 from fusion_advisor.library.beside import calls_of, starts
+from fusion_advisor.library.cuda_shape import form_for, form_of, launch_shape, pack_width
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
