@@ -70,7 +70,8 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
     loads += _early_loads(plan, writer, early)
     everything = [*loads, *first, *stores, *(line for step in steps for lines in step.values() for line in lines)]
     context: dict[str, Any] = {
-        "place": _place(plan, writer, everything), "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
+        "place": _place(plan, writer, everything, is_looped=is_looped),
+        "before": [*_staged_arrays(plan, arrays), *first], "loads": loads,
         "stores": stores, "passes": steps, "signature": _signature(plan), "is_staged": bool(arrays),
         "reductions": next(numbers),
     }  # fmt: skip
@@ -442,7 +443,7 @@ def _pack(access: Access) -> str:
     return f"Pack<{SCALARS[access.operand.dtype]}{', 2' if access.is_pair else ''}>"
 
 
-def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
+def _place(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_looped: bool) -> list[str]:
     """The row of a thread, and the indices of its outer dims as far as the body uses them."""
     if plan.kind == "flat":
         return []
@@ -460,7 +461,15 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str]) -> list[str]:
         declared[:0] = ["const index_t begin = (index_t)blockIdx.x % CLUSTER * (PACKS * THREADS * VEC);", "cluster_start();"]
     row = "(index_t)blockIdx.x / CLUSTER" if writer.is_clustered else "(index_t)blockIdx.x * ROWS + threadIdx.y"
     place = f"const index_t {name} = " + (f"({row}) * PACKS;  // the thread's first row" if is_tiled else f"{row};")
-    return [place, f"if ({name} >= rows) return;", *declared]
+    if is_tiled:
+        return [place, f"if ({name} >= rows) return;", *declared]
+    # Grids of a row for each block, or each cluster, end with the last one. The test waits for the kernel's arguments, and so did
+    # all loads behind it: 0.05 to 0.1 µs of 1.5 in one row of 4096 columns, known columns included (H200).
+    cols, ends = plan.sizes[-1], [] if writer.is_clustered else ["if (ROWS > 1 && row >= rows) return;"]
+    if not is_looped and any(f"){cols}" in line for line in lines):
+        whole = f"{'CLUSTER * ' if writer.is_clustered else ''}PACKS * THREADS * VEC"
+        ends.append(f"if (FULL) __builtin_assume({cols} == {whole});  // a mean then takes no division")
+    return [place, *ends, *declared]
 
 
 def _outer_indices(plan: Schedule, flat: str) -> list[str]:

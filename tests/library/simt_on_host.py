@@ -34,6 +34,7 @@ using namespace std;
 #define __cvta_generic_to_shared(place) 0
 #define __shared__ static
 #define __restrict__
+#define __builtin_assume(condition) if (!(condition)) __builtin_trap()
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x, y, z; };

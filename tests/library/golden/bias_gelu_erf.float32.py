@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def fa_bias_gelu_erf_59a255(
     x_ptr, bias_ptr, out_ptr,
-    rows, cols, x_stride0, out_stride0,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

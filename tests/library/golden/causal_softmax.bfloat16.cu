@@ -154,7 +154,7 @@ fa_causal_softmax_e7e63e(
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
     const index_t i1 = row % size1;
     const index_t i0 = row / size1;
     const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;

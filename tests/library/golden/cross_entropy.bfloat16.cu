@@ -147,7 +147,7 @@ fa_cross_entropy_2144e0(
     index_t logits_extent,
     index_t logits_stride0_2) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
     const long long targets = targets_ptr[row];
     const bool has_logits = (targets >= 0) & (targets < logits_extent);
     const float logits_2 = has_logits ? wide(logits_ptr[targets + row * logits_stride0_2]) : NAN_VALUEF;

@@ -13,8 +13,9 @@ import triton.language as tl
 @triton.jit
 def fa_embedding_add_b2f9c8(
     ids_ptr, weight_ptr, position_ids_ptr, positions_ptr, out_ptr,
-    rows, cols, ids_stride0, weight_extent, weight_step0, positions_extent, positions_step0, out_stride0,
-    out_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, ids_stride0: tl.constexpr, weight_extent: tl.constexpr,
+    weight_step0: tl.constexpr, positions_extent: tl.constexpr, positions_step0: tl.constexpr,
+    out_stride0: tl.constexpr, out_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

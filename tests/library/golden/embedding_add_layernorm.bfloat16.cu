@@ -158,7 +158,8 @@ fa_embedding_add_layernorm_21095e(
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
+    if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const index_t i1 = row % size1;
     const index_t i0 = row / size1;
     const long long* const ids_row = ids_ptr + i0 * ids_stride0 + i1;

@@ -19,7 +19,9 @@ def wide(x):
 @triton.jit
 def fa_embedding_add_rows_498ebc(
     ids_ptr, weight_ptr, positions_ptr, out_ptr,
-    rows, cols, ids_stride0, weight_extent, weight_step0, positions_stride1, out_stride0, out_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, ids_stride0: tl.constexpr, weight_extent: tl.constexpr,
+    weight_step0: tl.constexpr, positions_stride1: tl.constexpr, out_stride0: tl.constexpr,
+    out_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

@@ -143,7 +143,8 @@ fa_embedding_rmsnorm_17d3d9(
     index_t rows_stride0,
     index_t out_stride0) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
+    if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const long long ids = ids_ptr[row];
     const bool has_table = (ids >= 0) & (ids < table_extent);
     const float eps = 1e-06f;

@@ -19,7 +19,7 @@ def wide(x):
 @triton.jit
 def fa_embedding_scale_e5f3be(
     ids_ptr, weight_ptr, out_ptr,
-    rows, cols, weight_extent, weight_step0, out_stride0,
+    rows, cols: tl.constexpr, weight_extent: tl.constexpr, weight_step0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

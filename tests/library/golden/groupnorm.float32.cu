@@ -127,7 +127,7 @@ fa_groupnorm_a2e130(
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
     const index_t i1 = row % size1;
     const index_t i0 = row / size1;
     const float* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;

@@ -194,7 +194,6 @@ fa_log_softmax_cd94c9(
     index_t x_stride0,
     index_t out_stride0) {
     const index_t row = (index_t)blockIdx.x / CLUSTER;
-    if (row >= rows) return;
     const index_t begin = (index_t)blockIdx.x % CLUSTER * (PACKS * THREADS * VEC);
     cluster_start();
     Pack<bfloat16_bits> x_packs[PACKS];

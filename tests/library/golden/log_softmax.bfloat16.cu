@@ -150,7 +150,7 @@ fa_log_softmax_ee90b3(
     index_t x_stride0,
     index_t out_stride0) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
     Pack<bfloat16_bits> x_packs[PACKS];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {

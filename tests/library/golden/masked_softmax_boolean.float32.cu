@@ -123,7 +123,7 @@ fa_masked_softmax_boolean_1d6660(
     index_t out_stride0,
     index_t out_stride1) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
     const index_t i1 = row % size1;
     const index_t i0 = row / size1;
     const float* const scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1;

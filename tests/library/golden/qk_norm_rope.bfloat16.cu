@@ -138,7 +138,8 @@ fa_qk_norm_rope_c0f939(
     index_t out_stride1,
     index_t out_offset) {
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
-    if (row >= rows) return;
+    if (ROWS > 1 && row >= rows) return;
+    if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const index_t i1 = row % size1;
     const index_t i0 = row / size1;
     const bfloat16_bits* const x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1;

@@ -21,8 +21,11 @@ def wide(x):
 @triton.jit
 def fa_qkv_heads_de133c(
     packed_ptr, bias_ptr, query_ptr, key_ptr, value_ptr,
-    rows, cols, packed_stride0, packed_stride1, bias_stride0, packed_offset, bias_offset, packed_offset_2,
-    bias_offset_2, query_stride0, query_stride1, key_stride0, key_stride1, value_stride0, value_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_stride1: tl.constexpr,
+    bias_stride0: tl.constexpr, packed_offset: tl.constexpr, bias_offset: tl.constexpr,
+    packed_offset_2: tl.constexpr, bias_offset_2: tl.constexpr, query_stride0: tl.constexpr,
+    query_stride1: tl.constexpr, key_stride0: tl.constexpr, key_stride1: tl.constexpr,
+    value_stride0: tl.constexpr, value_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

@@ -22,7 +22,8 @@ def wide(x):
 def part1(
     program,
     packed_ptr, bias_ptr, query_ptr,
-    rows, cols, packed_stride0, packed_stride1, bias_stride0, query_stride0, query_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_stride1: tl.constexpr,
+    bias_stride0: tl.constexpr, query_stride0: tl.constexpr, query_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -48,8 +49,10 @@ def part1(
 def part2(
     program,
     packed_ptr, bias_ptr, key_ptr, value_ptr,
-    rows, cols, packed_stride0, packed_stride1, packed_offset, bias_stride0, bias_offset, packed_offset_2,
-    bias_offset_2, key_stride0, key_stride1, value_stride0, value_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_stride1: tl.constexpr,
+    packed_offset: tl.constexpr, bias_stride0: tl.constexpr, bias_offset: tl.constexpr,
+    packed_offset_2: tl.constexpr, bias_offset_2: tl.constexpr, key_stride0: tl.constexpr,
+    key_stride1: tl.constexpr, value_stride0: tl.constexpr, value_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -79,10 +82,13 @@ def part2(
 @triton.jit
 def fa_qkv_heads_grouped_e6cd19(
     packed_ptr, bias_ptr, query_ptr, key_ptr, value_ptr,
-    start_of_2, rows_of_1, cols_of_1, packed_stride0_of_1, packed_stride1_of_1, bias_stride0_of_1,
-    query_stride0_of_1, query_stride1_of_1, rows_of_2, cols_of_2, packed_stride0_of_2, packed_stride1_of_2,
-    packed_offset_of_2, bias_stride0_of_2, bias_offset_of_2, packed_offset_2_of_2, bias_offset_2_of_2,
-    key_stride0_of_2, key_stride1_of_2, value_stride0_of_2, value_stride1_of_2,
+    start_of_2, rows_of_1: tl.constexpr, cols_of_1: tl.constexpr, packed_stride0_of_1: tl.constexpr,
+    packed_stride1_of_1: tl.constexpr, bias_stride0_of_1: tl.constexpr, query_stride0_of_1: tl.constexpr,
+    query_stride1_of_1: tl.constexpr, rows_of_2: tl.constexpr, cols_of_2: tl.constexpr,
+    packed_stride0_of_2: tl.constexpr, packed_stride1_of_2: tl.constexpr, packed_offset_of_2: tl.constexpr,
+    bias_stride0_of_2: tl.constexpr, bias_offset_of_2: tl.constexpr, packed_offset_2_of_2: tl.constexpr,
+    bias_offset_2_of_2: tl.constexpr, key_stride0_of_2: tl.constexpr, key_stride1_of_2: tl.constexpr,
+    value_stride0_of_2: tl.constexpr, value_stride1_of_2: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     program = tl.program_id(0)

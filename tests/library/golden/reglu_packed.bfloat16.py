@@ -19,7 +19,7 @@ def wide(x):
 @triton.jit
 def fa_reglu_packed_74d489(
     packed_ptr, out_ptr,
-    rows, cols, packed_stride0, packed_offset, out_stride0,
+    rows, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_offset: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

@@ -12,8 +12,9 @@ import triton.language as tl
 @triton.jit
 def fa_rope_010711(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
-    rows, cols, x_stride0, x_stride1, x_offset, cos_stride0, cos_offset, sin_stride0, sin_offset, out_stride0,
-    out_stride1, out_offset,
+    rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
+    x_offset: tl.constexpr, cos_stride0: tl.constexpr, cos_offset: tl.constexpr, sin_stride0: tl.constexpr,
+    sin_offset: tl.constexpr, out_stride0: tl.constexpr, out_stride1: tl.constexpr, out_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

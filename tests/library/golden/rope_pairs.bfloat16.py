@@ -20,7 +20,8 @@ def wide(x):
 @triton.jit
 def fa_rope_pairs_00e335(
     x_ptr, cos_ptr, sin_ptr, out_ptr,
-    rows, cols, x_stride0, x_stride1, cos_stride1, sin_stride1, out_stride0, out_stride1,
+    rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
+    cos_stride1: tl.constexpr, sin_stride1: tl.constexpr, out_stride0: tl.constexpr, out_stride1: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
