@@ -1,4 +1,7 @@
-"""Whether another profiler watches this process: the device's counters serve one at a time."""
+"""Nsight Systems and Nsight Compute: how they are told what to record, and whether one watches this process.
+
+The device's counters serve one profiler at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,21 @@ _MARKS = {
     "ncu": ("NV_NSIGHT_INJECTION_PORT_BASE", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE"),
 }
 """Variables that each tool gives to the process that it starts."""
+NVTX_DOMAIN = "fusion_advisor"
+BASELINE_RANGE = "fa:baseline"
+"""The NVTX range around the timed runs of the original step."""
+
+
+def nsys_profile(*, on_cuda: bool) -> str:
+    """Return what goes before a command with ``--nvtx``, so that nsys records the timed runs of its original step.
+
+    On a CPU there is no ``cudaProfilerStart`` to wait for: nsys would record nothing. There it waits for the NVTX range, which it
+    does for registered strings alone; ours are.
+    """
+    if on_cuda:
+        return "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
+    region = f"--nvtx-capture={BASELINE_RANGE}@{NVTX_DOMAIN}"
+    return f"nsys profile --trace=nvtx --capture-range=nvtx {region} --capture-range-end=stop"
 
 
 def attached_profiler(variables: Mapping[str, str]) -> str:

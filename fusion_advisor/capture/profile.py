@@ -19,14 +19,12 @@ import nvtx
 import torch
 
 from fusion_advisor.capture import graph, timeline, torch_internals
-from fusion_advisor.capture.attached import attached_profiler, recorded_by
+from fusion_advisor.capture.attached import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
 from fusion_advisor.timing import stopwatch
 from fusion_advisor.timing.watch import watching
-
-NVTX_DOMAIN = "fusion_advisor"
 
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -147,7 +145,7 @@ def profile_model(
         timed = numbered(eager) if with_nvtx else eager
         tool = attached_profiler(os.environ) if on_cuda else ""
         with (
-            named_range("fa:baseline", is_on=with_nvtx),
+            named_range(BASELINE_RANGE, is_on=with_nvtx),
             watching(on_cuda=on_cuda and not tool) as watch,
             seen_by_nsys(model, on_cuda=on_cuda, has_ranges=with_nvtx, is_recorded=with_nvtx or bool(tool)),
         ):

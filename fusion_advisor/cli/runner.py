@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import typer
 
+from fusion_advisor.capture.attached import nsys_profile
 from fusion_advisor.cli import core, gates, run_dir
 from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
@@ -26,8 +27,6 @@ from fusion_advisor.report.view import is_unchanged
 from fusion_advisor.serialize import dump_report, read_report, write_atomic, write_capture
 
 INTERRUPTED = 130
-NSYS = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
-"""Records the timed baseline of a run with --nvtx."""
 
 O = TypeVar("O", bound=ProfileOptions)  # noqa: E741
 
@@ -157,7 +156,8 @@ def _run(
             config_hash=digest,
         )
         if options.nvtx and settings.verbosity:
-            settings.err().print(f"{NSYS} {full.command}", soft_wrap=True)  # one line, so that it can be copied
+            nsys = nsys_profile(on_cuda=loaded.record.device.startswith("cuda"))
+            settings.err().print(f"{nsys} {full.command}", soft_wrap=True)  # one line, so that it can be copied
         try:
             report = judge(work(loaded, full, progress))
         except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fusion_advisor.capture import timeline
-from fusion_advisor.capture.attached import attached_profiler, recorded_by
+from fusion_advisor.capture.attached import BASELINE_RANGE, attached_profiler, recorded_by
 from fusion_advisor.capture.attribute import median_step
 from fusion_advisor.capture.profile import named_range, numbered, seen_by_nsys, warm_up
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
@@ -50,10 +50,11 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         with clock.phase("profile"), seeded(loaded.request.seed, device), in_training(loaded.model):
             step = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
             _first(step, loaded)
-            warm_up(step, options.warmup)
+            with named_range("fa:warmup", is_on=options.nvtx):
+                warm_up(step, options.warmup)
             tool = attached_profiler(os.environ) if on_cuda else ""
             with (
-                named_range("fa:baseline", is_on=options.nvtx),
+                named_range(BASELINE_RANGE, is_on=options.nvtx),
                 watching(on_cuda=on_cuda and not tool) as watch,
                 seen_by_nsys(loaded.model, on_cuda=on_cuda, has_ranges=options.nvtx, is_recorded=options.nvtx or bool(tool)),
             ):
@@ -75,7 +76,10 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
             progress.note(f"training step {wall.median_ns / 1e6:.2f} ms over {len(times)} runs, loss: {step.loss}")
             if tool:
                 raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "training step"))
-            with timeline.module_ranges(loaded.model, torch.profiler.record_function):
+            with (
+                named_range("fa:trace", is_on=options.nvtx),
+                timeline.module_ranges(loaded.model, torch.profiler.record_function),
+            ):
                 save_to = options.run_dir / "trace.before.json.gz" if options.run_dir else None
                 trace = timeline.record(step, steps=options.steps, on_cuda=on_cuda, save_to=save_to)
             traced = median_step(trace, on_cuda=on_cuda)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.library.backend_triton import TritonLauncher, compile_source, has_cuda, load_source
+from fusion_advisor.library.backend_triton import TritonLauncher, compile_options, compile_source, has_cuda, load_source
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, default_config, entry_of, heading_lines, refusal, token_tiles
 from fusion_advisor.library.heading import comment
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, environment
@@ -84,7 +84,7 @@ class GemvTritonKernel:
         started = time.perf_counter_ns()
         dtypes = [problem.dtype] * len(problem.operands)
         launcher = TritonLauncher(
-            self._kernel, dtypes, tuple(constants.values()), programs, {"num_warps": config.warps}, self._rendered.entry
+            self._kernel, dtypes, tuple(constants.values()), programs, compile_options(config.warps), self._rendered.entry
         )
         self.build_ns += time.perf_counter_ns() - started
         return launcher
@@ -101,5 +101,5 @@ def compile_for(problem: GemvProblem, rendered: Rendered, arch: int, *, config: 
     """Compile a kernel for a GPU that need not be here; see :func:`fusion_advisor.library.backend_triton.compile_for`."""
     config = config or default_config(problem, ("triton",))
     dtypes = [problem.dtype] * len(problem.operands)
-    compiled = compile_source(rendered, arch, dtypes, [], _constants(problem, config), {"num_warps": config.warps})
+    compiled = compile_source(rendered, arch, dtypes, [], _constants(problem, config), compile_options(config.warps))
     return bytes(compiled["cubin"])

@@ -9,7 +9,7 @@ do not have that flaw, so the gates judge those by default (:mod:`fusion_advisor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusion_advisor import units
@@ -107,7 +107,8 @@ class RewriteChange:
     b_status: Status | None
     a_step_delta_ns: int | None
     b_step_delta_ns: int | None
-    is_changed: bool
+    is_changed: bool | None
+    """None where the runs are not comparable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,8 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
     ]
     if a_state == b_state == "eager":
         changes += _changes("chain", _by_chain(a), _by_chain(b), noise, is_blocked=is_blocked)
-    changes.sort(key=lambda row: (-abs(row.delta_ns), row.group, row.name))
+    weight = _larger_ns if is_blocked else _delta_ns
+    changes.sort(key=lambda row: (-weight(row), row.group, row.name))
     return Comparison(
         a=_side(a, a_state),
         b=_side(b, b_state),
@@ -175,9 +177,13 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
         a_speedup=speedup(a, a_state, clock),
         b_speedup=speedup(b, b_state, clock),
         changes=tuple(changes),
-        rewrites=tuple(_rewrites(a if a_state == "applied" else None, b if b_state == "applied" else None)),
+        rewrites=tuple(
+            _rewrites(a if a_state == "applied" else None, b if b_state == "applied" else None, is_blocked=is_blocked)
+        ),
         caveats=tuple(
-            dict.fromkeys((*view.caveats(a), *view.caveats(b), *_drift(a, b, noise, differences), *_clocks(a_step, b_step)))
+            dict.fromkeys(
+                (*view.caveats(a), *view.caveats(b), *(() if is_blocked else (*_drift(a, b, noise), *_clocks(a_step, b_step))))
+            )
         ),
     )
 
@@ -199,6 +205,13 @@ def speedup(report: Report, state: State, clock: str) -> Speedup | None:
 def regression(a: Speedup, b: Speedup) -> tuple[float, float, float]:
     """Return by which share B's step takes longer than A's, each measured in its own eager step; with the widest range."""
     return a.ratio / b.ratio - 1, a.low / b.high - 1, a.high / b.low - 1
+
+
+def title(shown: Comparison) -> str:
+    """What was compared, in a few words."""
+    a, b = shown.a, shown.b
+    models = b.model_id if a.model_id == b.model_id else f"{a.model_id} beside {b.model_id}"
+    return f"{models}: two {'steps of one run' if a.run_id == b.run_id else 'runs'}"
 
 
 def headline(shown: Comparison) -> view.Headline:
@@ -268,7 +281,8 @@ def step_table(shown: Comparison) -> Table:
     rows = [_time_row(row) for row in shown.steps]
     for row in shown.counts:
         text = units.number if row.unit == "launches" else units.size
-        rows.append(Row(row.name, text(row.a), text(row.b), units.relative_change(row.a, row.b), _NO_VERDICT))
+        change = "" if shown.obstacles else units.relative_change(row.a, row.b)
+        rows.append(Row(row.name, text(row.a), text(row.b), change, _NO_VERDICT))
     a, b = shown.a_speedup, shown.b_speedup
     if a is not None and b is not None and (shown.a.state, shown.b.state) != ("eager", "eager"):
         rows.append(Row("Speed over its own eager", units.speedup(a.ratio), units.speedup(b.ratio), "", _NO_VERDICT))
@@ -279,7 +293,7 @@ def change_tables(shown: Comparison) -> tuple[Table, ...]:
     """What changed, by rewrite, category, kernel and chain; each with what did not change apart."""
     tables = []
     if shown.rewrites:
-        rows = [(row.is_changed, _rewrite_row(row)) for row in shown.rewrites]
+        rows = [(row.is_changed is not False, _rewrite_row(row)) for row in shown.rewrites]
         tables.append(_folded("Rewrite, change of the step", rows, is_named=True))
     for group, title in (("category", "Category"), ("kernel", "Kernel"), ("chain", "Chain")):
         timed = [(row.verdict != "unchanged", _time_row(row)) for row in shown.changes if row.group == group]
@@ -289,7 +303,10 @@ def change_tables(shown: Comparison) -> tuple[Table, ...]:
 
 
 def method_line(shown: Comparison) -> str:
-    """How the verdicts were reached, in one sentence."""
+    """How the verdicts were reached, or why there are none."""
+    if shown.obstacles:
+        names = ", ".join(row.name for row in shown.obstacles)
+        return f"Nothing is judged across these runs and no gate passes: they differ in more than what was changed ({names})."
     noise = max(shown.a.noise_share or 0.0, shown.b.noise_share or 0.0)
     return (
         "Ranges are the widest that both 95% intervals allow; a step counts as changed when the whole range is past the larger "
@@ -311,12 +328,14 @@ def _folded(title: str, rows: list[tuple[bool, Row]], *, is_named: bool) -> Tabl
 
 def _time_row(row: TimeChange) -> Row:
     a, b = ("–" if ns is None else units.duration(ns) for ns in (row.a_ns, row.b_ns))
+    counts = (row.a_count, row.b_count)
+    launches = "" if not any(counts) else f"{row.a_count or 0:,} → {row.b_count or 0:,}"
+    if row.verdict == "not compared":
+        return Row(row.name, a, b, "", _VERDICTS[row.verdict], launches=launches)
     change = units.delta(row.delta_ns)
     if row.a_ns and row.b_ns:
         change += f" ({units.relative_change(row.a_ns, row.b_ns)})"
     spread = "" if row.delta_ci_ns is None else units.delta_interval(*row.delta_ci_ns)
-    counts = (row.a_count, row.b_count)
-    launches = "" if not any(counts) else f"{row.a_count or 0:,} → {row.b_count or 0:,}"
     return Row(row.name, a, b, change, _VERDICTS[row.verdict], spread, launches)
 
 
@@ -328,6 +347,9 @@ def _rewrite_row(row: RewriteChange) -> Row:
 
 
 def _rewrite_verdict(row: RewriteChange) -> view.Verdict:
+    if row.is_changed is None:
+        kept = " and ".join(label for label, status in (("A", row.a_status), ("B", row.b_status)) if status is Status.KEPT)
+        return view.Verdict("–", f"kept in {kept or 'neither'}", "plain")
     if row.a_status is row.b_status:
         return view.Verdict("!", "other gain", "warn") if row.is_changed else view.Verdict("~", "no change", "plain")
     if row.a_status is Status.KEPT:
@@ -491,7 +513,7 @@ def _changes(
 ) -> Iterable[TimeChange]:
     for name in dict.fromkeys((*a, *b)):
         row = _change(group, name, a.get(name), b.get(name), noise)
-        yield _blocked(row) if is_blocked and row.verdict != "unchanged" else row
+        yield _blocked(row) if is_blocked else row
 
 
 def _change(group: str, name: str, a: tuple[int, int] | None, b: tuple[int, int] | None, noise: float) -> TimeChange:
@@ -513,23 +535,23 @@ def _change(group: str, name: str, a: tuple[int, int] | None, b: tuple[int, int]
 
 
 def _blocked(row: TimeChange) -> TimeChange:
-    return TimeChange(
-        group=row.group,
-        name=row.name,
-        a_ns=row.a_ns,
-        b_ns=row.b_ns,
-        delta_ns=row.delta_ns,
-        a_count=row.a_count,
-        b_count=row.b_count,
-        verdict="not compared",
-    )
+    return replace(row, verdict="not compared")
 
 
-def _rewrites(a: Report | None, b: Report | None) -> Iterable[RewriteChange]:
+def _delta_ns(row: TimeChange) -> int:
+    return abs(row.delta_ns)
+
+
+def _larger_ns(row: TimeChange) -> int:
+    return max(row.a_ns or 0, row.b_ns or 0)
+
+
+def _rewrites(a: Report | None, b: Report | None, *, is_blocked: bool) -> Iterable[RewriteChange]:
     left, right = _named_rewrites(a), _named_rewrites(b)
     rows = []
     for name in dict.fromkeys((*left, *right)):
         one, other = left.get(name), right.get(name)
+        is_changed = one is None or other is None or one.status is not other.status or _apart(one, other)
         rows.append(
             RewriteChange(
                 name=name,
@@ -537,7 +559,7 @@ def _rewrites(a: Report | None, b: Report | None) -> Iterable[RewriteChange]:
                 b_status=other.status if other else None,
                 a_step_delta_ns=one.step_delta_ns if one else None,
                 b_step_delta_ns=other.step_delta_ns if other else None,
-                is_changed=one is None or other is None or one.status is not other.status or _apart(one, other),
+                is_changed=None if is_blocked else is_changed,
             )
         )
     return sorted(rows, key=lambda row: -abs((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)))
@@ -562,9 +584,9 @@ def _apart(a: Fusion | GraphRewrite, b: Fusion | GraphRewrite) -> bool:
     return x is not None and y is not None and (x[1] < y[0] or y[1] < x[0])
 
 
-def _drift(a: Report, b: Report, noise: float, differences: tuple[Difference, ...]) -> Iterable[str]:
+def _drift(a: Report, b: Report, noise: float) -> Iterable[str]:
     """The control: the same eager step, measured in both runs, should take the same time."""
-    if any(row.is_obstacle for row in differences) or a.before.wall is None or b.before.wall is None or a.run_id == b.run_id:
+    if a.before.wall is None or b.before.wall is None or a.run_id == b.run_id:
         return
     left, right = a.before.wall, b.before.wall
     threshold = max(noise, TRACE_TOLERANCE_SHARE) * left.median_ns

@@ -39,6 +39,7 @@ def render_compare_html(shown: comparing.Comparison) -> str:
 def _shared(shown: comparing.Comparison) -> dict[str, object]:
     return {
         "shown": shown,
+        "title": comparing.title(shown),
         "headline": comparing.headline(shown),
         "sides": [comparing.side_line("", side).strip() for side in (shown.a, shown.b)],
         "step": comparing.step_table(shown),

@@ -80,15 +80,24 @@ def _parse(text: str, *, absolute: bool) -> Rule:
 
 
 def _judge(rule: Rule, shown: Comparison) -> Gate:
+    if not shown.obstacles:
+        return _judge_comparable(rule, shown)
+    words = ", ".join(f"{row.name} {row.a} vs {row.b}" for row in shown.obstacles)
+    reason = f"The runs are not comparable: {words}."
+    if rule.metric == "regression":
+        return Gate(rule=rule.text, state="not judged", reason=reason)
+    of_b = _judge_comparable(rule, shown)
+    # What B alone fails is failed beside any A. A pass would read as that of a comparison which was not made.
+    return replace(of_b, state="not judged", reason=f"{reason} B by itself: {of_b.reason}") if of_b.state == "passed" else of_b
+
+
+def _judge_comparable(rule: Rule, shown: Comparison) -> Gate:
     if rule.metric == "numerics":
         return _numerics(rule, shown)
     if rule.metric == "speedup":
         return _speedup(rule, shown.b_speedup)
     if rule.metric == "step":
         return _step(rule, shown)
-    if shown.obstacles:
-        words = ", ".join(f"{row.name} {row.a} vs {row.b}" for row in shown.obstacles)
-        return Gate(rule=rule.text, state="not judged", reason=f"The runs are not comparable: {words}.")
     return _absolute_regression(rule, shown) if rule.is_absolute else _regression(rule, shown)
 
 

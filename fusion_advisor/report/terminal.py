@@ -373,7 +373,10 @@ def _fusion_columns(report: Report) -> list[Column]:
 
 
 def _table(columns: list[Column], console: Console) -> Text:
-    """Lay columns out for the console's width; every line is at most that wide."""
+    """Lay columns out for the console's width; every line is at most that wide, and what is cut ends in an ellipsis.
+
+    Where even the columns that stay are too wide, each row takes two lines: up to the column that flexes, and the rest below.
+    """
     shown = [_prepared(column, console) for column in columns]
     width = console.width
     while _needed(shown) > width:
@@ -381,25 +384,35 @@ def _table(columns: list[Column], console: Console) -> Text:
         if not droppable:
             break
         shown.remove(max(droppable, key=lambda column: column.drop))
-    widths = [max(cell_len(text) for text in (column.head, *column.cells)) for column in shown]
-    flex = next(at for at, column in enumerate(shown) if column.flex_min)
-    spare = width - sum(widths) - _GAP * (len(shown) - 1)
-    if spare < 0:
-        widths[flex] = max(4, widths[flex] + spare)
-    table = Text(no_wrap=True, overflow="crop")
-    count = len(shown[0].cells)
-    for row in range(-1, count):
+    head = next(at for at, column in enumerate(shown) if column.flex_min) + 1
+    if _needed(shown) <= width or head == len(shown):
+        lines = _laid_out(shown, width, console)
+    else:
+        below = _laid_out(shown[head:], width - _GAP, console)
+        pairs = zip(_laid_out(shown[:head], width, console), below, strict=True)
+        lines = [line for name, rest in pairs for line in (name, Text(" " * _GAP).append_text(rest))]
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)
+
+
+def _laid_out(columns: list[Column], width: int, console: Console) -> list[Text]:
+    """The lines of a table, its heads first; where it is too wide, what flexes gives way first and then the widest columns."""
+    widths = [max(cell_len(text) for text in (column.head, *column.cells)) for column in columns]
+    gaps = _GAP * (len(columns) - 1)
+    for at in [at for at, column in enumerate(columns) if column.flex_min]:
+        widths[at] = min(widths[at], max(4, widths[at] + width - sum(widths) - gaps))
+    while sum(widths) + gaps > width and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in range(-1, len(columns[0].cells)):
         line = Text()
-        for at, column in enumerate(shown):
+        for at, column in enumerate(columns):
             text = column.head if row < 0 else column.cells[row]
             style = "bold" if row < 0 else column.cell_styles[row] if column.cell_styles else column.style
-            is_last = at == len(shown) - 1
+            is_last = at == len(columns) - 1
             line.append(_fitted(text, widths[at], console, is_right=column.is_right, is_last=is_last), style=style)
             line.append("" if is_last else " " * _GAP)
-        line.truncate(width)
-        table.append_text(line)
-        table.append("\n" if row < count - 1 else "")
-    return table
+        lines.append(line)
+    return lines
 
 
 def _prepared(column: Column, console: Console) -> Column:

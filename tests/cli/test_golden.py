@@ -22,7 +22,7 @@ from tests.cli.test_commands import ROOT, put_run
 
 Run = Callable[..., Ran]
 GOLDEN = Path(__file__).parent / "golden"
-WIDTHS = (60, 80, 100, 120)
+WIDTHS = (40, 60, 80, 100, 120)
 COMMANDS = {
     "profile": ("report", "@last", "--format", "md"),
     "apply": ("report", "2029", "--format", "md"),

@@ -16,7 +16,7 @@ import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
-from fusion_advisor.library.backend_triton import TritonBackend, compile_for
+from fusion_advisor.library.backend_triton import TritonBackend, assembly_for, compile_for
 from fusion_advisor.library.program import Program, Store
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 
@@ -46,6 +46,19 @@ def test_every_case_matches_the_float64_oracle_in_the_interpreter(tmp_path, mode
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == len(names or CASES)
     assert not {name: far for name, far in found.items() if not far <= limit}
+
+
+@pytest.mark.parametrize("default", ["0", None])
+def test_multiply_adds_are_fused_whatever_tritons_default_is(monkeypatch, tmp_path, recwarn, default):
+    """It goes from on to off in Triton 3.10, and 3.9 warns of every kernel that leaves it open."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    if default is not None:
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
+    program = CASES["gelu_tanh-bfloat16"]
+    ptx = assembly_for(program, render(program), 90)["ptx"]
+    assert ptx.count("fma.rn") >= 2
+    assert not [str(one.message) for one in recwarn if "FP_FUSION" in str(one.message)]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -12,7 +12,7 @@ from fusion_advisor.records import GenerationCheck, Tolerance
 from fusion_advisor.report import view
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.terminal import result_table, simple_table, summary_line
+from fusion_advisor.report.terminal import Column, column_table, result_table, simple_table, summary_line
 from tests.report.fixtures import ALL, applied, profiled, timing
 
 WIDTHS = (40, 60, 80, 100, 120)
@@ -51,6 +51,37 @@ def test_columns_are_dropped_in_order() -> None:
     assert {"Chain", "Share", "Kernel"} <= set(heads[60])
     for width in (60, 80, 120):
         assert "Verdict" in next(line for line in shown("applied", width) if line.startswith("ID"))
+
+
+def test_a_narrow_terminal_gets_two_lines_for_a_row() -> None:
+    lines = shown("applied", 40)
+    at = lines.index("ID  Rewrite")
+    assert lines[at + 1].split() == ["Step", "Verdict"]
+    for number, fusion in enumerate((*applied().rewrites, *applied().fusions)):
+        name, rest = lines[at + 2 + 2 * number : at + 4 + 2 * number]
+        assert name.startswith(fusion.id) and rest.endswith(view.VERDICTS[fusion.status].words)
+    assert lines.count("ID  Rewrite") == 1 and "ID  Rewrite" not in shown("applied", 60)
+
+
+@pytest.mark.parametrize(("encoding", "dots"), [("utf-8", "…"), ("ascii", "..")])
+@pytest.mark.parametrize("width", [16, 20, 24, 30, 40])
+def test_nothing_is_cut_without_a_sign(width: int, encoding: str, dots: str) -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=width, color_system=None, highlight=False)
+    columns = [
+        Column("Name", ("first_of_these_names", "b"), flex_min=8),
+        Column("Time", ("1,234.50 ms", "1 ms"), is_right=True),
+        Column("Dropped", ("x" * 30, "x"), drop=1),
+        Column("Verdict", ("within noise, removed", "kept")),
+    ]
+    for chosen in (columns, columns[1::-1]):
+        lines = column_table(chosen, console).plain.split("\n")
+        assert max(map(cell_len, lines)) <= width
+        for word in [column.cells[0] for column in chosen if not column.drop]:
+            (found,) = [line for line in lines if word[:2] in line]
+            start = found.index(word[:2])
+            cut = found[start : start + len(word)]
+            assert cut == word or cut.split("  ")[0].rstrip().endswith(dots), found
 
 
 def test_figures_are_the_reports_own() -> None:
