@@ -14,7 +14,7 @@ from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, calls_in_step, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import Graphs
@@ -99,7 +99,7 @@ def install(
         has_gemvs=bool(gemvs), tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
-    no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
+    no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
     fused = FusedModel(
         loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
@@ -191,7 +191,8 @@ def install(
     wall_before, wall_after = before.wall, after.wall
     assert wall_before is not None and wall_after is not None
     names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
-    receipts = [_with_receipt(fusion, names, variant, after_step) for fusion in report.fusions]
+    runs = bench.live.runs_of_regions()
+    receipts = [_with_receipt(fusion, names, variant, after_step, runs) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed,
         before.device_ns,
@@ -244,18 +245,19 @@ def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
     )
 
 
-def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step) -> Fusion:
+def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step, runs: Sequence[int]) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
     name = names[fusion.id]
-    sharing = sum(replaced.get(other, 0) for other, shared in names.items() if shared == name)
+    calls = calls_in_step(variant, runs)
+    sharing = sum(calls.get(other, 0) for other, shared in names.items() if shared == name)
     seen = steps.launches_of(after_step, name)
     refusals = fusion.receipt.refusals
     if seen != sharing:
-        refusals = (*refusals, f"{name} was launched {seen} times where {sharing} sites call it")
-    launches = replaced[fusion.id] if seen == sharing else min(seen, replaced[fusion.id])
+        refusals = (*refusals, f"{name} was launched {seen} times where its sites call it {sharing} times")
+    launches = calls[fusion.id] if seen == sharing else min(seen, calls[fusion.id])
     receipt = replace(fusion.receipt, sites_replaced=replaced[fusion.id], launches_after=launches, refusals=refusals)
     return replace(fusion, receipt=receipt)
 
@@ -329,5 +331,5 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it).",
-        f"{len(bench.live.regions)} captured graph(s).",
+        f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
     )

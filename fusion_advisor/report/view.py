@@ -437,8 +437,8 @@ def traffic(report: Report, fusion: Fusion) -> Traffic | None:
     chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
     if chain is None and fusion.kernel_bytes is None:
         return None
-    before = "not known" if chain is None else units.size(chain.moved_bytes / len(chain.sites))
-    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / len(chain.sites)
+    before = "not known" if chain is None else units.size(chain.moved_bytes / chain.runs)
+    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / chain.runs
     if fusion.chain_after is None:
         return Traffic(before, units.size(floor), "not timed", "")
     speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
