@@ -11,7 +11,6 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.fx import GraphModule
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
@@ -210,7 +210,7 @@ class FusedModel:
     def _say(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if self.fallbacks[reason] == 1:
-            warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=3)
+            warn_caller(f"fusion-advisor runs the original ops: {reason}")
 
     def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
