@@ -123,6 +123,10 @@ class LiveCapture:
         """Return every run of a region, as the call made them."""
         return self.runs or [Run(place, region.example_args) for place, region in enumerate(self.regions)]
 
+    def is_whole(self) -> bool:
+        """Whether the call is one graph, run once: no Python of the model's own lies between its ops."""
+        return len(self.in_order()) == 1 and not self.breaks
+
     def runs_of_regions(self) -> tuple[int, ...]:
         """Return how often the call runs each region."""
         count = Counter(run.place for run in self.in_order())

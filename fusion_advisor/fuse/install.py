@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
@@ -28,6 +29,7 @@ from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.timing import measure
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
@@ -201,6 +203,8 @@ def install(
         wall_after,
         is_device_judged=bench.on_cuda and not is_graphed,
     )
+    if refusal is None and not bench.live.is_whole():
+        refusal = _why_parts_do_not_pay(decision, wall_before, wall_after, options.confidence)
     warnings = [*report.warnings, *([cannot] if cannot else [])]
     if fused.fallbacks:
         warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
@@ -281,6 +285,29 @@ def _why_nothing_stays(
     return None
 
 
+def _why_parts_do_not_pay(decision: Decision, before: Timing, after: Timing, confidence: float) -> str | None:
+    """The keep rule of a call that is more than its captured graphs: the whole of it must be measurably faster.
+
+    The verdicts on single rewrites time the graphs one after the other. What lies between them they do not see: the model's own
+    Python, and dynamo's guards in front of each graph.
+
+    Args:
+        decision: with the graphs' times.
+        before: of the whole call, eager.
+        after: of the whole call, fused, interleaved with it.
+        confidence: of the interval.
+    """
+    change = measure.difference(before.times_ns, after.times_ns, confidence)
+    if change.high_ns < 0:
+        return None
+    graphs = f"from {units.duration(decision.before.median_ns)} to {units.duration(decision.after.median_ns)}"
+    interval = units.delta_interval(change.low_ns, change.high_ns)
+    return (
+        f"the whole call does not measurably pay ({units.delta(change.median_ns)} {interval} against eager), whatever its "
+        f"captured graphs alone do ({graphs}): everything was reverted"
+    )
+
+
 def reverted(report: Report, reason: str) -> Report:
     """Return a report of which nothing stays in the model after all."""
     return replace(
@@ -327,9 +354,14 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         "wall": "wall time of the captured step",
     }[decision.method]
     rounds = len(decision.before.times_ns)
+    in_parts = (
+        "The call runs Python of the model's own between its captured graphs: verdicts on single rewrites time the graphs alone, "
+        "one after the other; the headline times the whole call, and what was kept stays only if that is measurably faster."
+    )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it).",
         f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
+        *([] if bench.live.is_whole() else [in_parts]),
     )

@@ -125,6 +125,11 @@ def caveats(report: Report) -> tuple[str, ...]:
         )
     if report.tolerance is not None:
         lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
+    if report.quality.graph_breaks and report.step_before is not None:
+        lines.append(
+            f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "
+            "captured graphs alone, the headline of the whole call."
+        )
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)

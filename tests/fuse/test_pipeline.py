@@ -22,6 +22,7 @@ from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trace_profile import profile_trace
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import Match, Status, Timing, Tolerance
+from fusion_advisor.report.view import caveats
 from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
@@ -370,6 +371,27 @@ def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypat
     assert not run.fused.fallbacks
 
 
+@pytest.mark.parametrize(("after", "stays"), [(FASTER, True), (TIMING, False)])
+def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkeypatch, after, stays):
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            x = torch.nn.functional.silu(x) * x
+            torch._dynamo.graph_break()
+            return x + 1.0
+
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, after])
+    run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
+    report = run.report
+    assert run.fused.is_applied == stays
+    assert any(fusion.status is Status.KEPT for fusion in report.fusions) == stays
+    assert any("whole call does not measurably pay" in warning for warning in report.warnings) != stays
+    assert any("only if that is measurably faster" in note for note in report.notes)
+    assert any("1 graph break: the verdict on a rewrite is of the captured graphs alone" in line for line in caveats(report))
+    if not stays:
+        assert all("does not measurably pay" in fusion.reason for fusion in report.fusions)
+
+
 def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():
     torch.manual_seed(0)
     x = torch.randn(32, 64)
@@ -398,6 +420,7 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
             return torch.erfc(x)
 
     verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, FASTER])
     report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [
