@@ -381,6 +381,15 @@ class ModelInTraining(AdvisorError):
     exit_code = 2
 
 
+class CannotCopy(AdvisorError):
+    """A fused model was copied or pickled: its kernels and compiled graphs belong to this process and to this one model."""
+
+    code = "FA314"
+    message = "a fused model cannot be copied or pickled: copy or save what `fused.revert()` returns, or its `state_dict()`"
+    hint = "`fa.apply(copy, inputs, plan=fa.load_plan(run_dir))` puts the same fusions into the copy"
+    exit_code = 2
+
+
 class NothingReplaced(AdvisorError):
     """A fusion was planned, replaced nothing, and --strict was given."""
 

@@ -265,6 +265,12 @@ class Capture:
     eager_step: Timing
     bandwidth: Bandwidth
     quality: DataQuality
+    region_runs: tuple[int, ...] = ()
+    """How often a step runs each captured graph; empty: once each."""
+
+    def runs_of(self, op: OpNode) -> int:
+        """Return how often a step runs an op."""
+        return self.region_runs[op.region] if self.region_runs else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +284,9 @@ class Site:
     source_line: int
     source_text: str
     device_ns: int
+    """Of all its runs in a step."""
+    runs: int = 1
+    """How often a step runs it: layers with a graph break in them share one graph, and this place in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,22 +299,27 @@ class Chain:
     """Short op names of one site: ``mul``, ``pow``, ``tanh`` …, views left out."""
     sites: tuple[Site, ...]
     launches: int
-    """Kernels of all sites together."""
+    """Kernels of all runs of all sites together."""
     device_ns: int
     share: float
     """Of the captured step's device time."""
     moved_bytes: int
-    """What the unfused ops read and write, all sites together."""
+    """What the unfused ops read and write, all runs of all sites together."""
     floor_bytes: int
-    """Each outer input read once, each outer output written once, all sites together."""
+    """Each outer input read once, each outer output written once, all runs of all sites together."""
     floor_ns: int
-    """floor_bytes over the measured copy bandwidth, plus one smallest launch for each site."""
+    """floor_bytes over the measured copy bandwidth, plus one smallest launch for each run of each site."""
     saving_bound_ns: int
     """device_ns − floor_ns: an upper bound, not additive between chains."""
     is_reduction: bool
     dtype: str
     shape: tuple[int, ...]
     """Iteration shape of one site."""
+
+    @property
+    def runs(self) -> int:
+        """How often a step runs the chain, at all sites together."""
+        return sum(site.runs for site in self.sites)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,20 @@ from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, Tensor
 
 @dataclass(slots=True)
 class Route:
-    """What dynamo's compiled code runs in a region's place, and what it was first called with."""
+    """What dynamo's compiled code runs in a region's place.
+
+    Attributes:
+        forward: the graph.
+        seen: during the captured call, gets each run of a route with its tensors; None afterwards.
+    """
 
     forward: Callable[..., Any]
-    args: tuple[Any, ...] | None = None
+    seen: list[tuple[Route, tuple[Any, ...]]] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        if self.args is None:
-            self.args = args
+        if self.seen is not None:
+            self.seen.append((self, args))
         return self.forward(*args)
 
 
@@ -82,11 +88,26 @@ class DynamoCall:
     later: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None
 
 
-@dataclass(slots=True)
-class LiveCapture:
-    """All regions of one call of a model, in the order they ran, and what dynamo could not capture.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a captured graph within a call.
 
     Attributes:
+        place: of the region in :attr:`LiveCapture.regions`.
+        args: its tensors.
+    """
+
+    place: int
+    args: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class LiveCapture:
+    """All regions of one call of a model, in the order they first ran, and what dynamo could not capture.
+
+    Attributes:
+        runs: of the regions, in order; empty: each ran once. Layers with a graph break in them share their graphs and run them
+            on their own weights.
         written: what the call changes outside its result; ``written.rewind()`` goes before every repeat.
         compiled: None where no dynamo call leads to the regions.
     """
@@ -96,6 +117,20 @@ class LiveCapture:
     output: Any = None
     written: Written = field(default_factory=Written)
     compiled: DynamoCall | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def in_order(self) -> list[Run]:
+        """Return every run of a region, as the call made them."""
+        return self.runs or [Run(place, region.example_args) for place, region in enumerate(self.regions)]
+
+    def is_whole(self) -> bool:
+        """Whether the call is one graph, run once: no Python of the model's own lies between its ops."""
+        return len(self.in_order()) == 1 and not self.breaks
+
+    def runs_of_regions(self) -> tuple[int, ...]:
+        """Return how often the call runs each region."""
+        count = Counter(run.place for run in self.in_order())
+        return tuple(count[place] for place in range(len(self.regions)))
 
 
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
@@ -139,11 +174,12 @@ def capture_regions(
     live = LiveCapture(written=written)
     regions: list[Region] = []
     breaks: list[GraphBreak] = []
+    seen: list[tuple[Route, tuple[Any, ...]]] = []
 
     def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if compiled.later is not None:
             return compiled.later(graph_module, example_inputs)
-        route = Route(graph_module.forward)
+        route = Route(graph_module.forward, seen)
         region = Region(index=len(regions), graph=retrace(graph_module), original=graph_module, route=route)
         reason = torch_internals.break_reason(graph_module)
         if reason is not None:
@@ -161,17 +197,25 @@ def capture_regions(
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     written.rewind()
+    runs: dict[int, list[tuple[Any, ...]]] = {}
+    for route, values in seen:
+        runs.setdefault(id(route), []).append(values)
+    live.breaks = breaks
+    live.regions = [region for region in regions if id(region.route) in runs]
+    places = {id(region.route): place for place, region in enumerate(live.regions)}
+    live.runs = [Run(places[id(route)], values) for route, values in seen]
     for region in regions:
         assert region.route is not None
-        region.example_args, region.route.args = region.route.args or (), ()
-    live.breaks = breaks
-    live.regions = [region for region in regions if region.example_args or not _placeholders(region.graph)]
+        region.route.seen = None
     if not live.regions:
         raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
     regions.clear()  # dynamo keeps the function above, and with it would keep the inputs of this call alive
+    seen.clear()
     known = _known_tensors(model, args, kwargs)
     for region in live.regions:
-        region.names, region.roles = _name_inputs(region, known)
+        mine = runs[id(region.route)]
+        region.example_args = mine[0]
+        region.names, region.roles = _name_inputs(mine, known)
     return live
 
 
@@ -319,7 +363,7 @@ def written_storages(node: Node) -> list[int]:
 
 def writes_to_inputs(region: Region) -> bool:
     """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
-    given = {key for node in _placeholders(region.graph) for key in storages(node)}
+    given = {key for node in region.graph.graph.nodes if node.op == "placeholder" for key in storages(node)}
     return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
 
 
@@ -390,10 +434,6 @@ def source_path(relative: str) -> Path | None:
     return next((path for path in candidates if relative and path.is_file()), None)
 
 
-def _placeholders(graph: GraphModule) -> list[Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
 def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:
     known: dict[int, tuple[str, str]] = {}
     for name, value in (("args", args), *kwargs.items()):
@@ -405,6 +445,16 @@ def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
     return known
 
 
-def _name_inputs(region: Region, known: Mapping[int, tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    found = [known.get(id(value), (f"input.{position}", "input")) for position, value in enumerate(region.example_args)]
-    return tuple(name for name, _ in found), tuple(role for _, role in found)
+def _name_inputs(
+    runs: Sequence[tuple[Any, ...]], known: Mapping[int, tuple[str, str]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name a region's inputs after its first run.
+
+    What is another tensor in another run (the weights, where layers share a graph) is an input: nothing may be made of its value.
+    """
+    found = [known.get(id(value), (f"input.{position}", "input")) for position, value in enumerate(runs[0])]
+    roles = [
+        role if all(values[position] is runs[0][position] for values in runs) else "input"
+        for position, (_, role) in enumerate(found)
+    ]
+    return tuple(name for name, _ in found), tuple(roles)

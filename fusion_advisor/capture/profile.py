@@ -184,6 +184,7 @@ def profile_model(
         eager_step=eager_step,
         bandwidth=bandwidth,
         quality=_quality(eager_trace, captured_trace, ops, live),
+        region_runs=live.runs_of_regions(),
     )
     return capture, live
 
@@ -218,8 +219,8 @@ def _trace_regions(
     ops, runners = describe_all(live, with_nvtx=with_nvtx)
 
     def captured() -> None:
-        for region, runner in zip(live.regions, runners, strict=True):
-            runner.run(*region.example_args)
+        for run in live.in_order():
+            runners[run.place].run(*run.args)
 
     with torch.no_grad():
         live.written.rewind()

@@ -43,7 +43,7 @@ def judge_launches(capture: Capture, chains: Sequence[Chain], answers: Sequence[
     matched = {answer.chain_id for answer in answers if isinstance(answer, Match)}
     fused = [chain for chain in chains if chain.id in matched]
     launches = len(capture.eager_launches)
-    left = max(1, launches - sum(max(0, chain.launches - len(chain.sites)) for chain in fused))
+    left = max(1, launches - sum(max(0, chain.launches - chain.runs) for chain in fused))
     both = max(0, busy - sum(chain.saving_bound_ns for chain in fused))
     idle = max(0, wall - busy)
     is_bound = idle > IDLE_LIMIT_SHARE * wall

@@ -58,7 +58,7 @@ def rank_chains(capture: Capture, groups: Iterable[Group], *, min_share: float =
 
 def _is_worth_a_row(capture: Capture, row: Ranked) -> bool:
     chain = row.chain
-    if chain.launches > len(row.groups):
+    if chain.launches > chain.runs:
         return True
     if chain.is_reduction:
         return chain.launches > 0
@@ -67,7 +67,7 @@ def _is_worth_a_row(capture: Capture, row: Ranked) -> bool:
     is_pointwise = any(capture.ops[index].op_class is OpClass.POINTWISE for index in row.groups[0].members)
     if row.refusal is not None or not is_pointwise:
         return False
-    return chain.saving_bound_ns > max(_SLOW_SHARE * chain.floor_ns, len(row.groups) * capture.bandwidth.launch_ns)
+    return chain.saving_bound_ns > max(_SLOW_SHARE * chain.floor_ns, chain.runs * capture.bandwidth.launch_ns)
 
 
 def _renamed(row: Ranked, name: str) -> Ranked:
@@ -107,13 +107,14 @@ def _layout(meta: TensorMeta) -> str:
 
 def _price(capture: Capture, same: Sequence[Group], launches: Mapping[int, Sequence[Launch]], total_ns: int) -> Ranked:
     ops = capture.ops
-    sites = tuple(_site(ops, group, launches) for group in same)
+    sites = tuple(_site(capture, group, launches) for group in same)
     first = same[0]
     computing = [ops[index] for index in first.members if ops[index].op_class is not OpClass.VIEW]
     device_ns = sum(site.device_ns for site in sites)
-    moved = len(same) * sum(_moved_bytes(ops, op) for op in computing)
-    floor_bytes = len(same) * (first.verdict.floor_bytes or _outer_bytes(ops, first))
-    floor_ns = floor_time_ns(floor_bytes, len(same), capture.bandwidth)
+    runs = sum(site.runs for site in sites)
+    moved = runs * sum(_moved_bytes(ops, op) for op in computing)
+    floor_bytes = runs * (first.verdict.floor_bytes or _outer_bytes(ops, first))
+    floor_ns = floor_time_ns(floor_bytes, runs, capture.bandwidth)
     widest = max((ops[index].outputs[0] for index in first.outputs), key=lambda meta: math.prod(meta.shape))
     refusal = None
     if not first.verdict.is_fusible:
@@ -141,7 +142,9 @@ def floor_time_ns(moved_bytes: int, launches: int, bandwidth: Bandwidth) -> int:
     return round(moved_bytes / bandwidth.copy_bytes_per_s * 1e9) + launches * bandwidth.launch_ns
 
 
-def _site(ops: Sequence[OpNode], group: Group, launches: Mapping[int, Sequence[Launch]]) -> Site:
+def _site(capture: Capture, group: Group, launches: Mapping[int, Sequence[Launch]]) -> Site:
+    ops = capture.ops
+
     def time_ns(index: int) -> int:
         return sum(launch.duration_ns for launch in launches.get(index, ()))
 
@@ -154,6 +157,7 @@ def _site(ops: Sequence[OpNode], group: Group, launches: Mapping[int, Sequence[L
         source_line=dearest.source_line,
         source_text=dearest.source_text,
         device_ns=sum(time_ns(index) for index in group.members),
+        runs=capture.runs_of(dearest),
     )
 
 

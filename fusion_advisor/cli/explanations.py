@@ -84,6 +84,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "The fused kernels are for inference: dropout that draws numbers and gradients are left to the model's own ops, so "
         "nothing that was built would ever run. The model itself, or a dropout inside it, is in train() mode.",
     ),
+    "FA314": (
+        "Kernels and compiled graphs are this process's, and the graphs read this model's own tensors. The model itself can "
+        "be copied, pickled and saved while it is fused: the copy runs its own ops. The object that `fa.apply` returns cannot.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "

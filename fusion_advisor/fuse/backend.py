@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from fusion_advisor.capture.graph import LiveCapture, Region, retrace
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.progress import Progress
@@ -50,7 +50,7 @@ def fusion_advisor(graph_module: torch.fx.GraphModule, example_inputs: list[Any]
 
 
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
-    warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=2)
+    warn_caller(f"fusion-advisor runs the original ops: {reason}")
     return graph_module.forward
 
 

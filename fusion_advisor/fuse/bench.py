@@ -98,9 +98,10 @@ class Bench:
         """
         self.live.written.rewind()
         with torch.no_grad():
-            for region, index_of in zip(self.live.regions, self.index_of, strict=True):
+            for run in self.live.in_order():
+                region, index_of = self.live.regions[run.place], self.index_of[run.place]
                 observer = Observer(region, index_of, self.ops, keep=keep, check=check)
-                observer.run(*region.example_args)
+                observer.run(*run.args)
                 self.values.update(observer.values)
                 self.surprises.update(observer.surprises)
 
@@ -156,19 +157,29 @@ class Bench:
             torch.cuda.synchronize()
 
     def run(self, variant: Variant) -> Any:
-        """Run all regions of a variant on the tensors of the captured call; what it moves on is not put back."""
+        """Run all regions of a variant, as often as the call does and on its tensors; what that moves on is not put back."""
         result = None
         with torch.no_grad():
-            for region, module in zip(self.live.regions, variant.modules, strict=True):
-                result = module(*region.example_args)
+            for run in self.live.in_order():
+                result = variant.modules[run.place](*run.args)
         return result
 
 
 def replaced_sites(variant: Variant) -> Mapping[str, int]:
     """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
+    return calls_in_step(variant, [1] * len(variant.modules))
+
+
+def calls_in_step(variant: Variant, runs: Sequence[int]) -> Mapping[str, int]:
+    """Return how often a step calls each fusion's kernel, by fusion id.
+
+    Args:
+        variant: with the fusions in place.
+        runs: how often a step runs each region.
+    """
     counts: dict[str, int] = {}
-    for module in variant.modules:
+    for module, often in zip(variant.modules, runs, strict=True):
         for node in module.graph.nodes:
             if "fusion_id" in node.meta:
-                counts[node.meta["fusion_id"]] = counts.get(node.meta["fusion_id"], 0) + 1
+                counts[node.meta["fusion_id"]] = counts.get(node.meta["fusion_id"], 0) + often
     return counts

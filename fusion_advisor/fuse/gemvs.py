@@ -308,9 +308,9 @@ def _alone(bench: Bench, kind: Kind, built: BuiltGemv) -> Any:
 
 def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
     last = bench.ops[kind.places[0].members[-1]]
-    launches = sum(
-        bench.ops[index].op_class not in (OpClass.VIEW, OpClass.INPUT) for place in kind.places for index in place.members
-    )
+    runs = bench.live.runs_of_regions()
+    ops = [bench.ops[index] for place in kind.places for index in place.members]
+    launches = sum(runs[op.region] for op in ops if op.op_class not in (OpClass.VIEW, OpClass.INPUT))
     return Fusion(
         id=name,
         chain_id="",

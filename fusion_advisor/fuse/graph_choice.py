@@ -19,11 +19,18 @@ from fusion_advisor.timing.stopwatch import median_interval, nothing
 TITLE = GRAPHED
 
 
-def why_no_graph(breaks: Sequence[GraphBreak], regions: int) -> str | None:
-    """Say why a captured model cannot run as one graph, before anything is recorded; None when nothing speaks against it."""
+def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | None:
+    """Say why a captured model cannot run as one graph, before anything is recorded; None when nothing speaks against it.
+
+    Args:
+        breaks: that dynamo met.
+        runs: how often a step runs each captured graph.
+    """
     if breaks:
         return f"the step is broken at {breaks[0].source or 'an unknown line'}: {breaks[0].reason}"
-    return f"the step was captured in {regions} graphs" if regions != 1 else None
+    if len(runs) != 1:
+        return f"the step was captured in {len(runs)} graphs"
+    return f"the step runs its captured graph {runs[0]} times, and Python of the model's own in between" if runs[0] != 1 else None
 
 
 def choose_graph(

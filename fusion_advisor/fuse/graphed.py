@@ -29,7 +29,6 @@ replayed. So a step that writes to a cache writes once per call, always.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.held import Held
 from fusion_advisor.fuse.recordable import host_work, last_copies, place_of, saved_inputs, writes_of
 from fusion_advisor.fuse.recording import Outputs, Recorder, Recording, backend_flags, contiguous, results_of, static_copy
@@ -213,7 +213,7 @@ class Graphs:
     def _say(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         if self.refusals[reason] == 1:
-            warnings.warn(f"fusion-advisor runs this call without its CUDA graph: {reason}", stacklevel=4)
+            warn_caller(f"fusion-advisor runs this call without its CUDA graph: {reason}")
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, replaced_sites
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, calls_in_step, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import Graphs
@@ -28,6 +29,7 @@ from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.timing import measure
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
@@ -99,7 +101,7 @@ def install(
         has_gemvs=bool(gemvs), tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
-    no_graph = why_no_graph(bench.live.breaks, len(bench.live.regions))
+    no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
     fused = FusedModel(
         loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs, kept=kept,
         graphs=None if recorder is None or no_graph is not None else Graphs(recorder, outputs=options.graph_outputs),
@@ -191,7 +193,8 @@ def install(
     wall_before, wall_after = before.wall, after.wall
     assert wall_before is not None and wall_after is not None
     names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
-    receipts = [_with_receipt(fusion, names, variant, after_step) for fusion in report.fusions]
+    runs = bench.live.runs_of_regions()
+    receipts = [_with_receipt(fusion, names, variant, after_step, runs) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed,
         before.device_ns,
@@ -200,6 +203,8 @@ def install(
         wall_after,
         is_device_judged=bench.on_cuda and not is_graphed,
     )
+    if refusal is None and not bench.live.is_whole():
+        refusal = _why_parts_do_not_pay(decision, wall_before, wall_after, options.confidence)
     warnings = [*report.warnings, *([cannot] if cannot else [])]
     if fused.fallbacks:
         warnings += [f"the fused model ran its original ops: {reason}" for reason in fused.fallbacks]
@@ -244,18 +249,19 @@ def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
     )
 
 
-def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step) -> Fusion:
+def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step, runs: Sequence[int]) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
     name = names[fusion.id]
-    sharing = sum(replaced.get(other, 0) for other, shared in names.items() if shared == name)
+    calls = calls_in_step(variant, runs)
+    sharing = sum(calls.get(other, 0) for other, shared in names.items() if shared == name)
     seen = steps.launches_of(after_step, name)
     refusals = fusion.receipt.refusals
     if seen != sharing:
-        refusals = (*refusals, f"{name} was launched {seen} times where {sharing} sites call it")
-    launches = replaced[fusion.id] if seen == sharing else min(seen, replaced[fusion.id])
+        refusals = (*refusals, f"{name} was launched {seen} times where its sites call it {sharing} times")
+    launches = calls[fusion.id] if seen == sharing else min(seen, calls[fusion.id])
     receipt = replace(fusion.receipt, sites_replaced=replaced[fusion.id], launches_after=launches, refusals=refusals)
     return replace(fusion, receipt=receipt)
 
@@ -277,6 +283,29 @@ def _why_nothing_stays(
         rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
         return f"the step would rise {rise}: everything was reverted"
     return None
+
+
+def _why_parts_do_not_pay(decision: Decision, before: Timing, after: Timing, confidence: float) -> str | None:
+    """The keep rule of a call that is more than its captured graphs: the whole of it must be measurably faster.
+
+    The verdicts on single rewrites time the graphs one after the other. What lies between them they do not see: the model's own
+    Python, and dynamo's guards in front of each graph.
+
+    Args:
+        decision: with the graphs' times.
+        before: of the whole call, eager.
+        after: of the whole call, fused, interleaved with it.
+        confidence: of the interval.
+    """
+    change = measure.difference(before.times_ns, after.times_ns, confidence)
+    if change.high_ns < 0:
+        return None
+    graphs = f"from {units.duration(decision.before.median_ns)} to {units.duration(decision.after.median_ns)}"
+    interval = units.delta_interval(change.low_ns, change.high_ns)
+    return (
+        f"the whole call does not measurably pay ({units.delta(change.median_ns)} {interval} against eager), whatever its "
+        f"captured graphs alone do ({graphs}): everything was reverted"
+    )
 
 
 def reverted(report: Report, reason: str) -> Report:
@@ -325,9 +354,14 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         "wall": "wall time of the captured step",
     }[decision.method]
     rounds = len(decision.before.times_ns)
+    in_parts = (
+        "The call runs Python of the model's own between its captured graphs: verdicts on single rewrites time the graphs alone, "
+        "one after the other; the headline times the whole call, and what was kept stays only if that is measurably faster."
+    )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it).",
-        f"{len(bench.live.regions)} captured graph(s).",
+        f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
+        *([] if bench.live.is_whole() else [in_parts]),
     )

@@ -11,19 +11,19 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
-from fusion_advisor.errors import AdvisorError
+from fusion_advisor.errors import AdvisorError, CannotCopy
+from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
@@ -210,7 +210,7 @@ class FusedModel:
     def _say(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if self.fallbacks[reason] == 1:
-            warnings.warn(f"fusion-advisor runs the original ops: {reason}", stacklevel=3)
+            warn_caller(f"fusion-advisor runs the original ops: {reason}")
 
     def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
@@ -301,6 +301,24 @@ class FusedModel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.revert()
+
+    # ------------------------------------------------------------------ copies
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse what ``copy`` and ``pickle`` ask for. The model itself can be copied and pickled: torch leaves the call out.
+
+        Raises:
+            CannotCopy: always.
+        """
+        raise CannotCopy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse, lest a ``__deepcopy__`` of the model's own answers.
+
+        Raises:
+            CannotCopy: always.
+        """
+        raise CannotCopy
 
     def __getattr__(self, name: str) -> Any:
         if name == "model":

@@ -60,7 +60,7 @@ def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion
     if chain is None or fusion.chain_after is None:
         return fusion
     before_ns = chain.device_ns + chain.launches * cost_ns
-    return replace(fusion, predicted_saving_ns=max(0, before_ns - fusion.chain_after.median_ns * len(chain.sites)))
+    return replace(fusion, predicted_saving_ns=max(0, before_ns - fusion.chain_after.median_ns * chain.runs))
 
 
 def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
@@ -112,7 +112,7 @@ def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int
 def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
     """What linears take once they are padded: their products at the best rate of the others, and a copy of their results."""
     padded = [op for op in capture.ops if op.target == _LINEAR and op.index in removed]
-    copied_bytes = sum(2 * read_bytes(op.outputs[0]) for op in padded)  # read and written
+    copied_bytes = sum(2 * capture.runs_of(op) * read_bytes(op.outputs[0]) for op in padded)  # read and written
     products_ns = sum(_products(capture, op) for op in padded) * _ns_per_product(capture, removed)
     return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
 
@@ -123,8 +123,8 @@ def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
     copied_bytes, products = 0, 0
     for op in convolutions:
         picture, weight = (capture.ops[source.index].outputs[0] for source in op.args[:2] if isinstance(source, Ref))
-        copied_bytes += 2 * (read_bytes(picture) + read_bytes(op.outputs[0]))
-        products += math.prod(op.outputs[0].shape) * math.prod(weight.shape[1:])
+        copied_bytes += 2 * capture.runs_of(op) * (read_bytes(picture) + read_bytes(op.outputs[0]))
+        products += capture.runs_of(op) * math.prod(op.outputs[0].shape) * math.prod(weight.shape[1:])
     return round(products * _ns_per_product(capture, removed) + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
 
 
@@ -141,7 +141,7 @@ def _ns_per_product(capture: Capture, removed: Collection[int]) -> float:
 def _products(capture: Capture, linear: OpNode) -> int:
     source = linear.args[0]
     width = capture.ops[source.index].outputs[0].shape[-1] if isinstance(source, Ref) else 1
-    return math.prod(linear.outputs[0].shape) * int(width)
+    return capture.runs_of(linear) * math.prod(linear.outputs[0].shape) * int(width)
 
 
 def removed_ops(bench: Bench, variant: Variant) -> set[int]:

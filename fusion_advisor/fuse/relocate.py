@@ -30,8 +30,9 @@ def merged_bench(bench: Bench, merged: Sequence[MergedRegion]) -> tuple[Bench, d
     """
     old = bench.live
     live = LiveCapture(
-        regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled
-    )
+        regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled,
+        runs=old.runs,
+    )  # fmt: skip
     new = Bench(live, on_cuda=bench.on_cuda)
     moved: dict[int, int] = {}
     for one, before, after in zip(merged, bench.index_of, new.index_of, strict=True):

@@ -140,7 +140,7 @@ def _timed(
     """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
     with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
         before, after = measure.compare_alone(original, fused, on_cuda=bench.on_cuda)
-    saving_ns = max(0, planned.chain.device_ns - after.median_ns * len(planned.sites))
+    saving_ns = max(0, planned.chain.device_ns - after.median_ns * planned.chain.runs)
     base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
     if after.ci_low_ns >= before.ci_high_ns:
         return base, f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"

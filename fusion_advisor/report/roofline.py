@@ -165,14 +165,13 @@ def roofline(report: Report) -> Roofline | None:
 def _is_known(chain: Chain | None) -> bool:
     if chain is None or not chain.sites:
         return False
-    return min(chain.moved_bytes, chain.floor_bytes) >= len(chain.sites) and math.prod(chain.shape) > 0
+    return min(chain.moved_bytes, chain.floor_bytes) >= chain.runs and math.prod(chain.shape) > 0
 
 
 def _point(report: Report, fusion: Fusion, chain: Chain) -> Point:
     before, after = fusion.chain_before, fusion.chain_after
     assert before is not None and after is not None
-    sites = len(chain.sites)
-    moved, floor = chain.moved_bytes // sites, chain.floor_bytes // sites
+    moved, floor = chain.moved_bytes // chain.runs, chain.floor_bytes // chain.runs
     ceiling = max(memory_ceiling(report.bandwidth)[1], 1)
     return Point(
         id=fusion.id,

@@ -135,7 +135,9 @@ def details(report: Report, console: Console, *, with_source: bool = False) -> R
     replies = view.answers(report)
     for chain in report.chains:
         lines += [Text(""), _line(f"{chain.id}  {' → '.join(chain.ops)}", console, "bold")]
-        lines += [_line(f"  {site.module_path or 'top level'}  {_place(site)}", console) for site in chain.sites[:_MOST_SITES]]
+        for site in chain.sites[:_MOST_SITES]:
+            often = f", run {site.runs} times in a step" if site.runs > 1 else ""
+            lines.append(_line(f"  {site.module_path or 'top level'}  {_place(site)}{often}", console))
         left = len(chain.sites) - _MOST_SITES
         if left > 0:
             lines.append(_line(f"  and {plural(left, 'more site')}", console, "dim"))
@@ -299,7 +301,7 @@ def _chain_columns(report: Report) -> list[Column]:
 
     def launches(index: int) -> str:
         chain = rows[index]
-        after = len(chain.sites) if isinstance(replies.get(chain.id), Match) else "?"
+        after = chain.runs if isinstance(replies.get(chain.id), Match) else "?"
         return f"{chain.launches}→{after}"
 
     names = [view.kernel_cell(report, chain)[0] for chain in rows]

@@ -125,6 +125,11 @@ def caveats(report: Report) -> tuple[str, ...]:
         )
     if report.tolerance is not None:
         lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
+    if report.quality.graph_breaks and report.step_before is not None:
+        lines.append(
+            f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "
+            "captured graphs alone, the headline of the whole call."
+        )
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)
@@ -437,8 +442,8 @@ def traffic(report: Report, fusion: Fusion) -> Traffic | None:
     chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
     if chain is None and fusion.kernel_bytes is None:
         return None
-    before = "not known" if chain is None else units.size(chain.moved_bytes / len(chain.sites))
-    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / len(chain.sites)
+    before = "not known" if chain is None else units.size(chain.moved_bytes / chain.runs)
+    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / chain.runs
     if fusion.chain_after is None:
         return Traffic(before, units.size(floor), "not timed", "")
     speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)

@@ -72,9 +72,10 @@ def test_a_step_that_cannot_be_recorded_says_why(chosen):
 
 
 def test_breaks_are_named():
-    assert why_no_graph([], 1) is None
-    assert "model.py:12" in why_no_graph([GraphBreak(reason="item()", source="model.py:12")], 2)
-    assert "2 graphs" in why_no_graph([], 2)
+    assert why_no_graph([], (1,)) is None
+    assert "model.py:12" in why_no_graph([GraphBreak(reason="item()", source="model.py:12")], (1, 1))
+    assert "2 graphs" in why_no_graph([], (1, 1))
+    assert "runs its captured graph 3 times" in why_no_graph([], (3,))
 
 
 def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):  # noqa: F811

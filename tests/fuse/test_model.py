@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 
+from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
@@ -212,6 +213,36 @@ def test_copies_and_pickles_are_plain_models(fused, x):
         assert is_fused(fused.model, x)
     saved.seek(0)
     assert list(torch.load(saved)) == list(fused.model.state_dict())
+
+
+def test_a_whole_model_saved_while_it_is_fused_is_loaded_plain(fused, x):
+    saved = io.BytesIO()
+    with fused:
+        torch.save(torch.nn.Sequential(fused.model), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), fused.model(x))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda fused: torch.save(fused, io.BytesIO()), lambda fused: copy.deepcopy([fused])],
+    ids=["copy", "deepcopy", "pickle", "torch.save", "inside a list"],
+)
+def test_the_fused_model_itself_is_not_copied_and_says_what_to_copy(fused, x, copied):
+    with fused, pytest.raises(CannotCopy, match=r"copy or save what `fused.revert\(\)` returns, or its `state_dict"):
+        copied(fused)
+    with fused:
+        assert is_fused(fused.model, x)
+
+
+def test_a_models_own_deepcopy_does_not_answer_for_the_fused_model():
+    traced = torch.fx.symbolic_trace(toy()[0])  # a GraphModule has a __deepcopy__
+    with fuse(traced, toy()[1]) as fused:
+        with pytest.raises(CannotCopy):
+            copy.deepcopy(fused)
+        assert "_compiled_call_impl" not in copy.deepcopy(traced).__dict__
 
 
 def test_two_instances_do_not_influence_each_other(x):

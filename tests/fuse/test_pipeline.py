@@ -12,7 +12,9 @@ import torch
 
 import fusion_advisor.fuse.select as selection
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import install, pipeline, trial
+from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.decide import Decision, Verdict
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
@@ -20,6 +22,7 @@ from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trace_profile import profile_trace
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import Match, Status, Timing, Tolerance
+from fusion_advisor.report.view import caveats
 from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
@@ -98,6 +101,7 @@ def verdicts(monkeypatch, status_of):
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
+FASTER = replace(TIMING, times_ns=(80,) * 6, median_ns=80, ci_low_ns=80, ci_high_ns=80)
 
 
 def keep_all(_):
@@ -120,7 +124,7 @@ def assert_consistent(report):
         assert receipt.sites_replaced <= receipt.sites_matched <= receipt.sites_found
         if fusion.status is Status.KEPT:
             assert receipt.sites_replaced + len(receipt.refusals) == receipt.sites_matched
-            assert receipt.launches_after == receipt.sites_replaced > 0
+            assert receipt.launches_after * len(chain.sites) == receipt.sites_replaced * chain.runs > 0
         else:
             assert receipt.sites_replaced == receipt.launches_after == 0
             assert fusion.reason
@@ -315,6 +319,89 @@ def test_with_real_timing_the_report_is_consistent_whatever_is_kept(loaded, quic
     assert torch_internals.set_compiled_call(loaded.model, None) is None
 
 
+class Layer(torch.nn.Module):
+    """Breaks in the middle, and so does the loop around it: all layers run the same two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+        self.register_buffer("table", torch.randn(64))
+
+    def forward(self, x):
+        x = self.norm(torch.nn.functional.gelu(self.linear(x), approximate="tanh"))
+        torch._dynamo.graph_break()
+        return torch.nn.functional.silu(x) * x + torch.exp(self.table)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("is_one_layer", [True, False])
+def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypatch, is_one_layer):
+    torch.manual_seed(0)
+    model = Layers([Layer()] * 3 if is_one_layer else [Layer() for _ in range(3)]).eval()
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        expected = model(x)
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, FASTER])
+    run = apply_workload(describe_live(model, (x,)), quick)
+    report = run.report
+    assert run.capture.region_runs == (3, 3)
+    assert report.captured.launches == sum(count for _, count, _ in report.before.categories)  # nothing ran outside of the graphs
+    kept = [fusion for fusion in report.fusions if fusion.status is Status.KEPT]
+    assert len(kept) == 2
+    for fusion in kept:
+        chain = next(chain for chain in report.chains if chain.id == fusion.chain_id)
+        receipt = fusion.receipt
+        assert (receipt.sites_replaced, receipt.launches_after, receipt.refusals) == (1, 3, ())
+        assert chain.runs == 3 and chain.launches == 3 * len(chain.ops)
+        assert chain.floor_bytes % 3 == 0 and chain.floor_bytes >= 3 * 2 * x.nbytes
+    assert_consistent(report)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    assert not run.fused.fallbacks
+
+
+@pytest.mark.parametrize(("after", "stays"), [(FASTER, True), (TIMING, False)])
+def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkeypatch, after, stays):
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            x = torch.nn.functional.silu(x) * x
+            torch._dynamo.graph_break()
+            return x + 1.0
+
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, after])
+    run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
+    report = run.report
+    assert run.fused.is_applied == stays
+    assert any(fusion.status is Status.KEPT for fusion in report.fusions) == stays
+    assert any("whole call does not measurably pay" in warning for warning in report.warnings) != stays
+    assert any("only if that is measurably faster" in note for note in report.notes)
+    assert any("1 graph break: the verdict on a rewrite is of the captured graphs alone" in line for line in caveats(report))
+    if not stays:
+        assert all("does not measurably pay" in fusion.reason for fusion in report.fusions)
+
+
+def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():
+    torch.manual_seed(0)
+    x = torch.randn(32, 64)
+    for layers, folded in ([Layer()] * 2, 1), ([Layer(), Layer()], 0):
+        with torch.no_grad():
+            live = capture_regions(Layers(layers).eval(), (x,), {})
+        assert live.runs_of_regions() == (2, 2)
+        assert Bench(live, on_cuda=False).build((), ("fold_constants",)).changed == {"fold_constants": folded}
+
+
 def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, monkeypatch):
     class Part(torch.nn.Module):
         def forward(self, x):
@@ -333,6 +420,7 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
             return torch.erfc(x)
 
     verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, FASTER])
     report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [

@@ -33,7 +33,8 @@ def pad_linears(graph: Graph, region: Region, _constants: dict[str, torch.Tensor
         region: its example tensors say whether there is room behind a weight.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    values = dict(zip(placeholders, region.example_args, strict=True))
+    named = zip(placeholders, region.roles, region.example_args, strict=True)
+    values = {node: value for node, role, value in named if role == "parameter"}  # the same tensor in every run of the region
     odd = [node for node in graph.nodes if node.target is _LINEAR and _is_padded_best(node, values)]
     for number, linear in enumerate(odd):
         _pad(graph, linear, f"{region.index}_{number}")
