@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -158,6 +159,8 @@ def capture_regions(
             torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(), lines
         ):  # fmt: skip
             live.output = compiled.call(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
+        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     written.rewind()
@@ -173,6 +176,14 @@ def capture_regions(
     for region in live.regions:
         region.names, region.roles = _name_inputs(region, known)
     return live
+
+
+def _cause(error: Exception) -> str:
+    """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it."""
+    text = str(error).strip() or type(error).__name__
+    at = re.search(r"While executing %(\w+)", text)
+    where = f" `{at[1]}`" if at else ""
+    return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
 
 
 def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
@@ -216,8 +227,10 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             )
         else:
             op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
-        for key in storages(node):
-            owner.setdefault(key, index)
+        # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for key in storages(node):
+                owner.setdefault(key, index)
         ops.append(op)
     return ops, index_of
 
