@@ -81,7 +81,8 @@ class FusedModel:
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, _Seen] = {}
         self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
-        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(map(type, model.modules()))]
+        kinds: dict[type[torch.nn.Module], None] = dict.fromkeys(map(type, model.modules()))
+        self._forwards = [(kind, kind.forward) for kind in kinds]
         self._look_at_parts()
         self._original = torch_internals.original_call(model)
         captured = None if live is None else live.compiled
@@ -211,8 +212,8 @@ class FusedModel:
         self._no_hooks = [table for table in torch_internals.hook_tables(self.model) if id(table) not in known]
 
     def _refusal(self) -> str | None:
-        # Dynamo compares neither: a module in another's place may have hooks of its own, a class another forward. For Qwen2.5-7B's
-        # 371 modules of 11 classes it takes 7 µs.
+        # Dynamo compares neither: a module in another's place may have hooks of its own, a class another forward.
+        # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if self._parts != self._parts_then:
             self._look_at_parts()
             tables = set(map(id, torch_internals.hook_tables(self.model)))
