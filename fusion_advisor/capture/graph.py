@@ -110,8 +110,37 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    _change_no_layout_in_place(traced)
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
+
+
+_aten = torch.ops.aten
+_LAYOUT_IN_PLACE: dict[Any, Any] = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.transpose.int,
+    _aten.swapdims_.default: _aten.transpose.int,
+    _aten.as_strided_.default: _aten.as_strided.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+}
+"""Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+
+
+def _change_no_layout_in_place(graph_module: GraphModule) -> None:
+    """Let a value keep the layout it was made with: what reads it by its storage would find another one after ``unsqueeze_``.
+
+    The tracer has every later reader name the op's own result, so a view does as well. A tensor that the region was given is left
+    alone: the caller may look at it.
+    """
+    given = {key for node in _placeholders(graph_module) for key in storages(node)}
+    for node in graph_module.graph.nodes:
+        if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
+            node.target = _LAYOUT_IN_PLACE[node.target]
+    graph_module.recompile()
 
 
 def capture_regions(

@@ -256,6 +256,29 @@ def test_inputs_that_share_memory_with_what_is_written_run_the_original():
     assert torch.equal(found, expected) and torch.equal(one, two)
 
 
+class Reshaped(torch.nn.Module):
+    """Gives values between chains another layout in place, beside a view of the old one that is written to."""
+
+    def forward(self, x):
+        value = torch.tanh(x) * 2.0
+        rows = value[1:]
+        value.unsqueeze_(0).transpose_(1, 2)
+        rows.add_(1.0)
+        turned = torch.sigmoid(x) * 3.0
+        turned.swapaxes_(0, 1)
+        return value * 2.0 + 1.0, value, rows, turned * 2.0 + 1.0
+
+
+def test_layouts_that_are_changed_in_place_are_views():
+    model, x = Reshaped().eval(), torch.randn(4, 8)
+    fused = fuse(model, (x,))
+    with torch.no_grad(), fused:
+        found, expected = model(x), model._call_impl(x)
+    assert fused.fallbacks == {}
+    torch.testing.assert_close(found, expected)
+    assert [value.stride() for value in found] == [value.stride() for value in expected]
+
+
 class Branches(torch.nn.Module):
     """One op of dynamo's graph is ``torch.cond``, whose branches are graphs of their own and which returns a list of one."""
 
