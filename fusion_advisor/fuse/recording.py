@@ -223,17 +223,16 @@ class Recording:
 
 def backend_flags() -> tuple[Any, ...]:
     """Return the flags that choose kernels and that dynamo's guards do not all watch."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    convolutions: Any = cudnn.conv  # a module that adds its switches when it is imported
-    recurrent: Any = cudnn.rnn
+    cuda = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn  # which makes its parts and their switches when it is imported
     return (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
         allows_tf32(),
-        convolutions.fp32_precision,
-        recurrent.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
