@@ -31,9 +31,20 @@ _MOST_ELEMENTS = 264 * 64 * 64
 """Of a GEMM's result: two tiles of 64 x 64 for each of an H200's 132 SMs. With more of them the epilogue is the faster way."""
 
 
+def allows_tf32() -> bool:
+    """Whether GEMMs of fp32 may round their operands to TF32, as torch is set now.
+
+    Neither ``allow_tf32`` nor ``get_float32_matmul_precision``: reading them raises where somebody used the newer switch.
+    """
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if precision == "none":
+        precision = getattr(torch.backends, "fp32_precision", "ieee")
+    return precision == "tf32"
+
+
 def is_slower_with_bias(out: torch.Tensor) -> bool:
     """Whether a GEMM with this result takes longer with its bias in the epilogue than without it and an addition: see above."""
-    has_fp32_sums = out.is_cuda and out.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    has_fp32_sums = out.is_cuda and out.dtype == torch.float32 and not allows_tf32()
     rows = out.numel() // max(out.shape[-1], 1)
     return has_fp32_sums and rows >= _FEWEST_ROWS and out.numel() <= _MOST_ELEMENTS
 

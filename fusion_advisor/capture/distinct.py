@@ -265,6 +265,8 @@ def _refuse_unusual(node: Node) -> None:
     is_plain = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view not in node.target.tags
     if node.op != "call_function" or not (is_plain or node.target is operator.getitem) or "stack_trace" not in node.meta:
         raise _Differs
+    if "val" not in node.meta:
+        raise _Differs  # it returns nothing (`_foreach_add_`): what it writes to cannot be told from its result
 
 
 def _recipe(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,8 +145,37 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    _change_no_layout_in_place(traced)
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
+
+
+_aten = torch.ops.aten
+_LAYOUT_IN_PLACE: dict[Any, Any] = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.transpose.int,
+    _aten.swapdims_.default: _aten.transpose.int,
+    _aten.as_strided_.default: _aten.as_strided.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+}
+"""Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+
+
+def _change_no_layout_in_place(graph_module: GraphModule) -> None:
+    """Let a value keep the layout it was made with: what reads it by its storage would find another one after ``unsqueeze_``.
+
+    The tracer has every later reader name the op's own result, so a view does as well. A tensor that the region was given is left
+    alone: the caller may look at it.
+    """
+    given = {key for node in _placeholders(graph_module) for key in storages(node)}
+    for node in graph_module.graph.nodes:
+        if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
+            node.target = _LAYOUT_IN_PLACE[node.target]
+    graph_module.recompile()
 
 
 def capture_regions(
@@ -194,6 +224,8 @@ def capture_regions(
             torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(), lines
         ):  # fmt: skip
             live.output = compiled.call(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
+        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     written.rewind()
@@ -217,6 +249,14 @@ def capture_regions(
         region.example_args = mine[0]
         region.names, region.roles = _name_inputs(mine, known)
     return live
+
+
+def _cause(error: Exception) -> str:
+    """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it."""
+    text = str(error).strip() or type(error).__name__
+    at = re.search(r"While executing %(\w+)", text)
+    where = f" `{at[1]}`" if at else ""
+    return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
 
 
 def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
@@ -260,8 +300,10 @@ def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[N
             )
         else:
             op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
-        for key in storages(node):
-            owner.setdefault(key, index)
+        # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for key in storages(node):
+                owner.setdefault(key, index)
         ops.append(op)
     return ops, index_of
 

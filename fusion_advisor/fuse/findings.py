@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusion_advisor.capture.bias import allows_tf32
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.fuse.passes.attention import mask_meanings
 from fusion_advisor.fuse.plan import Plan
@@ -45,11 +46,7 @@ class TorchSettings:
 
 def torch_settings() -> TorchSettings:
     """Read the switches as they are now."""
-    # Not `allow_tf32`: reading it raises where somebody used the newer switch.
-    precision = torch.backends.cuda.matmul.fp32_precision
-    if precision == "none":
-        precision = getattr(torch.backends, "fp32_precision", "ieee")
-    return TorchSettings(allows_tf32=precision == "tf32", has_cudnn_benchmark=bool(torch.backends.cudnn.benchmark))
+    return TorchSettings(allows_tf32=allows_tf32(), has_cudnn_benchmark=bool(torch.backends.cudnn.benchmark))
 
 
 def evaluated_masks(live: LiveCapture) -> Mapping[str, int]:

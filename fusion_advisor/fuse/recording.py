@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture.bias import allows_tf32
 from fusion_advisor.fuse.chain import extent
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.timing.measure import CannotRecord
@@ -222,14 +223,16 @@ class Recording:
 
 def backend_flags() -> tuple[Any, ...]:
     """Return the flags that choose kernels and that dynamo's guards do not all watch."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    cuda = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn  # which makes its parts and their switches when it is imported
     return (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
-        cuda.matmul.allow_tf32,
-        cudnn.allow_tf32,
+        allows_tf32(),
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,

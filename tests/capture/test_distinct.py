@@ -153,9 +153,19 @@ def complex_by_value(x):
     return x * (1 + 2j)
 
 
+def writes_to_several(x):
+    y = x * 2
+    torch._foreach_add_([x, y], 1.0)
+    return x * y
+
+
 @pytest.mark.parametrize(
-    "function", [changes_layout, switches_gradients, switches_autocast, holds_a_constant, maps_over_rows, complex_by_value]
-)
+    "function",
+    [
+        changes_layout, switches_gradients, switches_autocast, holds_a_constant, maps_over_rows, complex_by_value,
+        writes_to_several,
+    ],
+)  # fmt: skip
 def test_what_cannot_be_told_op_by_op_is_left_to_the_whole_trace(function):
     _, ours = dynamo_graph(function, torch.randn(3, 4), then=retrace_distinct)
     assert ours is None

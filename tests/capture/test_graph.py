@@ -139,6 +139,29 @@ def test_a_model_that_dynamo_skips_is_refused_by_name():
         capture_regions(Skipped(), (torch.randn(3),), {}, model_id="mymodel")
 
 
+class Checkpointed(torch.nn.Module):
+    """One op of dynamo's graph cannot be traced on."""
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False) * 2
+
+
+def test_an_op_that_cannot_be_traced_is_named():
+    with pytest.raises(CannotCapture, match=r"tag_activation_checkpoint.*_checkpoint_context_fn"):
+        capture_regions(Checkpointed(), (torch.randn(3),), {}, model_id="mymodel")
+
+
+def test_what_a_list_holds_belongs_to_the_item_taken_out_of_it():
+    def function(x):
+        (only,) = torch._foreach_mul([x], 2.0)
+        return torch.tanh(only.view(-1))
+
+    _, ops, _ = region_of(function, torch.randn(3, 4))
+    item = next(op for op in ops if op.target == "getitem")
+    view = next(op for op in ops if op.target.startswith("aten.view"))
+    assert item.alias_of is None and view.alias_of == item.index
+
+
 def test_capturing_leaves_the_model_alone():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     before = dict(model.__dict__)

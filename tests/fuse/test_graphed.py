@@ -16,6 +16,7 @@ from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.model import FusedModel, signature
 from fusion_advisor.fuse.recordable import host_work
+from fusion_advisor.fuse.recording import backend_flags
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
 from tests.tiny import Toy, gpt2, toy
@@ -248,6 +249,21 @@ def test_backend_flags_are_part_of_the_record(fused, recorder, x):
         assert recorder.recorded == 2
     finally:
         torch.backends.cuda.enable_flash_sdp(before)
+
+
+def test_either_switch_of_tf32_is_part_of_the_record(fused, x):
+    """Once the newer one was used, reading the older one raises."""
+    matmul = torch.backends.cuda.matmul
+    before, flags = matmul.fp32_precision, []
+    try:
+        for precision in ("ieee", "tf32"):
+            matmul.fp32_precision = precision
+            flags.append(backend_flags())
+            for value in others(x, 3):
+                assert torch.equal(fused(value), fused._original(value))
+    finally:
+        matmul.fp32_precision = before
+    assert flags[0] != flags[1] and fused.fallbacks == {}
 
 
 def grad(fused, x):

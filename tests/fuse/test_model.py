@@ -192,6 +192,118 @@ def test_replaced_submodules_run_the_original(fused, x):
         assert torch.equal(found, model(x))
 
 
+def test_a_replaced_submodule_brings_its_own_hooks(fused, x):
+    model = fused.model
+    before = model.norms[0]
+    with torch.no_grad(), fused:
+        model.norms[0] = copy.deepcopy(before)
+        assert is_fused(model, x)
+        model.norms[0].register_forward_hook(lambda _module, _inputs, output: 3 * output)
+        with pytest.warns(UserWarning, match="hook"):
+            assert not is_fused(model, x)
+        model.norms[0] = before
+        assert is_fused(model, x)
+
+
+def test_a_replaced_submodule_takes_its_hooks_along(x):
+    model, args = toy()
+    before = model.norms[0]
+    before.register_forward_hook(lambda _module, _inputs, output: 3 * output)
+    with torch.no_grad(), fuse(model, args, spoil=0.5):
+        assert is_fused(model, x)
+        model.norms[0] = copy.deepcopy(before)
+        model.norms[0]._forward_hooks.clear()
+        with pytest.warns(UserWarning, match="hook"):
+            assert not is_fused(model, x)
+        assert not is_fused(model, x)
+        model.norms[0] = before
+        assert is_fused(model, x)
+
+
+def test_a_class_that_is_patched_runs_the_original(x, monkeypatch):
+    class Norm(torch.nn.LayerNorm):
+        def forward(self, value):
+            return super().forward(value)
+
+    model, args = toy()
+    model.norms[0] = Norm(32)
+    with torch.no_grad(), fuse(model, args, spoil=0.5):
+        assert is_fused(model, x)
+        monkeypatch.setattr(Norm, "forward", lambda _self, value: 3 * value)
+        with pytest.warns(UserWarning, match="forward of a class"):
+            assert not is_fused(model, x)
+
+
+class ReadsAndWrites(torch.nn.Module):
+    """Reads one input before it writes to the other; a kernel reads it afterwards."""
+
+    def forward(self, x, y):
+        doubled = y * 2.0
+        x.add_(1.0)
+        return torch.tanh(doubled + 3.0) * 0.5
+
+
+def test_inputs_that_share_memory_with_what_is_written_run_the_original():
+    model = ReadsAndWrites().eval()
+    base = torch.randn(4, 8)
+    fused = fuse(model, (base.clone(), base.clone()))
+    with torch.no_grad(), fused:
+        model(base.clone(), base.clone())
+        assert fused.fallbacks == {}
+        one, two = base.clone(), base.clone()
+        expected = model._call_impl(one, one.view(4, 8))
+        with pytest.warns(UserWarning, match="share memory"):
+            found = model(two, two.view(4, 8))
+    assert torch.equal(found, expected) and torch.equal(one, two)
+
+
+class Reshaped(torch.nn.Module):
+    """Gives values between chains another layout in place, beside a view of the old one that is written to."""
+
+    def forward(self, x):
+        value = torch.tanh(x) * 2.0
+        rows = value[1:]
+        value.unsqueeze_(0).transpose_(1, 2)
+        rows.add_(1.0)
+        turned = torch.sigmoid(x) * 3.0
+        turned.swapaxes_(0, 1)
+        return value * 2.0 + 1.0, value, rows, turned * 2.0 + 1.0
+
+
+def test_layouts_that_are_changed_in_place_are_views():
+    model, x = Reshaped().eval(), torch.randn(4, 8)
+    fused = fuse(model, (x,))
+    with torch.no_grad(), fused:
+        found, expected = model(x), model._call_impl(x)
+    assert fused.fallbacks == {}
+    torch.testing.assert_close(found, expected)
+    assert [value.stride() for value in found] == [value.stride() for value in expected]
+
+
+class Branches(torch.nn.Module):
+    """One op of dynamo's graph is ``torch.cond``, whose branches are graphs of their own and which returns a list of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x):
+        chosen = torch.cond(x.sum() > 0, lambda value: value * self.factor, lambda value: value - self.factor, (x,))
+        return torch.tanh(chosen) * 0.5 + chosen
+
+
+def test_a_branch_that_changes_is_not_taken_for_the_one_that_was_verified():
+    model, x = Branches().eval(), torch.rand(4, 8)
+    fused = fuse(model, (x,))
+    with torch.no_grad(), fused:
+        for value in (x, -x):
+            torch.testing.assert_close(model(value), model._call_impl(value))
+        assert fused.fallbacks == {}
+        model.factor = 7.0
+        with pytest.warns(UserWarning, match="not verified"):
+            torch.testing.assert_close(model(x), model._call_impl(x))
+
+
 def test_everything_else_is_the_models_own(fused):
     fused.model.note = "mine"
     assert fused.note == "mine"
