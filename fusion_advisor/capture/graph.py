@@ -171,7 +171,7 @@ def _change_no_layout_in_place(graph_module: GraphModule) -> None:
     The tracer has every later reader name the op's own result, so a view does as well. A tensor that the region was given is left
     alone: the caller may look at it.
     """
-    given = {key for node in _placeholders(graph_module) for key in storages(node)}
+    given = {key for node in graph_module.graph.nodes if node.op == "placeholder" for key in storages(node)}
     for node in graph_module.graph.nodes:
         if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
             node.target = _LAYOUT_IN_PLACE[node.target]
