@@ -52,6 +52,8 @@ class TritonWriter(Writer):
         self.is_looped = is_looped
         self.zero_past_end: set[int] = set()
         """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
+        self.policies: dict[int, str] = {}
+        """What loads say to the cache, by value number."""
         outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
         self.is_half = all(o.dtype in _HALF for o in outputs)
@@ -104,7 +106,11 @@ class TritonWriter(Writer):
         read: set[tuple[int, int]] = set()
         for number in numbers:
             pair = self.plan.load_pair(number)
-            if pair[0] == pair[1]:
+            if number in self.policies and pair[0] == pair[1]:
+                lines.append(
+                    f"{self.text(number).code} = {self.load(number, self.plan.program.values[number], self.plan.loads[number])}"
+                )
+            elif pair[0] == pair[1]:
                 lines += [" = ".join(self.statement(number))] if self.is_named(number) else []
             elif pair not in read:
                 read.add(pair)
@@ -156,7 +162,8 @@ class TritonWriter(Writer):
             masks = self.with_guard(masks[0], value.guard)
         elif value.guard is not None:
             masks.append(causal)
-        return self._widened(self._read(access, varies, masks, is_nan=number in self.nan_filled), access, value)
+        policy = self.policies.get(number, "")
+        return self._widened(self._read(access, varies, masks, is_nan=number in self.nan_filled, policy=policy), access, value)
 
     def with_guard(self, mask: str, guard: int) -> list[str]:
         """What must hold, each by itself, where a mask and a guard do."""
@@ -166,13 +173,14 @@ class TritonWriter(Writer):
             return [f"tl.where({self.text(guard).code}, {mask}, False)"]
         return [mask, self.text(guard).at(ATOM)]
 
-    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, is_nan: bool = False) -> str:
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, is_nan: bool = False, policy: str = "") -> str:
         other, wanted = "", " & ".join(filter(None, masks))
         if wanted:
             zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
             zero = 'float("nan")' if is_nan else zero
             other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
-        return f"tl.load({self.address(access, varies)}{other})"
+        kept = f', eviction_policy="{policy}"' if policy else ""
+        return f"tl.load({self.address(access, varies)}{other}{kept})"
 
     def _widened(self, code: str, access: Access, value: Value) -> str:
         if value.dtype == access.operand.dtype:

@@ -25,8 +25,9 @@ from fusion_advisor.content import content_dir
 from fusion_advisor.library.beside import calls_of, largest
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.nvrtc import device_shared_memory
+from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS
+from fusion_advisor.library.schedule import column_passes
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.staging import SharedMemory
@@ -202,13 +203,13 @@ def _is_tiny(program: Program) -> bool:
 
 
 def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.library.triton_shape import choose_shape
+    from fusion_advisor.library.triton_shape import choose_shape, walks_columns
 
     plan = largest(calls_of(program, flatten_rows=False))
-    is_looped = plan.kind == "rows" and program.dims[-1] > MAX_RESIDENT_COLS
+    is_looped = walks_columns(plan, Tuning())
 
     def shape_of(tuning: Tuning) -> str:
-        return choose_shape(plan, tuning, is_looped=is_looped).text
+        return choose_shape(plan, tuning, is_looped=walks_columns(plan, tuning)).text
 
     own = choose_shape(plan, Tuning(), is_looped=is_looped)
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
@@ -232,7 +233,12 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     if prod(program.dims) <= _TINY_ELEMENTS and cols <= 128:
         around[:0] = [Tuning(block_rows=4, num_warps=4), Tuning(block_rows=2, num_warps=1)]
     narrow = [Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 4, warps * 2)) if cols * r <= 8192]
-    return shape_of, [*narrow[:1], *around, *narrow[1:]]
+    # One plain reduction over a row of 16 kB or more: LayerNorm's and softmax's first walks compute too much to be worth another.
+    sums = column_passes(plan)[1]
+    is_plain = len(sums) == 2 and len(sums[0].reductions) == 1 and not online_sums(plan.program)
+    is_wide = is_plain and program.dims[-1] > 4096 and plan.row_count >= _FEW_ROWS
+    walked = [Tuning(block_cols=4096, num_warps=16)] if is_wide else []
+    return shape_of, [*walked, *narrow[:1], *around, *narrow[1:]]
 
 
 def _shared_memory(backend: str, device: torch.device) -> SharedMemory:

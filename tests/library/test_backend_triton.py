@@ -84,6 +84,30 @@ def test_wide_rows_are_looped_and_narrow_ones_are_not():
     assert render(p.rmsnorm(4, 16384)).entry != render(p.rmsnorm(4, 16385)).entry
 
 
+def test_a_tuning_may_walk_a_row_that_registers_would_hold():
+    """The walks say what stays in the cache: the row until its last walk, the weight for all rows; a wider row is not kept."""
+    source = render(p.rmsnorm(4, 8192), Tuning(block_cols=4096)).source
+    assert source.count("for start in range") == 2
+    told = [line.split("evict_")[1][:5].strip('")') for line in source.splitlines() if "evict_" in line]
+    assert told == ["last", "first", "last"]  # x, x again, the weight
+    assert "evict_" not in render(p.rmsnorm(4, 16385), Tuning(block_cols=4096)).source
+    assert "for start in range" not in render(p.rmsnorm(4, 4096), Tuning(block_cols=4096)).source
+
+
+def test_tiles_are_compiled_for_every_size_but_the_outermost():
+    program = CASES["rope-bfloat16"]
+    source = render(program).source
+    signature = source[source.index("def fa_") : source.index("):\n", source.index("def fa_"))]
+    assert "cols: tl.constexpr" in signature
+    numbers = [word.strip() for line in signature.splitlines()[2:] for word in line.split(",") if word.strip()]
+    assert all(word.endswith("tl.constexpr") for word in numbers)
+    rows_and_cols = render(CASES["bias_gelu_erf-bfloat16"]).source
+    assert "    rows, cols: tl.constexpr," in rows_and_cols
+    flat = render(p.gelu_tanh()).source
+    assert "size," in flat
+    assert "size: tl.constexpr" not in flat
+
+
 def test_one_kernel_serves_every_width_with_the_same_key():
     assert render(p.rmsnorm(4, 1000)) == render(p.rmsnorm(9, 4096))
 
