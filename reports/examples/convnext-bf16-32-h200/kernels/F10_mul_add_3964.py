@@ -18,7 +18,7 @@ def wide(x):
 @triton.jit
 def fa_mul_add_3964_8072d7(
     x_ptr, x2_ptr, x3_ptr, out_ptr,
-    rows, cols, x_stride0, x3_stride0, out_stride0,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, x3_stride0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)

@@ -2,7 +2,7 @@
 //
 // Reads the weight (1000 x 768 bfloat16, 1.5 MB) once, for 32 rows of x.
 // Sums in float32, rounded once, at the store.
-// Launch: cuda_mma rows=8 warps=8 unroll=4
+// Launch: cuda_mma rows=8 warps=16 unroll=1
 // Origin: generated from the graph.
 
 #ifndef M
@@ -18,10 +18,10 @@
 #define ROWS 8  // rows of the weight for a block
 #endif
 #ifndef WARPS
-#define WARPS 8  // warps of a block: they share the columns
+#define WARPS 16  // warps of a block: they share the columns
 #endif
 #ifndef UNROLL
-#define UNROLL 4  // loads of a thread from each row that are under way together
+#define UNROLL 1  // loads of a thread from each row that are under way together
 #endif
 #ifndef VEC
 #define VEC 8  // columns of one load
@@ -112,7 +112,7 @@ __device__ __forceinline__ void mma(float (&sums)[4], unsigned a0, unsigned a1, 
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fa_linear_bias_bb7a55(
+fa_linear_bias_9da21b(
     const bfloat16_bits* __restrict__ x,
     const bfloat16_bits* __restrict__ weight,
     const bfloat16_bits* __restrict__ bias,

@@ -23,7 +23,8 @@ def wide(x):
 def part1(
     program,
     x_ptr, x2_ptr, x3_ptr, out1_ptr,
-    rows, cols, x_stride0, x_offset, x2_offset, x3_offset, out1_stride0, out1_offset,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, x_offset: tl.constexpr, x2_offset: tl.constexpr,
+    x3_offset: tl.constexpr, out1_stride0: tl.constexpr, out1_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -51,8 +52,10 @@ def part1(
 def part2(
     program,
     x4_ptr, x_ptr, x2_ptr, x3_ptr, out2_ptr, out3_ptr,
-    rows, cols, out2_extent, x_stride0, x_offset, x_offset_2, x2_offset, x3_offset, x_offset_3, x_offset_4,
-    out2_stride0, out2_step0, out2_offset, out3_stride0, out3_step0, out3_offset,
+    rows, cols: tl.constexpr, out2_extent: tl.constexpr, x_stride0: tl.constexpr, x_offset: tl.constexpr,
+    x_offset_2: tl.constexpr, x2_offset: tl.constexpr, x3_offset: tl.constexpr, x_offset_3: tl.constexpr,
+    x_offset_4: tl.constexpr, out2_stride0: tl.constexpr, out2_step0: tl.constexpr, out2_offset: tl.constexpr,
+    out3_stride0: tl.constexpr, out3_step0: tl.constexpr, out3_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -86,10 +89,14 @@ def part2(
 @triton.jit
 def fa_rope_qk_cache_5273ac(
     x_ptr, x2_ptr, x3_ptr, x4_ptr, out1_ptr, out2_ptr, out3_ptr,
-    start_of_2, rows_of_1, cols_of_1, x_stride0_of_1, x_offset_of_1, x2_offset_of_1, x3_offset_of_1,
-    out1_stride0_of_1, out1_offset_of_1, rows_of_2, cols_of_2, out2_extent_of_2, x_stride0_of_2, x_offset_of_2,
-    x_offset_2_of_2, x2_offset_of_2, x3_offset_of_2, x_offset_3_of_2, x_offset_4_of_2, out2_stride0_of_2,
-    out2_step0_of_2, out2_offset_of_2, out3_stride0_of_2, out3_step0_of_2, out3_offset_of_2,
+    start_of_2, rows_of_1, cols_of_1: tl.constexpr, x_stride0_of_1: tl.constexpr, x_offset_of_1: tl.constexpr,
+    x2_offset_of_1: tl.constexpr, x3_offset_of_1: tl.constexpr, out1_stride0_of_1: tl.constexpr,
+    out1_offset_of_1: tl.constexpr, rows_of_2, cols_of_2: tl.constexpr, out2_extent_of_2: tl.constexpr,
+    x_stride0_of_2: tl.constexpr, x_offset_of_2: tl.constexpr, x_offset_2_of_2: tl.constexpr,
+    x2_offset_of_2: tl.constexpr, x3_offset_of_2: tl.constexpr, x_offset_3_of_2: tl.constexpr,
+    x_offset_4_of_2: tl.constexpr, out2_stride0_of_2: tl.constexpr, out2_step0_of_2: tl.constexpr,
+    out2_offset_of_2: tl.constexpr, out3_stride0_of_2: tl.constexpr, out3_step0_of_2: tl.constexpr,
+    out3_offset_of_2: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     program = tl.program_id(0)

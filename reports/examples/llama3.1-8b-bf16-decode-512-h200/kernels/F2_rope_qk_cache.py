@@ -23,7 +23,8 @@ def wide(x):
 def part1(
     program,
     q_ptr, cos_ptr, sin_ptr, q_out_ptr,
-    rows, cols, q_stride0, q_offset, cos_offset, sin_offset, q_out_stride0, q_out_offset,
+    rows, cols: tl.constexpr, q_stride0: tl.constexpr, q_offset: tl.constexpr, cos_offset: tl.constexpr,
+    sin_offset: tl.constexpr, q_out_stride0: tl.constexpr, q_out_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -51,8 +52,10 @@ def part1(
 def part2(
     program,
     position_ptr, k_ptr, cos_ptr, sin_ptr, v_ptr, k_cache_ptr, v_cache_ptr,
-    rows, cols, k_cache_extent, k_stride0, k_offset, cos_offset, sin_offset, v_stride0, v_offset, k_cache_stride0,
-    k_cache_step0, k_cache_offset, v_cache_stride0, v_cache_step0, v_cache_offset,
+    rows, cols: tl.constexpr, k_cache_extent: tl.constexpr, k_stride0: tl.constexpr, k_offset: tl.constexpr,
+    cos_offset: tl.constexpr, sin_offset: tl.constexpr, v_stride0: tl.constexpr, v_offset: tl.constexpr,
+    k_cache_stride0: tl.constexpr, k_cache_step0: tl.constexpr, k_cache_offset: tl.constexpr,
+    v_cache_stride0: tl.constexpr, v_cache_step0: tl.constexpr, v_cache_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -86,10 +89,13 @@ def part2(
 @triton.jit
 def fa_rope_qk_cache_735886(
     q_ptr, cos_ptr, sin_ptr, position_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
-    start_of_2, rows_of_1, cols_of_1, q_stride0_of_1, q_offset_of_1, cos_offset_of_1, sin_offset_of_1,
-    q_out_stride0_of_1, q_out_offset_of_1, rows_of_2, cols_of_2, k_cache_extent_of_2, k_stride0_of_2,
-    k_offset_of_2, cos_offset_of_2, sin_offset_of_2, v_stride0_of_2, v_offset_of_2, k_cache_stride0_of_2,
-    k_cache_step0_of_2, k_cache_offset_of_2, v_cache_stride0_of_2, v_cache_step0_of_2, v_cache_offset_of_2,
+    start_of_2, rows_of_1, cols_of_1: tl.constexpr, q_stride0_of_1: tl.constexpr, q_offset_of_1: tl.constexpr,
+    cos_offset_of_1: tl.constexpr, sin_offset_of_1: tl.constexpr, q_out_stride0_of_1: tl.constexpr,
+    q_out_offset_of_1: tl.constexpr, rows_of_2, cols_of_2: tl.constexpr, k_cache_extent_of_2: tl.constexpr,
+    k_stride0_of_2: tl.constexpr, k_offset_of_2: tl.constexpr, cos_offset_of_2: tl.constexpr,
+    sin_offset_of_2: tl.constexpr, v_stride0_of_2: tl.constexpr, v_offset_of_2: tl.constexpr,
+    k_cache_stride0_of_2: tl.constexpr, k_cache_step0_of_2: tl.constexpr, k_cache_offset_of_2: tl.constexpr,
+    v_cache_stride0_of_2: tl.constexpr, v_cache_step0_of_2: tl.constexpr, v_cache_offset_of_2: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     program = tl.program_id(0)

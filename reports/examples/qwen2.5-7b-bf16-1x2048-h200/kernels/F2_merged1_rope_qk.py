@@ -2,7 +2,6 @@
 #
 # Moves each operand once: x 2 B/element, x2 2 B/element, x3 2 B/element, out1 2 B/element, out2 2 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_rows=8 num_warps=4
 # Origin: library kernel rope_qk, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -21,8 +20,9 @@ def wide(x):
 def part1(
     program,
     x_ptr, x2_ptr, x3_ptr, out1_ptr,
-    rows, cols, x_stride0, x_stride1, x_offset, x2_stride0, x2_offset, x3_stride0, x3_offset, out1_stride0,
-    out1_stride1, out1_offset,
+    rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
+    x_offset: tl.constexpr, x2_stride0: tl.constexpr, x2_offset: tl.constexpr, x3_stride0: tl.constexpr,
+    x3_offset: tl.constexpr, out1_stride0: tl.constexpr, out1_stride1: tl.constexpr, out1_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -54,8 +54,10 @@ def part1(
 def part2(
     program,
     x_ptr, x2_ptr, x3_ptr, out2_ptr,
-    rows, cols, x_stride0, x_stride1, x_offset, x_offset_2, x2_stride0, x2_offset, x3_stride0, x3_offset,
-    out2_stride0, out2_stride1, out2_offset,
+    rows: tl.constexpr, cols: tl.constexpr, x_stride0: tl.constexpr, x_stride1: tl.constexpr,
+    x_offset: tl.constexpr, x_offset_2: tl.constexpr, x2_stride0: tl.constexpr, x2_offset: tl.constexpr,
+    x3_stride0: tl.constexpr, x3_offset: tl.constexpr, out2_stride0: tl.constexpr, out2_stride1: tl.constexpr,
+    out2_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -84,12 +86,16 @@ def part2(
 
 
 @triton.jit
-def fa_rope_qk_2faf3f(
+def fa_rope_qk_d3dc36(
     x_ptr, x2_ptr, x3_ptr, out1_ptr, out2_ptr,
-    start_of_2, rows_of_1, cols_of_1, x_stride0_of_1, x_stride1_of_1, x_offset_of_1, x2_stride0_of_1,
-    x2_offset_of_1, x3_stride0_of_1, x3_offset_of_1, out1_stride0_of_1, out1_stride1_of_1, out1_offset_of_1,
-    rows_of_2, cols_of_2, x_stride0_of_2, x_stride1_of_2, x_offset_of_2, x_offset_2_of_2, x2_stride0_of_2,
-    x2_offset_of_2, x3_stride0_of_2, x3_offset_of_2, out2_stride0_of_2, out2_stride1_of_2, out2_offset_of_2,
+    start_of_2, rows_of_1: tl.constexpr, cols_of_1: tl.constexpr, x_stride0_of_1: tl.constexpr,
+    x_stride1_of_1: tl.constexpr, x_offset_of_1: tl.constexpr, x2_stride0_of_1: tl.constexpr,
+    x2_offset_of_1: tl.constexpr, x3_stride0_of_1: tl.constexpr, x3_offset_of_1: tl.constexpr,
+    out1_stride0_of_1: tl.constexpr, out1_stride1_of_1: tl.constexpr, out1_offset_of_1: tl.constexpr,
+    rows_of_2: tl.constexpr, cols_of_2: tl.constexpr, x_stride0_of_2: tl.constexpr, x_stride1_of_2: tl.constexpr,
+    x_offset_of_2: tl.constexpr, x_offset_2_of_2: tl.constexpr, x2_stride0_of_2: tl.constexpr,
+    x2_offset_of_2: tl.constexpr, x3_stride0_of_2: tl.constexpr, x3_offset_of_2: tl.constexpr,
+    out2_stride0_of_2: tl.constexpr, out2_stride1_of_2: tl.constexpr, out2_offset_of_2: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     program = tl.program_id(0)

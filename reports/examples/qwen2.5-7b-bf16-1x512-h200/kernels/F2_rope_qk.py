@@ -21,8 +21,9 @@ def wide(x):
 def part1(
     program,
     q_ptr, cos_ptr, sin_ptr, q_out_ptr,
-    rows, cols, q_stride0, q_stride1, q_offset, cos_stride0, cos_offset, sin_stride0, sin_offset, q_out_stride0,
-    q_out_stride1, q_out_offset,
+    rows: tl.constexpr, cols: tl.constexpr, q_stride0: tl.constexpr, q_stride1: tl.constexpr,
+    q_offset: tl.constexpr, cos_stride0: tl.constexpr, cos_offset: tl.constexpr, sin_stride0: tl.constexpr,
+    sin_offset: tl.constexpr, q_out_stride0: tl.constexpr, q_out_stride1: tl.constexpr, q_out_offset: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = program
@@ -53,10 +54,14 @@ def part1(
 @triton.jit
 def fa_rope_qk_4e758a(
     q_ptr, cos_ptr, sin_ptr, k_ptr, q_out_ptr, k_out_ptr,
-    start_of_2, rows_of_1, cols_of_1, q_stride0_of_1, q_stride1_of_1, q_offset_of_1, cos_stride0_of_1,
-    cos_offset_of_1, sin_stride0_of_1, sin_offset_of_1, q_out_stride0_of_1, q_out_stride1_of_1, q_out_offset_of_1,
-    rows_of_2, cols_of_2, k_stride0_of_2, k_stride1_of_2, k_offset_of_2, cos_stride0_of_2, cos_offset_of_2,
-    sin_stride0_of_2, sin_offset_of_2, k_out_stride0_of_2, k_out_stride1_of_2, k_out_offset_of_2,
+    start_of_2, rows_of_1: tl.constexpr, cols_of_1: tl.constexpr, q_stride0_of_1: tl.constexpr,
+    q_stride1_of_1: tl.constexpr, q_offset_of_1: tl.constexpr, cos_stride0_of_1: tl.constexpr,
+    cos_offset_of_1: tl.constexpr, sin_stride0_of_1: tl.constexpr, sin_offset_of_1: tl.constexpr,
+    q_out_stride0_of_1: tl.constexpr, q_out_stride1_of_1: tl.constexpr, q_out_offset_of_1: tl.constexpr,
+    rows_of_2: tl.constexpr, cols_of_2: tl.constexpr, k_stride0_of_2: tl.constexpr, k_stride1_of_2: tl.constexpr,
+    k_offset_of_2: tl.constexpr, cos_stride0_of_2: tl.constexpr, cos_offset_of_2: tl.constexpr,
+    sin_stride0_of_2: tl.constexpr, sin_offset_of_2: tl.constexpr, k_out_stride0_of_2: tl.constexpr,
+    k_out_stride1_of_2: tl.constexpr, k_out_offset_of_2: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     program = tl.program_id(0)

@@ -27,7 +27,7 @@ def wide(x):
 @triton.jit
 def fa_swiglu_073406(
     x_ptr, out_ptr,
-    rows, cols, x_stride0, x_offset, out_stride0,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, x_offset: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
