@@ -98,13 +98,14 @@ def choose_graph(
     )
     graphs.is_on = verdict.status is Status.KEPT
     held = graphs.pool_bytes()
+    behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
     return GraphRewrite(
         id=name,
         name=TITLE,
         status=verdict.status,
-        reason=f"wall time {verdict.reason}",
+        reason=f"wall time {verdict.reason}{f'; {behind} runs behind it, into memory that the caller keeps' if behind else ''}",
         sites=1,
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,

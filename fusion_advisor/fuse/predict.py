@@ -13,8 +13,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from torch.fx import Node
+
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
+from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
 
 _LINEAR = "aten.linear.default"
@@ -23,6 +26,7 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 _MASKS = "drop_masks"
 _BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
+_STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
 
 
@@ -68,7 +72,8 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
 
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
     one over patches, is expected to be as quick per multiplication as the quickest of the step's other linears; the result of
-    the first is copied once, what the second reads and gives once each.
+    the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
+    save that copy and to launch its products in its stead.
 
     Args:
         rewrites: of a run.
@@ -86,13 +91,16 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
             priced.append(row)
             continue
         placed.append(name)
-        now = removed_ops(bench, bench.build((), placed))
+        variant = bench.build((), placed)
+        now = removed_ops(bench, variant)
         saved = [launch for launch in capture.launches if launch.op_index in now - gone]
         saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
         if name == _MASKS:
             saving_ns += _unmasked_saving_ns(capture, now, cost_ns)
         if name == _PADS:
             saving_ns = max(0, saving_ns - _padded_ns(capture, now - gone) - 2 * row.sites * cost_ns)
+        if name == _STORED:
+            saving_ns = max(0, saving_ns + _copies_ns(capture, bench, variant) - _more_launches(bench, variant) * cost_ns)
         if name == _PATCHES:
             saving_ns = max(0, saving_ns - _patched_ns(capture, now - gone) - 3 * row.sites * cost_ns)
         gone = now
@@ -115,6 +123,27 @@ def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
     copied_bytes = sum(2 * capture.runs_of(op) * read_bytes(op.outputs[0]) for op in padded)  # read and written
     products_ns = sum(_products(capture, op) for op in padded) * _ns_per_product(capture, removed)
     return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _copies_ns(capture: Capture, bench: Bench, variant: Variant) -> int:
+    """What the copies take that padded linears no longer need: each reads and writes a whole result."""
+    copied_bytes = sum(2 * runs * int(node.meta["val"].nbytes) for node, _, runs in _stored(bench, variant))
+    return round(copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _more_launches(bench: Bench, variant: Variant) -> int:
+    """How many more: products and the copy of a few columns, for one product and the copy of all of them."""
+    return sum(runs * (call.launches - 2) for _, call, runs in _stored(bench, variant))
+
+
+def _stored(bench: Bench, variant: Variant) -> list[tuple[Node, OddRows, int]]:
+    """The linears that store odd rows where they belong, and how often each runs in a step."""
+    return [
+        (node, node.target, runs)
+        for module, runs in zip(variant.modules, bench.live.runs_of_regions(), strict=True)
+        for node in module.graph.nodes
+        if isinstance(node.target, OddRows)
+    ]
 
 
 def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
