@@ -340,8 +340,8 @@ def results_of(
     for place, value in enumerate(values):
         if place in apart:
             results.append(Output(memory=len(memories)))
-            last = apart[place]
-            memories.append(Memory(value, last.make, last.slots, last.name))
+            left = apart[place]
+            memories.append(Memory(value, left.make, left.slots, left.name))
             continue
         if not isinstance(value, torch.Tensor):
             results.append(Output(value=value))
