@@ -14,9 +14,9 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse import rows_copy
+from fusion_advisor.fuse.behind import left_out
 from fusion_advisor.fuse.compiled import compile_rest
 from fusion_advisor.fuse.passes import pad
-from fusion_advisor.fuse.behind import left_out
 from fusion_advisor.fuse.rewrite import LayoutChanged, rewrite_region
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
