@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph import capture_regions
-from fusion_advisor.fuse import behind
+from fusion_advisor.fuse import behind, graphed
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graph_choice import choose_graph
 from fusion_advisor.fuse.graphed import Graphs
@@ -164,20 +164,21 @@ def test_no_product_of_another_layout_is_launched(fused):
     assert recording.is_in_place()
 
 
-def test_results_of_a_replay_in_vain_are_dropped(fused, monkeypatch):
+def test_results_of_a_replay_in_vain_are_dropped_before_the_original_ops_run(fused, monkeypatch):
     check(fused)
     seen = []
-    original = fused._original
+    real = graphed._Call.undo
 
-    def run(*args):
-        seen.append(tuple(fused.graphs._call.fresh) if fused.graphs._call else ())
-        return original(*args)
+    def undo(call):
+        before = len(call.fresh)
+        real(call)
+        seen.append((before, len(call.fresh)))
 
-    monkeypatch.setattr(fused, "_original", run)
-    fused.model.dropout = torch.nn.Dropout(0.5)  # a module in train() mode, seen behind the launch
+    monkeypatch.setattr(graphed._Call, "undo", undo)
+    fused.model.factor = 3.0
     with pytest.warns(UserWarning, match="original ops"):
-        fused(values(1)[0])
-    assert seen == [()] and fused.graphs._call is None
+        check(fused, 2)
+    assert seen[0] == (1, 0) and all(after == 0 for _, after in seen)
 
 
 def test_no_memory_for_the_result_is_an_error_and_the_next_call_is_right(fused, monkeypatch):
