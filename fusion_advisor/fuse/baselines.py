@@ -292,7 +292,8 @@ def _made_ready(
     step = contender.step
     if step is None:
         trace = timeline.record(call, steps=traced_steps, on_cuda=on_cuda, before=rewind)
-        step = steps.step_profile(contender.name, median_step(trace, on_cuda=on_cuda).launches)
+        launches = median_step(trace, on_cuda=on_cuda).launches
+        step = steps.step_profile(contender.name, steps.classed_by_name(launches))
     first_s = taken_s if contender.first_call_s is None else contender.first_call_s
     return _Ready(
         contender=contender,

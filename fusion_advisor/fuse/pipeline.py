@@ -175,6 +175,7 @@ def _report(
         f"Device time is the sum of raw kernel events of one step ({_which_step(options.steps)})."
         if on_cuda
         else "On a CPU a launch is one ATen op call that computes, and device time the sum of their durations.",
+        "A launch has the category of its ATen op; what a replayed graph or Inductor launched without one is told by its name.",
         "The byte floor uses the copy bandwidth measured in this run; savings before a run are upper bounds and do not add up.",
     )
     return Report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from fusion_advisor.capture import timeline
 from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
+from fusion_advisor.capture.device_work import kernel_class
 from fusion_advisor.capture.graph import Region, module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
@@ -40,6 +42,18 @@ def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepP
         attention=attention_of(launches),
         timeline=timeline_of(launches, kernels),
         **more,
+    )
+
+
+def classed_by_name(launches: Iterable[Launch]) -> tuple[Launch, ...]:
+    """Class the launches that no op was found for by what their kernels are called.
+
+    For steps that are only shown beside ours: a graph's replay and Inductor's code launch without ATen ops, and what ours costs
+    more than they do is told by class.
+    """
+    return tuple(
+        replace(launch, category=kernel_class(launch.kernel_name).value) if launch.category == OpClass.OTHER else launch
+        for launch in launches
     )
 
 

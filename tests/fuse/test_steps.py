@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_advisor.fuse.steps import step_profile
+from fusion_advisor.fuse.steps import classed_by_name, step_profile
 from fusion_advisor.records import Launch
 
 
@@ -41,3 +41,17 @@ def test_the_timeline_keeps_the_calls_of_a_gpu() -> None:
     assert step.timeline is not None
     assert step.timeline.call_start_ns == (-5_000, -4_200)
     assert step.timeline.call_ns == (3_000, 4_000)
+
+
+def test_what_was_launched_without_an_op_is_classed_by_its_kernels_name() -> None:
+    """A replayed graph's kernels and Inductor's; what has an op keeps its class, and an unknown name stays unknown."""
+    made = (
+        launch("nvjet_sm90_tst_256x128_64x4", 0, 700, "other"),
+        launch("triton_poi_fused_add_mul_0", 800, 20, "other"),
+        launch("triton_red_fused_native_layer_norm_1", 900, 20, "other"),
+        launch("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 950, 20, "other"),
+        launch("elementwise_kernel", 1_000, 20, "memory"),
+        launch("mystery", 1_100, 20, "other"),
+    )
+    classes = [one.category for one in classed_by_name(made)]
+    assert classes == ["gemm", "pointwise", "reduction", "attention", "memory", "other"]
