@@ -19,6 +19,7 @@ from fusion_advisor.workload.adjacent import leave_room
 from tests.fuse.fake_graph import FakeRecorder
 from tests.fuse.test_graphed import graphed_model
 from tests.fuse.test_pad import Head
+from tests.tiny import gpt2
 
 
 class Words(torch.nn.Module):
@@ -309,6 +310,16 @@ def test_linears_products_and_views_of_them_run_behind(small):
             torch.testing.assert_close(one, other)
             assert one.stride() == other.stride()
     assert [len(found) for found in names(fused)] == [3]
+
+
+def test_a_language_models_head_runs_behind(small):
+    model, inputs = gpt2()
+    with torch.no_grad():
+        fused = graphed_model(model, (), inputs)
+        for _ in range(3):
+            inputs = {**inputs, "input_ids": torch.randint(1, 200, (2, 16))}
+            torch.testing.assert_close(fused(**inputs).logits, fused._original(**inputs).logits)
+    assert names(fused) == [["lm_head"]]
 
 
 def test_small_results_stay_inside():
