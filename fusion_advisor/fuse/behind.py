@@ -72,19 +72,19 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
     for place, result in enumerate(results):
         if not isinstance(result, Node) or len(result.users) > 1 or results.count(result) > 1:
             continue
-        made = _last_copy(result, theirs) or _last_product(module, result, theirs, inputs)
+        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs)
         if made is not None:
             found[place] = made
     return found
 
 
-def _last_copy(result: Node, theirs: set[int]) -> LeftOut | None:
-    """A copy of the region's own memory to plain strides."""
+def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut | None:
+    """A copy to plain strides of the region's own memory, which is not written to later."""
     is_clone = result.target is _aten.clone.default and result.kwargs == {"memory_format": torch.contiguous_format}
     if not (isinstance(result.target, RowsCopy) or is_clone):
         return None
     (source,) = result.all_input_nodes
-    if theirs & _memory(source):
+    if _memory(source) & (theirs | _written_behind(module.graph, result)):
         return None
     return LeftOut(make=result.target if isinstance(result.target, RowsCopy) else contiguous, stand_ins={result: source})
 

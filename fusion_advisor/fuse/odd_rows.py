@@ -12,9 +12,9 @@ A width is rounded up to a multiple of eight too. What a row has too much lies e
 that row's own product leaves out. One narrow product and a copy of at most seven columns put there what belongs there. Behind the
 last row there are seven elements more.
 
-Each of the p products reads the whole weight. With m rows it computes m multiplications for each byte of it (2 * m * N * K
-operations, 2 * N * K bytes). An H200 does 989e12 operations (bf16, dense) in the time of 4.8e12 bytes: 206 for a byte. From about
-256 rows for each product on, which are also whole tiles of its kernels, reading the weight again costs nothing.
+Each of the p products reads the whole weight. With m rows it does m operations for each byte of it (2 * m * N * K for 2 * N * K
+bytes). An H200 does 989e12 operations (bf16, dense) in the time of 4.8e12 bytes: 206 for a byte. From about 256 rows for each
+product on, which are whole tiles of its kernels too, a product computes longer than it reads the weight.
 """
 
 from __future__ import annotations

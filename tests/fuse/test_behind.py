@@ -246,13 +246,18 @@ class Inside(torch.nn.Module):
                 logits = torch.mm(hidden, self.table)
                 self.table.add_(1)
                 return logits
+            case "a copy of what is written to":
+                wide = self.head(hidden)
+                part = wide[:, :3].clone(memory_format=torch.contiguous_format)
+                wide.add_(1)
+                return part, wide
             case "of inputs alone":
                 return self.head(x), hidden
         raise AssertionError(self.kind)
 
 
 INSIDE = ["softmax", "used twice", "returned twice", "written to", "its view is written to", "its hidden state is written to",
-          "its weight is written to", "of inputs alone"]  # fmt: skip
+          "its weight is written to", "a copy of what is written to", "of inputs alone"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", INSIDE)
