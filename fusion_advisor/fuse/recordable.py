@@ -70,7 +70,10 @@ def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
 
 
 def last_copies(module: GraphModule) -> dict[int, Node]:
-    """Return the results, by place, that are copies of the region's own memory to plain strides and are used for nothing else."""
+    """Return the results, by place, that are copies to plain strides and are used for nothing else.
+
+    What they copy is the region's own memory, and nothing writes to it after them: a copy made later finds it as it was.
+    """
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     given = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
     theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
@@ -81,8 +84,14 @@ def last_copies(module: GraphModule) -> dict[int, Node]:
         and (isinstance(node.target, RowsCopy) or _is_plain_clone(node))
         and len(node.users) == 1
         and given.count(node) == 1
-        and not theirs & set(storages(node.all_input_nodes[0]))
+        and not (theirs | _written_behind(module, node)) & set(storages(node.all_input_nodes[0]))
     }
+
+
+def _written_behind(module: GraphModule, node: Node) -> set[int]:
+    """What the ops after one write to."""
+    ops = list(module.graph.nodes)
+    return {key for later in ops[ops.index(node) + 1 :] for key in written_storages(later)}
 
 
 def _is_plain_clone(node: Node) -> bool:

@@ -611,6 +611,27 @@ def test_the_last_copy_is_the_copy_out(outputs):
             assert all(torch.equal(one, other) for one, other in results)
 
 
+class WrittenLater(torch.nn.Module):
+    """Writes to what it has given a copy of."""
+
+    def forward(self, x):
+        wide = torch.tanh(x)
+        part = wide[:, :3].clone(memory_format=torch.contiguous_format)
+        wide.add_(1)
+        return part, wide
+
+
+def test_a_copy_of_what_is_written_to_later_stays_in_the_graph():
+    """Behind the graph it would find the later values."""
+    model, x = WrittenLater().eval(), torch.randn(4, 5)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,))
+        for value in others(x, 4):
+            for one, other in zip(fused(value), fused._original(value), strict=True):
+                assert torch.equal(one, other)
+    assert fused.graphs.recordings
+
+
 def test_expanded_inputs_are_copied_in():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
     x = torch.randn(4).expand(3, 4)
