@@ -14,9 +14,10 @@ from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import graphed
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
-from fusion_advisor.fuse.model import FusedModel, signature
+from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.recordable import host_work
 from fusion_advisor.fuse.recording import backend_flags
+from fusion_advisor.fuse.signature import signature
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
 from tests.tiny import Toy, gpt2, toy
