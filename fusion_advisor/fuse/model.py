@@ -11,9 +11,7 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -26,6 +24,7 @@ from fusion_advisor.errors import AdvisorError, CannotCopy
 from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.fuse.signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.records import Report
 
@@ -79,7 +78,7 @@ class FusedModel:
         """The signatures whose graphs write to what they are given (a KV cache), and which of their tensors share memory: such a
         call cannot be started over, and what it reads before a write must not lie in what is written."""
         self._unlearnable: set[Any] = set()
-        self._objects: dict[int, _Seen] = {}
+        self._objects: dict[int, Seen] = {}
         self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
         kinds: dict[type[torch.nn.Module], None] = dict.fromkeys(map(type, model.modules()))
         self._forwards = [(kind, kind.forward) for kind in kinds]
@@ -121,7 +120,7 @@ class FusedModel:
         key = signature(args, kwargs, leaves)
         self._in_place[key] = False
         if any(map(writes_to_inputs, regions)):
-            self._writing[key] = _sharing(leaves)
+            self._writing[key] = sharing(leaves)
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
@@ -145,10 +144,10 @@ class FusedModel:
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
         leaves: list[torch.Tensor] = []
-        objects: list[_Seen] = []
+        objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
         refusal = self._refusal_at_once(key)
-        if refusal is None and key in self._writing and _sharing(leaves) != self._writing[key]:
+        if refusal is None and key in self._writing and sharing(leaves) != self._writing[key]:
             refusal = "its inputs share memory in another way than those that were verified, and the model writes to them"
         if refusal is None:
 
@@ -292,7 +291,7 @@ class FusedModel:
         return self
 
     def _may_learn(self, key: Any) -> bool:
-        if self._kept is None or key in self._unlearnable or _holds_object(key):
+        if self._kept is None or key in self._unlearnable or holds_object(key):
             return False  # a cache that grows is another call at every step
         return len(self.specialised) < self._on_first_use
 
@@ -376,123 +375,6 @@ class _Refused(Exception):
 _TRAINING = "the model is in train() mode"
 _HOOK = "a hook was added or removed after the model was verified"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEEPEST = 5
-
-
-def signature(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    leaves: list[torch.Tensor] | None = None,
-    objects: dict[int, _Seen] | None = None,
-    passed: list[_Seen] | None = None,
-) -> tuple[Any, ...]:
-    """Return what must be equal for a call to be one that was verified.
-
-    Args:
-        args: of the call.
-        kwargs: of the call; their order does not matter.
-        leaves: gets the tensors that are passed as such, not those that objects hold.
-        objects: what is remembered of objects seen before: a KV cache of 28 layers takes longer to read than the rest of the
-            call, so it is read again only when an attribute or a length in it has changed.
-        passed: gets what is remembered of each object of the call: another one as soon as the object was read again.
-    """
-    reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects, [] if passed is None else passed)
-    return (*map(reader.key, args), *((name, reader.key(kwargs[name])) for name in sorted(kwargs)))
-
-
-@dataclass(slots=True, weakref_slot=True)
-class _Seen:
-    """An object that was read: what its key was made of, to see cheaply whether it still holds the same."""
-
-    value: Callable[[], Any]
-    """A weak reference."""
-    key: Any = None
-    items: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
-    sizes: list[tuple[Any, int]] = field(default_factory=list)
-
-    def is_same(self, value: Any) -> bool:
-        """Whether it is that object and each attribute, and each length, is the one that was read."""
-        return (
-            self.value() is value
-            and all(len(holder) == size for holder, size in self.sizes)
-            and all(holder.get(name) is item for holder, name, item in self.items)
-        )
-
-
-class _Reader:
-    """Turns values into hashable keys."""
-
-    def __init__(self, leaves: list[torch.Tensor], objects: dict[int, _Seen], passed: list[_Seen]) -> None:
-        self.leaves = leaves
-        self.objects = objects
-        self.passed = passed
-
-    def key(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            self.leaves.append(value)
-            return (value.shape, value.dtype, value.device, value.stride())
-        if isinstance(value, _PLAIN):
-            return (type(value), value)  # 1, 1.0 and True are equal and mean different graphs
-        if type(value) in (tuple, list):
-            return (type(value), *map(self.key, value))
-        if type(value) is dict:
-            return (dict, *((name, self.key(item)) for name, item in value.items()))
-        seen = self.objects.get(id(value))
-        if seen is not None and seen.is_same(value):
-            self.passed.append(seen)
-            return seen.key
-        objects, number = self.objects, id(value)
-        try:
-            seen = _Seen(weakref.ref(value, lambda _: objects.pop(number, None)))
-        except TypeError:  # cannot be referred to weakly: read each time
-            self.passed.append(_Seen(_nobody))
-            return (_OBJECT, _state(value, 0, None))
-        seen.key = (_OBJECT, _state(value, 0, seen))
-        objects[number] = seen
-        self.passed.append(seen)
-        return seen.key
-
-
-def _state(value: Any, depth: int, seen: _Seen | None) -> Any:
-    """Return what an object holds; equal to no other's where that is not plain data, tensors, or objects of those."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device, value.stride())
-    if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
-        return (type(value), value)
-    if depth > _DEEPEST:
-        return object()
-    if isinstance(value, tuple | list):
-        if seen is not None:
-            seen.sizes.append((value, len(value)))
-        return (type(value), *(_state(item, depth + 1, seen) for item in value))
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if held is None:
-        return object()
-    if seen is not None:
-        seen.sizes.append((held, len(held)))
-        root = seen.value()  # referred to from its own parts, it would never be freed
-        seen.items += [(held, name, item) for name, item in held.items() if item is not root]
-    return (type(value), *((str(name), _state(item, depth + 1, seen)) for name, item in held.items()))
-
-
-def _nobody() -> None:
-    """Stand for a reference to what can have none."""
-
-
-_OBJECT = "object"
-
-
-def _holds_object(key: Any) -> bool:
-    return isinstance(key, tuple) and any(part is _OBJECT or _holds_object(part) for part in key)
-
-
-def _sharing(leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return, for each tensor of a call, the place of the first that lies in the same memory."""
-    if len(leaves) < 2:
-        return (0,) * len(leaves)
-    places = [leaf.untyped_storage().data_ptr() if leaf.numel() else -1 - place for place, leaf in enumerate(leaves)]
-    return tuple(map(places.index, places))
 
 
 def _code_of(graph_module: GraphModule) -> tuple[str, ...]:

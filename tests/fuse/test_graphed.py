@@ -14,9 +14,10 @@ from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import graphed
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
-from fusion_advisor.fuse.model import FusedModel, signature
+from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.recordable import host_work
 from fusion_advisor.fuse.recording import backend_flags
+from fusion_advisor.fuse.signature import signature
 from fusion_advisor.timing.measure import CannotRecord
 from tests.fuse.fake_graph import FakeRecorder
 from tests.tiny import Toy, gpt2, toy
@@ -609,6 +610,27 @@ def test_the_last_copy_is_the_copy_out(outputs):
         assert copied == ([(4, 3)] if outputs == "clone" else [])
         if outputs == "clone":
             assert all(torch.equal(one, other) for one, other in results)
+
+
+class WrittenLater(torch.nn.Module):
+    """Writes to what it has given a copy of."""
+
+    def forward(self, x):
+        wide = torch.tanh(x)
+        part = wide[:, :3].clone(memory_format=torch.contiguous_format)
+        wide.add_(1)
+        return part, wide
+
+
+def test_a_copy_of_what_is_written_to_later_stays_in_the_graph():
+    """Behind the graph it would find the later values."""
+    model, x = WrittenLater().eval(), torch.randn(4, 5)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,))
+        for value in others(x, 4):
+            for one, other in zip(fused(value), fused._original(value), strict=True):
+                assert torch.equal(one, other)
+    assert fused.graphs.recordings
 
 
 def test_expanded_inputs_are_copied_in():

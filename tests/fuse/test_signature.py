@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.model import signature
+from fusion_advisor.fuse.signature import signature
 
 
 class Layer:

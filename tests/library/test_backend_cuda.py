@@ -399,3 +399,25 @@ def test_what_rows_share_is_read_late_where_rows_are_many():
     assert late(p.add_layernorm(4096, 4096, "bfloat16")) == 1
     assert late(p.add_layernorm(8, 4096, "bfloat16")) == 0
     assert late(p.rmsnorm(4096, 4096, "bfloat16")) is None
+
+
+TUNINGS = [
+    Tuning(), *(Tuning(packs=count) for count in (1, 2, 3, 8)), *(Tuning(num_warps=count) for count in (1, 2, 32)),
+    Tuning(num_warps=1, block_rows=2), Tuning(cluster=2), Tuning(cluster=8, packs=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_reduced])
+def test_rows_get_the_blocks_and_the_columns_that_their_kernels_count_on(name):
+    """A block of one row does not compare it with the row count, and FULL tells the compiler how many columns there are."""
+    plans = [call.plan for call in calls_of(CASES[name], flatten_rows=True)]
+    for tuning in TUNINGS:
+        form = form_for(plans, tuning)
+        width = min(pack_width(plan, form)[0] for plan in plans)
+        macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared_memory_of(90))
+        blocks = macros.get("CLUSTER", 1)
+        held = macros["PACKS"] * macros["THREADS"] * macros["VEC"] * blocks
+        for plan, grid in zip(plans, grids, strict=True):
+            if macros.get("ROWS", 1) == 1:
+                assert grid == (plan.row_count * blocks, 1, 1)
+            assert not macros["FULL"] or form.is_looped or plan.is_empty or held == plan.program.dims[-1]

@@ -1,0 +1,127 @@
+"""What makes two calls of a model alike: names, layouts, plain values, and what the objects hold that they pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DEEPEST = 5
+_OBJECT = "object"
+
+
+def signature(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    leaves: list[torch.Tensor] | None = None,
+    objects: dict[int, Seen] | None = None,
+    passed: list[Seen] | None = None,
+) -> tuple[Any, ...]:
+    """Return what must be equal for a call to be one that was verified.
+
+    Args:
+        args: of the call.
+        kwargs: of the call; their order does not matter.
+        leaves: gets the tensors that are passed as such, not those that objects hold.
+        objects: what is remembered of objects seen before: a KV cache of 28 layers takes longer to read than the rest of the
+            call, so it is read again only when an attribute or a length in it has changed.
+        passed: gets what is remembered of each object of the call: another one as soon as the object was read again.
+    """
+    reader = _Reader([] if leaves is None else leaves, {} if objects is None else objects, [] if passed is None else passed)
+    return (*map(reader.key, args), *((name, reader.key(kwargs[name])) for name in sorted(kwargs)))
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Seen:
+    """An object that was read: what its key was made of, to see cheaply whether it still holds the same."""
+
+    value: Callable[[], Any]
+    """A weak reference."""
+    key: Any = None
+    items: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
+    sizes: list[tuple[Any, int]] = field(default_factory=list)
+
+    def is_same(self, value: Any) -> bool:
+        """Whether it is that object and each attribute, and each length, is the one that was read."""
+        return (
+            self.value() is value
+            and all(len(holder) == size for holder, size in self.sizes)
+            and all(holder.get(name) is item for holder, name, item in self.items)
+        )
+
+
+class _Reader:
+    """Turns values into hashable keys."""
+
+    def __init__(self, leaves: list[torch.Tensor], objects: dict[int, Seen], passed: list[Seen]) -> None:
+        self.leaves = leaves
+        self.objects = objects
+        self.passed = passed
+
+    def key(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(value)
+            return (value.shape, value.dtype, value.device, value.stride())
+        if isinstance(value, _PLAIN):
+            return (type(value), value)  # 1, 1.0 and True are equal and mean different graphs
+        if type(value) in (tuple, list):
+            return (type(value), *map(self.key, value))
+        if type(value) is dict:
+            return (dict, *((name, self.key(item)) for name, item in value.items()))
+        seen = self.objects.get(id(value))
+        if seen is not None and seen.is_same(value):
+            self.passed.append(seen)
+            return seen.key
+        objects, number = self.objects, id(value)
+        try:
+            seen = Seen(weakref.ref(value, lambda _: objects.pop(number, None)))
+        except TypeError:  # cannot be referred to weakly: read each time
+            self.passed.append(Seen(_nobody))
+            return (_OBJECT, _state(value, 0, None))
+        seen.key = (_OBJECT, _state(value, 0, seen))
+        objects[number] = seen
+        self.passed.append(seen)
+        return seen.key
+
+
+def _state(value: Any, depth: int, seen: Seen | None) -> Any:
+    """Return what an object holds; equal to no other's where that is not plain data, tensors, or objects of those."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.device, value.stride())
+    if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
+        return (type(value), value)
+    if depth > _DEEPEST:
+        return object()
+    if isinstance(value, tuple | list):
+        if seen is not None:
+            seen.sizes.append((value, len(value)))
+        return (type(value), *(_state(item, depth + 1, seen) for item in value))
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if held is None:
+        return object()
+    if seen is not None:
+        seen.sizes.append((held, len(held)))
+        root = seen.value()  # referred to from its own parts, it would never be freed
+        seen.items += [(held, name, item) for name, item in held.items() if item is not root]
+    return (type(value), *((str(name), _state(item, depth + 1, seen)) for name, item in held.items()))
+
+
+def _nobody() -> None:
+    """Stand for a reference to what can have none."""
+
+
+def holds_object(key: Any) -> bool:
+    """Whether a call with this signature passed an object that is no plain data."""
+    return isinstance(key, tuple) and any(part is _OBJECT or holds_object(part) for part in key)
+
+
+def sharing(leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return, for each tensor of a call, the place of the first that lies in the same memory."""
+    if len(leaves) < 2:
+        return (0,) * len(leaves)
+    places = [leaf.untyped_storage().data_ptr() if leaf.numel() else -1 - place for place, leaf in enumerate(leaves)]
+    return tuple(map(places.index, places))
