@@ -51,7 +51,9 @@ def test_no_candidate_has_a_better_place_than_another(clock, count):
     seen = []
     rounds = 2 * count
     interleave([taking(clock, 1, seen, name) for name in range(count)], rounds=rounds, budget_s=1e9, on_cuda=False)
-    order = [seen[start : start + count] for start in range(count, len(seen), count)]  # the first pass warms up
+    runs = seen[count:]  # the first pass warms up
+    assert runs[::2] == runs[1::2]
+    order = [runs[start : start + 2 * count : 2] for start in range(0, len(runs), 2 * count)]
     assert len(order) == rounds
     assert all(sorted(turn) == list(range(count)) for turn in order)
     places = Counter((place, name) for turn in order for place, name in enumerate(turn))
@@ -71,18 +73,37 @@ def test_a_drift_hits_all_alike(clock):
     assert change.low_ns <= 0 <= change.high_ns
 
 
+@pytest.mark.parametrize("shares", [(0.9, 1.1), (1.1, 0.9)])
+def test_what_ran_before_changes_no_difference(clock, shares):
+    """A device whose clock follows the run before: one candidate slows the next one down, the other speeds it up."""
+    last = [1.0]
+
+    def held(cost, share):
+        def call():
+            clock.now_ns += round(cost * last[0])
+            last[0] = share
+
+        return call
+
+    calls = [held(1000, shares[0]), held(1000, shares[0]), held(800, shares[1])]
+    control, before, after = interleave(calls, rounds=30, budget_s=1e9, on_cuda=False)
+    assert difference(control, before) == measure.Difference(median_ns=0, low_ns=0, high_ns=0)
+    change = round(800 * shares[1] - 1000 * shares[0])  # each as fast as it is behind itself
+    assert difference(before, after) == measure.Difference(median_ns=change, low_ns=change, high_ns=change)
+
+
 def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
     assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False)[0]) == 6
     assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, least=3)[0]) == 3
-    assert len(interleave(calls, rounds=50, budget_s=21.0, on_cuda=False)[0]) == 11
+    assert len(interleave(calls, rounds=50, budget_s=41.0, on_cuda=False)[0]) == 11
     assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False)[0]) == 4
 
 
 def test_a_least_time_goes_beyond_rounds_and_budget(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
-    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=20.0, on_cuda=False)[0]) == 10
-    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=20.0, on_cuda=False)[0]) == 12
+    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=40.0, on_cuda=False)[0]) == 10
+    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=40.0, on_cuda=False)[0]) == 12
 
 
 def test_a_difference_is_after_minus_before():
