@@ -1,10 +1,12 @@
 """Does it pay? Interleaved timing of candidates that do the same work, and the interval of their paired differences.
 
 Every round times all candidates once, in an order that turns around from round to round, so a drift of clocks or temperature hits
-all of them alike. Each timed run follows an untimed one of the same candidate: at its power limit a GPU sets its clock by what ran
-before. A 49 ms step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms behind itself and 49 behind eager's step, which draws less, and
-eager's took 62 ms behind itself and 65 behind that one. A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred
-calls before and after and would drown the kernels. On a CPU the call itself is timed.
+all of them alike. Each timed run follows an untimed one of the same candidate: at its power limit a GPU sets its clock by what
+ran before. A step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms behind itself and 49 behind eager's, which draws less; eager's
+took 62 ms behind itself and 65 behind that one.
+
+A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred calls before and
+after and would drown the kernels. On a CPU the call itself is timed.
 """
 
 from __future__ import annotations
