@@ -249,8 +249,8 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            with torch_internals.own_gemm_workspace():
-                return [measure.recorded(call, pool=self._pool, before=self.rewind) for call in plain]
+            around = torch_internals.own_gemm_workspace
+            return [measure.recorded(call, pool=self._pool, before=self.rewind, around=around) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,12 @@ class CannotRecord(Exception):
 
 
 def recorded(
-    call: Callable[[], Any], *, pool: Any = None, repeats: int = 1, before: Callable[[], object] = nothing
+    call: Callable[[], Any],
+    *,
+    pool: Any = None,
+    repeats: int = 1,
+    before: Callable[[], object] = nothing,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
@@ -46,6 +52,7 @@ def recorded(
         pool: memory pool shared with other graphs that are never replayed at the same time.
         repeats: how often the work is recorded into one graph.
         before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
+        around: entered around the capture alone, when the warm-up is over.
 
     Raises:
         CannotRecord: with the driver's sentence.
@@ -59,7 +66,7 @@ def recorded(
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.no_grad(), torch.cuda.graph(graph, pool=pool):
+        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
             for _ in range(repeats):
                 call()
     except RuntimeError as error:

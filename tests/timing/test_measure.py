@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.timing import measure
-from fusion_advisor.timing.measure import compare_alone, difference, interleave
+from fusion_advisor.timing.measure import compare_alone, difference, interleave, recorded
 
 
 class Clock:
@@ -137,3 +138,54 @@ def test_a_real_call_that_does_twice_the_work_takes_longer():
 
     slow, fast = compare_alone(thrice, once, on_cuda=False, budget_s=0.2)
     assert slow.median_ns > 1.3 * fast.median_ns
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph, and this machine has no CUDA device")
+def test_a_workspace_of_the_warm_up_is_not_recorded(monkeypatch):
+    """Streams come from a pool: what warms a call up may run on the stream that captures it."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 4096), (4096, 256), (256,)))
+    want, out = torch.addmm(bias, x, weight), torch.empty(64, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        bias + 1
+    capturing = torch.cuda.graph.default_capture_stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: capturing)
+    replay = recorded(lambda: torch.addmm(bias, x, weight, out=out), around=torch_internals.own_gemm_workspace)
+    torch.cuda.empty_cache()
+    guard = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    assert not guard.any()
+
+
+def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monkeypatch):
+    seen = []
+
+    class Around:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(f"+{self.name}")
+
+        def __exit__(self, *_):
+            seen.append(f"-{self.name}")
+
+    class Graph:
+        def replay(self):
+            seen.append("replay")
+
+    class Stream:
+        def wait_stream(self, _):
+            seen.append("waits")
+
+    fakes = {
+        "Stream": Stream, "current_stream": Stream, "stream": lambda _: Around("side"), "CUDAGraph": Graph,
+        "graph": lambda graph, pool: Around("capture"), "synchronize": lambda: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorded(lambda: seen.append("run"), around=lambda: Around("own"))()
+    assert seen == ["waits", "+side", "run", "run", "-side", "waits", "+own", "+capture", "run", "-capture", "-own", "replay"]
