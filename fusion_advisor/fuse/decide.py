@@ -28,6 +28,10 @@ from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval
 
+PATIENCE = 2.0
+"""How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain. At an H200's
+power limit a step of 60 ms did by 1.9 % in 15 rounds; on a CPU more rounds make little difference."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -78,7 +82,8 @@ def decide(
         candidates: in the order they are stacked.
         min_gain: share of the step that a rewrite must save.
         confidence: of the intervals.
-        budget_s: seconds for the tournament; the confirmation takes a third of it again.
+        budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
+            than ``min_gain``; the confirmation takes a third of it again.
         note: told how the step is timed.
     """
     runner = StepRunner(bench)
@@ -86,11 +91,13 @@ def decide(
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     rewind = bench.live.written.rewind
-    times = measure.interleave(calls, rounds=200, budget_s=budget_s, on_cuda=bench.on_cuda, before=rewind)
+    times = measure.interleave(
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s * bench.on_cuda,
+        is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+    )  # fmt: skip
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
-    same = measure.difference(control, stacked[0], confidence)
-    noise_share = max(abs(same.low_ns), abs(same.high_ns)) / max(untouched_ns, 1)
+    noise_share = measure.noise_ns(control, stacked[0], confidence) / max(untouched_ns, 1)
     verdicts = {}
     for number, candidate in enumerate(candidates):
         step_ns = median_interval(stacked[number])[0]
@@ -191,16 +198,16 @@ def on_top(
     """
     calls = runner.recorded([before, before, after])
     control, without, together = measure.interleave(
-        calls, rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind
-    )
-    same = measure.difference(control, without, confidence)
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s * runner.on_cuda,
+        is_settled=measure.is_quiet(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind,
+    )  # fmt: skip
     del calls
     runner.forget()
     return verdict_of(
         name,
         measure.difference(without, together, confidence),
         step_ns=median_interval(without)[0],
-        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
+        noise_ns=measure.noise_ns(control, without, confidence),
         min_gain=min_gain,
     )
 

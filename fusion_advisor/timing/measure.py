@@ -75,6 +75,11 @@ def recorded(
     return graph.replay
 
 
+def always(_: object) -> bool:
+    """Say yes, where an answer is wanted."""
+    return True
+
+
 def interleave(
     candidates: Sequence[Callable[[], Any]],
     *,
@@ -83,6 +88,8 @@ def interleave(
     on_cuda: bool,
     least: int = 6,
     least_s: float = 0.0,
+    most_s: float = 0.0,
+    is_settled: Callable[[list[list[int]]], bool] = always,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
 ) -> list[list[int]]:
@@ -95,6 +102,8 @@ def interleave(
         on_cuda: time with CUDA events instead of the host's clock.
         least: the fewest rounds.
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
+        most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
+        is_settled: whether the times so far, of each candidate, will do.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called behind each timed run and not timed, with the round's number, the candidate's position and its nanoseconds.
 
@@ -110,7 +119,8 @@ def interleave(
     order = list(range(len(candidates)))
     for number in itertools.count():
         taken_s = time.perf_counter() - started
-        if taken_s >= least_s and (number >= rounds or (number >= least and taken_s > budget_s)):
+        is_over = number >= least and taken_s > budget_s and (taken_s > most_s or is_settled(times))
+        if taken_s >= least_s and (number >= rounds or is_over):
             break
         # Rotated, and turned around after every full rotation: each candidate takes every place, next to every other alike.
         turned = order[number % len(order) :] + order[: number % len(order)]
@@ -142,6 +152,21 @@ def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: fl
     """Return the interval of the median of round-by-round differences."""
     middle, low, high = median_interval([after - before for before, after in zip(before_ns, after_ns, strict=True)], confidence)
     return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
+
+
+def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:
+    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0."""
+    same = difference(one_ns, again_ns, confidence)
+    return max(abs(same.low_ns), abs(same.high_ns))
+
+
+def is_quiet(share: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+    """Return the question whether the first two candidates, which are the same, differ by no more than a share of their time."""
+
+    def found(times: list[list[int]]) -> bool:
+        return noise_ns(times[0], times[1], confidence) <= share * median_interval(times[0])[0]
+
+    return found
 
 
 def compare_alone(

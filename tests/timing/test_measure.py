@@ -107,6 +107,36 @@ def test_a_least_time_goes_beyond_rounds_and_budget(clock):
     assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=40.0, on_cuda=False)[0]) == 12
 
 
+def test_times_that_are_not_settled_go_on_up_to_a_limit(clock):
+    calls, asked = [taking(clock, 10**9), taking(clock, 10**9)], []
+
+    def settled_at(rounds):
+        def is_settled(times):
+            asked.append(len(times[0]))
+            return len(times[0]) >= rounds
+
+        return is_settled
+
+    def rounds_of(**options):
+        return len(interleave(calls, rounds=50, budget_s=30.0, on_cuda=False, **options)[0])
+
+    assert rounds_of() == rounds_of(is_settled=settled_at(20)) == 8
+    assert asked == []
+    assert rounds_of(most_s=90.0, is_settled=settled_at(8)) == 8
+    assert rounds_of(most_s=90.0, is_settled=settled_at(12)) == 12
+    assert rounds_of(most_s=90.0, is_settled=settled_at(99)) == 23
+    assert min(asked) == 8
+
+
+def test_a_step_is_quiet_when_it_does_not_differ_from_itself():
+    quiet, same = measure.is_quiet(0.01, 0.95), [1000 + number % 3 for number in range(20)]
+    assert quiet([same, same, []])
+    assert quiet([same, [value + 8 for value in same]])
+    assert not quiet([same, [value + 12 for value in same]])
+    assert not quiet([same, [value - 12 for value in same]])
+    assert measure.noise_ns(same, [value - 12 for value in same]) == 12
+
+
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)
@@ -150,7 +180,7 @@ def test_a_workspace_of_the_warm_up_is_not_recorded(monkeypatch):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         bias + 1
     capturing = torch.cuda.graph.default_capture_stream
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: capturing)
     replay = recorded(lambda: torch.addmm(bias, x, weight, out=out), around=torch_internals.own_gemm_workspace)
     torch.cuda.empty_cache()
     guard = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
