@@ -21,6 +21,8 @@ from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
 
 _LINEAR = "aten.linear.default"
+_PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
+"""Place of the left matrix; GPT-2's layers call ``addmm``."""
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _MASKS = "drop_masks"
@@ -71,7 +73,7 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
-    one over patches, is expected to be as quick per multiplication as the quickest of the step's other linears; the result of
+    one over patches, is expected to be as quick per multiplication as the quickest of the step's other products; the result of
     the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
     save that copy and to launch its products in its stead.
 
@@ -158,19 +160,19 @@ def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
 
 
 def _ns_per_product(capture: Capture, removed: Collection[int]) -> float:
-    """Of the quickest linear that stays."""
+    """Of the quickest product that stays."""
     took: dict[int, int] = {}
     for launch in capture.launches:
         if launch.op_index is not None:
             took[launch.op_index] = took.get(launch.op_index, 0) + launch.duration_ns
-    linears = [op for op in capture.ops if op.target == _LINEAR and took.get(op.index) and op.index not in removed]
-    return min((took[op.index] / _products(capture, op) for op in linears), default=0.0)
+    left = [op for op in capture.ops if op.target in _PRODUCTS and took.get(op.index) and op.index not in removed]
+    return min((took[op.index] / _products(capture, op) for op in left), default=0.0)
 
 
-def _products(capture: Capture, linear: OpNode) -> int:
-    source = linear.args[0]
+def _products(capture: Capture, op: OpNode) -> int:
+    source = op.args[_PRODUCTS[op.target]]
     width = capture.ops[source.index].outputs[0].shape[-1] if isinstance(source, Ref) else 1
-    return capture.runs_of(linear) * math.prod(linear.outputs[0].shape) * int(width)
+    return capture.runs_of(op) * math.prod(op.outputs[0].shape) * int(width)
 
 
 def removed_ops(bench: Bench, variant: Variant) -> set[int]:
