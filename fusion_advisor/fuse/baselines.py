@@ -171,8 +171,7 @@ def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -
     """
     static = [value for value in (*loaded.args, *loaded.kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda]
     fresh = [value.clone() for value in static]
-    with torch_internals.own_gemm_workspace():
-        replay = measure.recorded(call, before=rewind)
+    replay = measure.recorded(call, before=rewind, around=torch_internals.own_gemm_workspace)
     return _InGraph(call, static, fresh, replay)
 
 

@@ -15,7 +15,7 @@ from fusion_advisor.fuse.passes.apart import split_gemm_biases
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.counters import batch_counters
 from fusion_advisor.fuse.passes.fold import fold_constants
-from fusion_advisor.fuse.passes.pad import pad_linears
+from fusion_advisor.fuse.passes.pad import pad_linears, store_odd_rows
 from fusion_advisor.fuse.passes.patches import patches_as_gemm
 from fusion_advisor.fuse.passes.shared import share_values
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -31,6 +31,7 @@ PASSES: dict[str, tuple[str, GraphPass]] = {
     "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
     "split_gemm_biases": ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
     "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
+    "store_odd_rows": ("padded GEMMs on many rows store their results where they belong", store_odd_rows),
     "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.decide import verdict_of
+from fusion_advisor.fuse.decide import PATIENCE, verdict_of
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
@@ -85,26 +85,27 @@ def choose_graph(
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     with torch.no_grad():
         times = measure.interleave(
-            [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, on_cuda=False, before=rewind
-        )
+            [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, most_s=PATIENCE * budget_s,
+            is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+        )  # fmt: skip
     control, before, after = times
-    same = measure.difference(control, before, confidence)
     verdict = verdict_of(
         name,
         measure.difference(before, after, confidence),
         step_ns=median_interval(before)[0],
-        noise_ns=max(abs(same.low_ns), abs(same.high_ns)),
+        noise_ns=measure.noise_ns(control, before, confidence),
         min_gain=min_gain,
     )
     graphs.is_on = verdict.status is Status.KEPT
     held = graphs.pool_bytes()
+    behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
     return GraphRewrite(
         id=name,
         name=TITLE,
         status=verdict.status,
-        reason=f"wall time {verdict.reason}",
+        reason=f"wall time {verdict.reason}{f'; {behind} runs behind it, into memory that the caller keeps' if behind else ''}",
         sites=1,
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,

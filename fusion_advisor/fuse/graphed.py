@@ -19,8 +19,11 @@ A graph repeats kernels on the addresses it was recorded with, so everything it 
 - Values that were folded from buffers are good as long as nothing is written to these: the buffers' version counts are compared.
 - Flags that kernels were chosen by and that dynamo does not guard (SDPA backends, cuDNN, TF32) are part of the record.
 
-Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064);
-``outputs="static"`` hands out the memory itself, valid until the next call.
+Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064).
+Those that one product makes last, the logits of a language model, need no copy: the product is left out of the graph and runs
+right behind it, into memory that the caller keeps, from the hidden state in the graph's memory and the call's own weight. Both
+are launched with the graph, in front of the guards. ``outputs="static"`` leaves nothing out and hands out the graph's memory
+itself, valid until the next call.
 
 The first call of a signature runs launch by launch, which loads every kernel; the second is recorded (nothing runs then) and
 replayed. So a step that writes to a cache writes once per call, always.
@@ -31,7 +34,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +42,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
+from fusion_advisor.fuse.behind import LeftOut, left_out
 from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.held import Held
-from fusion_advisor.fuse.recordable import host_work, last_copies, place_of, saved_inputs, writes_of
-from fusion_advisor.fuse.recording import Outputs, Recorder, Recording, backend_flags, contiguous, results_of, static_copy
-from fusion_advisor.fuse.rows_copy import RowsCopy
+from fusion_advisor.fuse.recordable import host_work, place_of, saved_inputs, writes_of
+from fusion_advisor.fuse.recording import Outputs, Recorder, Recording, backend_flags, layout_of, results_of, static_copy
 from fusion_advisor.timing.measure import CannotRecord
 
 MOST_RECORDINGS = 8
@@ -60,17 +63,22 @@ class HalfWritten(RuntimeError):
 
 @dataclass(slots=True)
 class _Call:
-    """The call under way."""
+    """The call under way.
+
+    Attributes:
+        launched: what was launched in front of the guards, ``fresh`` the memory that its results were handed out in.
+    """
 
     thread: int
     key: Any
     leaves: Sequence[torch.Tensor]
     objects: Sequence[Any]
-    launched: Recording | None
+    launched: Recording | None = None
+    fresh: Sequence[torch.Tensor] = ()
 
     def undo(self) -> None:
         """Take back what was launched ahead, if anything was."""
-        launched, self.launched = self.launched, None
+        launched, self.launched, self.fresh = self.launched, None, ()
         if launched is not None:
             launched.undo()
 
@@ -135,12 +143,13 @@ class Graphs:
                 return call()
             latest = self._latest.get(key)
             recording = None if latest is None else self._recordings.get(latest)
-            launched = None
+            under_way = self._call = _Call(threading.get_ident(), key, leaves, objects)
             if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
                 recording.replay(leaves)
-                launched = recording
-            under_way = self._call = _Call(threading.get_ident(), key, leaves, objects, launched)
+                under_way.launched = recording
             try:
+                if under_way.launched is not None:
+                    under_way.fresh = under_way.launched.hand_out(under_way.launched.known_inputs(), self.outputs)
                 result = call()
             except BaseException:
                 under_way.undo()
@@ -197,8 +206,9 @@ class Graphs:
             del self._latest[next(iter(self._latest))]
         if call.launched is not recording:
             recording.replay(call.leaves)
+            call.fresh = recording.hand_out(args, self.outputs)
         call.launched = None
-        return recording.give(args, self.outputs)
+        return recording.give(args, call.fresh)
 
     def other(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a graph that is never recorded, which first takes back what was launched ahead in its place."""
@@ -273,9 +283,8 @@ class GraphedRegion:
         if len(devices) > 1:
             on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
             raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
-        last = last_copies(self.module) if outputs == "clone" else {}
-        own_copies = {place: node.target if isinstance(node.target, RowsCopy) else contiguous for place, node in last.items()}
-        runner = _Watched(self.module, frozenset(last.values()))
+        apart = left_out(self.module, [copy.slot for copy in copies]) if outputs == "clone" else {}
+        runner = _Watched(self.module, _stand_ins(apart))
         written = [inputs[slot] for slot in self._saved or ()]
         can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
         written = written if can_undo else []
@@ -292,16 +301,19 @@ class GraphedRegion:
         except CannotRecord as error:
             raise CannotRecord(f"{error} ({runner.where()})") from error
         used = [args[slot] for slot in slots]
-        changed = [args[slot] for slot in slots if slot in self._written]
+        read_behind = {slot for last in apart.values() for slot in last.slots}
+        watched = [slot for slot in slots if slot in self._written or slot in read_behind]
         gone: list[weakref.ref[Any]] = []
         kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
-        memories, results = results_of(list(result) if isinstance(result, tuple | list) else [result], inputs, own_copies)
+        memories, results = results_of(list(result) if isinstance(result, tuple | list) else [result], inputs, apart)
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
             play=play, copies=tuple(copies), slots=tuple(slots), others=tuple(others),
             read=tuple(torch_internals.storage_reference(tensor, gone.append) for tensor in used),
-            written=tuple(weakref.ref(tensor, gone.append) for tensor in changed),
-            written_addresses=torch_internals.Addresses(changed), gone=gone, addresses=torch_internals.Addresses(used),
+            watched=tuple((slot, weakref.ref(args[slot], gone.append)) for slot in watched),
+            watched_addresses=torch_internals.Addresses([args[slot] for slot in watched]),
+            layouts={slot: layout_of(args[slot]) for slot in read_behind},
+            gone=gone, addresses=torch_internals.Addresses(used),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
             objects=tuple(map(weakref.ref, objects)),
@@ -313,15 +325,19 @@ def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:
     return tuple(version for node in module.graph.nodes if isinstance(node.target, Held) for version in node.target.versions)
 
 
+def _stand_ins(apart: Mapping[int, LeftOut]) -> dict[Node, Node]:
+    return {node: source for last in apart.values() for node, source in last.stand_ins.items()}
+
+
 class _Watched(torch.fx.Interpreter):
     """Runs a region op by op and knows which op it is at: a failed recording is told with its line.
 
     Args:
         module: the region.
-        skipped: ops that give their first operand instead.
+        skipped: ops that are left out, with the ones whose values stand for theirs.
     """
 
-    def __init__(self, module: GraphModule, skipped: frozenset[Node] = frozenset()) -> None:
+    def __init__(self, module: GraphModule, skipped: Mapping[Node, Node]) -> None:
         super().__init__(module)
         self.extra_traceback = False
         self._skipped = skipped
@@ -330,9 +346,7 @@ class _Watched(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         self._at = n
         if n in self._skipped:
-            source = n.args[0]
-            assert isinstance(source, Node)
-            return self.env[source]
+            return self.env[self._skipped[n]]
         return super().run_node(n)
 
     def where(self) -> str:

@@ -74,8 +74,8 @@ class ApplyOptions(ProfileOptions):
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
         merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
-        graph_outputs: ``clone`` copies results out of the graph's memory; ``static`` hands out that memory, which the next call
-            overwrites.
+        graph_outputs: ``clone`` copies results out of the graph's memory, or computes them behind it (large logits); ``static``
+            hands out that memory, which the next call overwrites.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
             are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
     """

@@ -13,16 +13,22 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from torch.fx import Node
+
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
+from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
 
 _LINEAR = "aten.linear.default"
+_PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
+"""Place of the left matrix; GPT-2's layers call ``addmm``."""
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _MASKS = "drop_masks"
 _BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
+_STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
 
 
@@ -67,8 +73,9 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
-    one over patches, is expected to be as quick per multiplication as the quickest of the step's other linears; the result of
-    the first is copied once, what the second reads and gives once each.
+    one over patches, is expected to be as quick per multiplication as the quickest of the step's other products; the result of
+    the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
+    save that copy and to launch its products in its stead.
 
     Args:
         rewrites: of a run.
@@ -86,13 +93,16 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
             priced.append(row)
             continue
         placed.append(name)
-        now = removed_ops(bench, bench.build((), placed))
+        variant = bench.build((), placed)
+        now = removed_ops(bench, variant)
         saved = [launch for launch in capture.launches if launch.op_index in now - gone]
         saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
         if name == _MASKS:
             saving_ns += _unmasked_saving_ns(capture, now, cost_ns)
         if name == _PADS:
             saving_ns = max(0, saving_ns - _padded_ns(capture, now - gone) - 2 * row.sites * cost_ns)
+        if name == _STORED:
+            saving_ns = max(0, saving_ns + _copies_ns(capture, bench, variant) - _more_launches(bench, variant) * cost_ns)
         if name == _PATCHES:
             saving_ns = max(0, saving_ns - _patched_ns(capture, now - gone) - 3 * row.sites * cost_ns)
         gone = now
@@ -117,6 +127,27 @@ def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
     return round(products_ns + copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
 
 
+def _copies_ns(capture: Capture, bench: Bench, variant: Variant) -> int:
+    """What the copies take that padded linears no longer need: each reads and writes a whole result."""
+    copied_bytes = sum(2 * runs * int(node.meta["val"].nbytes) for node, _, runs in _stored(bench, variant))
+    return round(copied_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s)
+
+
+def _more_launches(bench: Bench, variant: Variant) -> int:
+    """How many more: products and the copy of a few columns, for one product and the copy of all of them."""
+    return sum(runs * (call.launches - 2) for _, call, runs in _stored(bench, variant))
+
+
+def _stored(bench: Bench, variant: Variant) -> list[tuple[Node, OddRows, int]]:
+    """The linears that store odd rows where they belong, and how often each runs in a step."""
+    return [
+        (node, node.target, runs)
+        for module, runs in zip(variant.modules, bench.live.runs_of_regions(), strict=True)
+        for node in module.graph.nodes
+        if isinstance(node.target, OddRows)
+    ]
+
+
 def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
     """What convolutions over patches take as GEMMs: their products, and copies of what they read and give."""
     convolutions = [op for op in capture.ops if op.target in _CONVOLUTIONS and op.index in removed]
@@ -129,19 +160,19 @@ def _patched_ns(capture: Capture, removed: Collection[int]) -> int:
 
 
 def _ns_per_product(capture: Capture, removed: Collection[int]) -> float:
-    """Of the quickest linear that stays."""
+    """Of the quickest product that stays."""
     took: dict[int, int] = {}
     for launch in capture.launches:
         if launch.op_index is not None:
             took[launch.op_index] = took.get(launch.op_index, 0) + launch.duration_ns
-    linears = [op for op in capture.ops if op.target == _LINEAR and took.get(op.index) and op.index not in removed]
-    return min((took[op.index] / _products(capture, op) for op in linears), default=0.0)
+    left = [op for op in capture.ops if op.target in _PRODUCTS and took.get(op.index) and op.index not in removed]
+    return min((took[op.index] / _products(capture, op) for op in left), default=0.0)
 
 
-def _products(capture: Capture, linear: OpNode) -> int:
-    source = linear.args[0]
+def _products(capture: Capture, op: OpNode) -> int:
+    source = op.args[_PRODUCTS[op.target]]
     width = capture.ops[source.index].outputs[0].shape[-1] if isinstance(source, Ref) else 1
-    return capture.runs_of(linear) * math.prod(linear.outputs[0].shape) * int(width)
+    return capture.runs_of(op) * math.prod(op.outputs[0].shape) * int(width)
 
 
 def removed_ops(bench: Bench, variant: Variant) -> set[int]:

@@ -6,7 +6,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph import source_of, storages, written_storages
-from fusion_advisor.fuse.rows_copy import RowsCopy
 
 _WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
 """Ops that hand a value to the host, or whose result's size does."""
@@ -67,35 +66,6 @@ def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
         if outlives and (outlives & written or not places or not all(counts & _ancestors(place) for place in places)):
             return None
     return tuple(saved)
-
-
-def last_copies(module: GraphModule) -> dict[int, Node]:
-    """Return the results, by place, that are copies to plain strides and are used for nothing else.
-
-    What they copy is the region's own memory, and nothing writes to it after them: a copy made later finds it as it was.
-    """
-    (output,) = (node for node in module.graph.nodes if node.op == "output")
-    given = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
-    theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
-    return {
-        place: node
-        for place, node in enumerate(given)
-        if isinstance(node, Node)
-        and (isinstance(node.target, RowsCopy) or _is_plain_clone(node))
-        and len(node.users) == 1
-        and given.count(node) == 1
-        and not (theirs | _written_behind(module, node)) & set(storages(node.all_input_nodes[0]))
-    }
-
-
-def _written_behind(module: GraphModule, node: Node) -> set[int]:
-    """What the ops after one write to."""
-    ops = list(module.graph.nodes)
-    return {key for later in ops[ops.index(node) + 1 :] for key in written_storages(later)}
-
-
-def _is_plain_clone(node: Node) -> bool:
-    return node.target is torch.ops.aten.clone.default and node.kwargs == {"memory_format": torch.contiguous_format}
 
 
 def _ancestors(value: Node) -> set[Node]:

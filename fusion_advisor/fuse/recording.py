@@ -15,12 +15,13 @@ import torch
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import allows_tf32
+from fusion_advisor.fuse.behind import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.chain import extent
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.timing.measure import CannotRecord
 
 Outputs = Literal["clone", "static"]
-CopyOut = Callable[[torch.Tensor], torch.Tensor]
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Recorder(Protocol):
@@ -111,6 +112,23 @@ class Output:
     """Size, strides and offset from the first element of what it is a view of; None: all of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the graph that a result is made from.
+
+    Attributes:
+        tensor: in the graph's memory.
+        make: copies it out, or computes the result from it.
+        slots: places of the inputs that this takes besides.
+        name: of the product that it runs; empty for a copy.
+    """
+
+    tensor: torch.Tensor
+    make: MakeResult
+    slots: tuple[int, ...] = ()
+    name: str = ""
+
+
 @dataclass(slots=True)
 class Recording:
     """One recorded region: all that it holds and all that it assumes.
@@ -122,16 +140,18 @@ class Recording:
         slots: places of the inputs that are used where they are, ``addresses`` their addresses.
         read: the memory of those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep the next one
             from getting the same addresses.
-        written: those of them that are written to, ``written_addresses`` theirs.
-        gone: what was freed since, of ``read`` and ``written``.
+        watched: those of them that are written to or that a product behind the graph reads, by place: their addresses are
+            compared in front of the launch.
+        layouts: of those that a product behind the graph reads, by place; in front of the guards nothing else vouches for them.
+        gone: what was freed since, of ``read`` and ``watched``.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
         flags: backend flags that the kernels were chosen by.
         is_pure: whether it writes to nothing that outlives the call.
         saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
         objects: what was read of the call's objects, whose tensors it writes to.
-        memories: the graph's own memory that results lie in, each with what copies it out: what the region copies last, to give a
-            result its strides, is left out of the graph and done then.
+        memories: the graph's own memory that results are copied or computed from. What the region does last for a result alone (a
+            copy that gives it its strides, the product that computes the logits) is left out of the graph and done then.
         results: how each result is made of it.
         replays: how often it ran.
     """
@@ -140,8 +160,9 @@ class Recording:
     play: Callable[[], None]
     copies: tuple[InputCopy, ...]
     read: tuple[weakref.ref[torch.UntypedStorage], ...]
-    written: tuple[weakref.ref[torch.Tensor], ...]
-    written_addresses: torch_internals.Addresses
+    watched: tuple[tuple[int, weakref.ref[torch.Tensor]], ...]
+    watched_addresses: torch_internals.Addresses
+    layouts: Mapping[int, Layout]
     gone: list[weakref.ref[Any]]
     addresses: torch_internals.Addresses
     slots: tuple[int, ...]
@@ -151,17 +172,26 @@ class Recording:
     is_pure: bool
     saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
     objects: tuple[weakref.ref[Any], ...]
-    memories: tuple[tuple[torch.Tensor, CopyOut], ...]
+    memories: tuple[Memory, ...]
     results: tuple[Output, ...]
     kind: type
     replays: int = 0
 
     def is_in_place(self) -> bool:
-        """Whether it may be launched: nothing that it reads was freed, what it writes to has not moved, flags are the same."""
+        """Whether it may be launched: nothing that it reads was freed, what is watched is as it was, flags are the same."""
         if self.gone:
             return False
-        written = [tensor for reference in self.written if (tensor := reference()) is not None]
-        return self.written_addresses.are_of(written) and self.is_unwritten() and backend_flags() == self.flags
+        known = self.known_inputs()
+        return (
+            self.watched_addresses.are_of(list(known.values()))
+            and all(layout_of(known[slot]) == layout for slot, layout in self.layouts.items())
+            and self.is_unwritten()
+            and backend_flags() == self.flags
+        )
+
+    def known_inputs(self) -> dict[int, torch.Tensor]:
+        """Return the inputs that are watched, by place, as far as they still exist."""
+        return {slot: tensor for slot, reference in self.watched if (tensor := reference()) is not None}
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
         """Whether it may be launched before the guards have held, by a call that passes these objects."""
@@ -203,10 +233,24 @@ class Recording:
         self.play()
         self.replays += 1
 
-    def give(self, args: Sequence[Any], outputs: Outputs) -> Any:
-        """Return the results of the replay just launched."""
-        is_copied = outputs == "clone"
-        fresh = [copy(memory) if is_copied else memory for memory, copy in self.memories]
+    def hand_out(self, inputs: Sequence[Any] | Mapping[int, Any], outputs: Outputs) -> list[torch.Tensor]:
+        """Launch what runs behind the replay just launched; returns memory for the results: new each time, or ``static``.
+
+        Args:
+            inputs: of the region, by place; those that are watched suffice.
+            outputs: ``static`` gives the graph's own memory.
+        """
+        if outputs == "static":
+            return [memory.tensor for memory in self.memories]
+        return [memory.make(memory.tensor, *(inputs[slot] for slot in memory.slots)) for memory in self.memories]
+
+    def give(self, args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> Any:
+        """Return the results, once the guards have held.
+
+        Args:
+            args: of the region.
+            fresh: from :meth:`hand_out`.
+        """
         given = []
         for output in self.results:
             value = output.value
@@ -266,37 +310,38 @@ def flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def results_of(
-    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, CopyOut]
-) -> tuple[tuple[tuple[torch.Tensor, CopyOut], ...], tuple[Output, ...]]:
+    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, LeftOut]
+) -> tuple[tuple[Memory, ...], tuple[Output, ...]]:
     """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
 
     Args:
         values: the results.
         inputs: of the region.
-        apart: by place, what copies a result that is memory of its own, with plain strides, once it is copied.
+        apart: by place, the results that are memory of their own, made of the value that stands for them.
     """
     slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
     sharing: dict[Any, list[torch.Tensor]] = {}
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
             sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
-    memories: list[tuple[torch.Tensor, CopyOut]] = []
+    memories: list[Memory] = []
     found: dict[Any, tuple[int, int | None]] = {}
     for key, tensors in sharing.items():
         only = tensors[0]
         if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
             found[key] = (len(memories), None)
-            memories.append((only, as_it_is))
+            memories.append(Memory(only, as_it_is))
             continue
         first = min(int(tensor.storage_offset()) for tensor in tensors)
         last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
         found[key] = (len(memories), first)
-        memories.append((only.as_strided((last - first,), (1,), first), as_it_is))
+        memories.append(Memory(only.as_strided((last - first,), (1,), first), as_it_is))
     results = []
     for place, value in enumerate(values):
         if place in apart:
             results.append(Output(memory=len(memories)))
-            memories.append((value, apart[place]))
+            left = apart[place]
+            memories.append(Memory(value, left.make, left.slots, left.name))
             continue
         if not isinstance(value, torch.Tensor):
             results.append(Output(value=value))
@@ -315,14 +360,9 @@ def results_of(
     return tuple(memories), tuple(results)
 
 
-def as_it_is(memory: torch.Tensor) -> torch.Tensor:
-    """Copy a result with its strides."""
-    return memory.clone(memory_format=torch.preserve_format)
-
-
-def contiguous(memory: torch.Tensor) -> torch.Tensor:
-    """Copy a result to plain strides."""
-    return memory.clone(memory_format=torch.contiguous_format)
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return what an op's result depends on beside a tensor's address: shape, strides and dtype."""
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _memory(value: torch.Tensor) -> tuple[int, torch.dtype]:

@@ -54,8 +54,9 @@ def lay_out_siblings(model: nn.Module) -> int:
 
 
 def leave_room(model: nn.Module) -> int:
-    """Give 16-bit weights and biases of linears memory for the rows up to the next multiple of eight.
+    """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
 
+    A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (see ``fuse.odd_rows``) all seven.
     Tied weights stay tied: every module that held the parameter gets the new one. The further rows are zeros.
 
     Args:
@@ -71,7 +72,7 @@ def leave_room(model: nn.Module) -> int:
     moved = 0
     for linear in [module for module in model.modules() if type(module) is nn.Linear]:
         for parameter in list(linear.parameters(recurse=False)):
-            rows = padded_rows(parameter.shape[0])
+            rows = roomy_rows(parameter.shape[0])
             fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
             if parameter.element_size() != 2 or has_room(parameter, rows) or not (parameter.is_contiguous() and fills_storage):
                 continue
@@ -88,6 +89,11 @@ def leave_room(model: nn.Module) -> int:
 def padded_rows(rows: int) -> int:
     """Round a width up to what a GEMM of 16-bit elements runs well on."""
     return -(-rows // GEMM_MULTIPLE) * GEMM_MULTIPLE
+
+
+def roomy_rows(rows: int) -> int:
+    """Return how many rows a weight of so many has memory for once :func:`leave_room` was there."""
+    return rows + GEMM_MULTIPLE - 1 if rows % GEMM_MULTIPLE else rows
 
 
 def has_room(tensor: torch.Tensor, rows: int) -> bool:

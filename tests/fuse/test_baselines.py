@@ -57,7 +57,7 @@ def test_contenders_take_turns_and_a_failing_one_has_a_sentence():
     assert len(rows[0].step.wall.times_ns) == len(rows[3].step.wall.times_ns) == 8
     assert rows[0].first_call_s is not None and (rows[3].first_call_s, rows[3].note) == (3.5, "its note")
     assert all(before == "-" for before, call in itertools.pairwise(ran) if call != "-")
-    assert ran[-1] != ran[-3]  # in turn
+    assert ran[-1] == ran[-3] != ran[-5]  # in turn, each behind a run of its own
 
 
 def failing_deep_down(with_message):

@@ -120,3 +120,27 @@ def test_intervals_hold_the_median(clock):
 
 def test_noise_share_grows_with_the_noise(clock):
     assert decided(clock, {"a": 0}, noise=0.05).noise_share > decided(clock, {"a": 0}, noise=0.0005).noise_share
+
+
+def test_small_gains_stay_together_or_go_together(clock):
+    """Each is faster for certain and below the threshold; their sum is past it, or is not."""
+    for effect, status in ((-7_000, Status.KEPT), (-2_000, Status.WITHIN_NOISE)):
+        effects = {"fast": -60_000, "small": effect, "none": 0, "small2": effect, "slow": 40_000}
+        found = decided(clock, effects, noise=0.0001, min_gain=0.01).verdicts
+        assert (found["small"].status, found["small2"].status) == (status, status)
+        assert found["fast"].status is Status.KEPT
+        assert (found["none"].status, found["slow"].status) == (Status.WITHIN_NOISE, Status.SLOWER)
+        assert "together with small2" in found["small"].reason
+        assert found["small"].delta_ns == pytest.approx(effect, rel=0.3)  # its own
+        assert units.delta(2 * effect)[:2] in found["small"].reason
+
+
+def test_what_is_kept_together_is_in_the_confirmed_step(clock):
+    found = decided(clock, {"small": -7_000, "small2": -7_000}, noise=0.0001, min_gain=0.01)
+    assert found.before.median_ns - found.after.median_ns == pytest.approx(14_000, rel=0.3)
+
+
+def test_nothing_that_may_do_nothing_rides_along(clock):
+    for seed in range(20):
+        found = decided(clock, {"fast": -60_000, "a": 0, "b": 0, "c": 0}, seed=seed).verdicts
+        assert all(found[name].status is not Status.KEPT for name in "abc")

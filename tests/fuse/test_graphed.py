@@ -606,7 +606,7 @@ def test_the_last_copy_is_the_copy_out(outputs):
             assert found[0].untyped_storage().data_ptr() != found[1].untyped_storage().data_ptr()
             results.append((found[0], expected[0]))
         (recording,) = fused.graphs.recordings
-        copied = [memory.shape for memory, _ in recording.memories if not memory.is_contiguous()]
+        copied = [memory.tensor.shape for memory in recording.memories if not memory.tensor.is_contiguous()]
         assert copied == ([(4, 3)] if outputs == "clone" else [])
         if outputs == "clone":
             assert all(torch.equal(one, other) for one, other in results)

@@ -13,6 +13,7 @@ from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.recording import CudaRecorder
+from fusion_advisor.workload.adjacent import leave_room
 from tests.fuse.test_graphed import Counter
 from tests.tiny import Toy, gpt2
 
@@ -161,3 +162,61 @@ def test_reverting_gives_the_memory_back(fused):
     gc.collect()
     torch.cuda.empty_cache()
     assert fused.graphs.pool_bytes() == 0
+
+
+def head(rows=4096, words=50257):
+    """A bf16 head of an odd vocabulary behind a hidden layer, with room behind its weight, and an input."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, words, bias=False))
+    model = model.to(torch.bfloat16).cuda().eval()
+    leave_room(model)
+    return model, torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("passes", [(), ("pad_linears",), ("pad_linears", "store_odd_rows")], ids=str)
+def test_logits_are_computed_into_the_callers_memory(passes):
+    model, x = head()
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=True).build((), passes)
+    with torch.no_grad():
+        fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(CudaRecorder())).apply()
+        given = [torch.randn_like(x) for _ in range(5)]
+        results = [fused(value) for value in given]
+        for value, result in zip(given, results, strict=True):
+            torch.testing.assert_close(result, fused._original(value), rtol=2e-2, atol=2e-2)
+        assert len({result.data_ptr() for result in results}) == 5
+        (recording,) = fused.graphs.recordings
+        is_behind = passes != ("pad_linears",)
+        assert [memory.name for memory in recording.memories] == ["2" if is_behind else ""]
+        assert fused.graphs.pool_bytes() < results[0].nbytes or not is_behind
+        model[2].weight.mul_(-2)  # written to: seen at once; moved: recorded again
+        torch.testing.assert_close(fused(x), fused._original(x), rtol=2e-2, atol=2e-2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            fused(x)
+            torch.cuda.synchronize()
+        kernels = [event.key for event in profile.key_averages()]
+        if is_behind:
+            assert not any("rows_copy" in name for name in kernels), kernels
+        assert fused.fallbacks == {}
+    fused.revert()
+
+
+def test_logits_behind_the_graph_hold_constant_memory():
+    model, x = head(rows=512, words=8192)
+    with torch.no_grad():
+        fused = graphed(model, (x,))
+        for _ in range(5):
+            fused(x)
+        gc.collect()
+        torch.cuda.synchronize()
+        held = set()
+        for _ in range(100):
+            fused(x)
+            held.add((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        assert len(held) == 1
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        torch.cuda.empty_cache()
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), fused._original(x), rtol=2e-2, atol=2e-2)
+    fused.revert()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.records import GraphRewrite, Launch, Status
+from fusion_advisor.workload.adjacent import leave_room
 from tests.report.fixtures import applied, chain, timing
 from tests.tiny import profile_live
 
@@ -88,3 +90,30 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     assert masks.predicted_saving_ns == removed * 1500 + 4600 + 500
     assert folded.predicted_saving_ns == 0  # nothing is left to fold once the mask is gone
     assert other.predicted_saving_ns is None
+
+
+class Layers(torch.nn.Module):
+    """As GPT-2's: its layers call ``addmm``, only its head is a linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 32).bfloat16())
+        self.bias = torch.nn.Parameter(torch.randn(32).bfloat16())
+        self.head = torch.nn.Linear(32, 21, bias=False).bfloat16()
+
+    def forward(self, x):
+        return self.head(torch.addmm(self.bias, x, self.weight))
+
+
+def test_a_padded_gemm_is_expected_to_be_as_quick_as_the_other_products():
+    model, rows = Layers(), 8
+    leave_room(model)
+    capture, live = profile_live(model, (torch.randn(rows, 16).bfloat16(),))
+    bench = Bench(live, on_cuda=False)
+    layer, head = (op.index for op in capture.ops if op.target in ("aten.addmm.default", "aten.linear.default"))
+    capture = replace(capture, launches=(launch(layer, 4096), launch(head, 1_000_000)))
+    row = GraphRewrite(id="R7", name=PASSES["pad_linears"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    (priced,) = price_passes([row], bench, capture, 500)
+    product_ns = rows * 21 * 32 * 4096 / (rows * 32 * 16)
+    copy_ns = 2 * rows * 21 * 2 * 1e9 / capture.bandwidth.copy_bytes_per_s
+    assert priced.predicted_saving_ns == pytest.approx(1_000_500 - product_ns - copy_ns - 1000, abs=1)

@@ -14,9 +14,9 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse import rows_copy
+from fusion_advisor.fuse.behind import left_out
 from fusion_advisor.fuse.compiled import compile_rest
 from fusion_advisor.fuse.passes import pad
-from fusion_advisor.fuse.recordable import last_copies
 from fusion_advisor.fuse.rewrite import LayoutChanged, rewrite_region
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
@@ -138,8 +138,8 @@ def test_a_padded_head_gives_the_models_tensor_by_the_kernel(monkeypatch):
     assert count == 1 and ours.stride() == theirs.stride()
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     # A CUDA graph leaves it to the copy that hands the result out.
-    ((place, last),) = last_copies(module).items()
-    assert place == 0 and isinstance(last.target, rows_copy.RowsCopy)
+    ((place, last),) = left_out(module, ()).items()
+    assert place == 0 and isinstance(last.make, rows_copy.RowsCopy)
     # Inductor gets a copy that it writes itself.
     with torch.no_grad():
         (rest,) = compile_rest([region], [module], compiler=lambda graph_module, inputs: graph_module.forward)

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.timing import measure
-from fusion_advisor.timing.measure import compare_alone, difference, interleave
+from fusion_advisor.timing.measure import compare_alone, difference, interleave, recorded
 
 
 class Clock:
@@ -51,7 +52,9 @@ def test_no_candidate_has_a_better_place_than_another(clock, count):
     seen = []
     rounds = 2 * count
     interleave([taking(clock, 1, seen, name) for name in range(count)], rounds=rounds, budget_s=1e9, on_cuda=False)
-    order = [seen[start : start + count] for start in range(count, len(seen), count)]  # the first pass warms up
+    runs = seen[count:]  # the first pass warms up
+    assert runs[::2] == runs[1::2]
+    order = [runs[start : start + 2 * count : 2] for start in range(0, len(runs), 2 * count)]
     assert len(order) == rounds
     assert all(sorted(turn) == list(range(count)) for turn in order)
     places = Counter((place, name) for turn in order for place, name in enumerate(turn))
@@ -71,18 +74,67 @@ def test_a_drift_hits_all_alike(clock):
     assert change.low_ns <= 0 <= change.high_ns
 
 
+@pytest.mark.parametrize("shares", [(0.9, 1.1), (1.1, 0.9)])
+def test_what_ran_before_changes_no_difference(clock, shares):
+    """A device whose clock follows the run before: one candidate slows the next one down, the other speeds it up."""
+    last = [1.0]
+
+    def held(cost, share):
+        def call():
+            clock.now_ns += round(cost * last[0])
+            last[0] = share
+
+        return call
+
+    calls = [held(1000, shares[0]), held(1000, shares[0]), held(800, shares[1])]
+    control, before, after = interleave(calls, rounds=30, budget_s=1e9, on_cuda=False)
+    assert difference(control, before) == measure.Difference(median_ns=0, low_ns=0, high_ns=0)
+    change = round(800 * shares[1] - 1000 * shares[0])  # each as fast as it is behind itself
+    assert difference(before, after) == measure.Difference(median_ns=change, low_ns=change, high_ns=change)
+
+
 def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
     assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False)[0]) == 6
     assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, least=3)[0]) == 3
-    assert len(interleave(calls, rounds=50, budget_s=21.0, on_cuda=False)[0]) == 11
+    assert len(interleave(calls, rounds=50, budget_s=41.0, on_cuda=False)[0]) == 11
     assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False)[0]) == 4
 
 
 def test_a_least_time_goes_beyond_rounds_and_budget(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
-    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=20.0, on_cuda=False)[0]) == 10
-    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=20.0, on_cuda=False)[0]) == 12
+    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=40.0, on_cuda=False)[0]) == 10
+    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=40.0, on_cuda=False)[0]) == 12
+
+
+def test_times_that_are_not_settled_go_on_up_to_a_limit(clock):
+    calls, asked = [taking(clock, 10**9), taking(clock, 10**9)], []
+
+    def settled_at(rounds):
+        def is_settled(times):
+            asked.append(len(times[0]))
+            return len(times[0]) >= rounds
+
+        return is_settled
+
+    def rounds_of(**options):
+        return len(interleave(calls, rounds=50, budget_s=30.0, on_cuda=False, **options)[0])
+
+    assert rounds_of() == rounds_of(is_settled=settled_at(20)) == 8
+    assert asked == []
+    assert rounds_of(most_s=90.0, is_settled=settled_at(8)) == 8
+    assert rounds_of(most_s=90.0, is_settled=settled_at(12)) == 12
+    assert rounds_of(most_s=90.0, is_settled=settled_at(99)) == 23
+    assert min(asked) == 8
+
+
+def test_a_step_is_quiet_when_it_does_not_differ_from_itself():
+    quiet, same = measure.is_quiet(0.01, 0.95), [1000 + number % 3 for number in range(20)]
+    assert quiet([same, same, []])
+    assert quiet([same, [value + 8 for value in same]])
+    assert not quiet([same, [value + 12 for value in same]])
+    assert not quiet([same, [value - 12 for value in same]])
+    assert measure.noise_ns(same, [value - 12 for value in same]) == 12
 
 
 def test_a_difference_is_after_minus_before():
@@ -116,3 +168,54 @@ def test_a_real_call_that_does_twice_the_work_takes_longer():
 
     slow, fast = compare_alone(thrice, once, on_cuda=False, budget_s=0.2)
     assert slow.median_ns > 1.3 * fast.median_ns
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph, and this machine has no CUDA device")
+def test_a_workspace_of_the_warm_up_is_not_recorded(monkeypatch):
+    """Streams come from a pool: what warms a call up may run on the stream that captures it."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 4096), (4096, 256), (256,)))
+    want, out = torch.addmm(bias, x, weight), torch.empty(64, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        bias + 1
+    capturing = torch.cuda.graph.default_capture_stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: capturing)
+    replay = recorded(lambda: torch.addmm(bias, x, weight, out=out), around=torch_internals.own_gemm_workspace)
+    torch.cuda.empty_cache()
+    guard = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
+    replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    assert not guard.any()
+
+
+def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monkeypatch):
+    seen = []
+
+    class Around:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(f"+{self.name}")
+
+        def __exit__(self, *_):
+            seen.append(f"-{self.name}")
+
+    class Graph:
+        def replay(self):
+            seen.append("replay")
+
+    class Stream:
+        def wait_stream(self, _):
+            seen.append("waits")
+
+    fakes = {
+        "Stream": Stream, "current_stream": Stream, "stream": lambda _: Around("side"), "CUDAGraph": Graph,
+        "graph": lambda graph, pool: Around("capture"), "synchronize": lambda: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorded(lambda: seen.append("run"), around=lambda: Around("own"))()
+    assert seen == ["waits", "+side", "run", "run", "-side", "waits", "+own", "+capture", "run", "-capture", "-own", "replay"]

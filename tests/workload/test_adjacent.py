@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from fusion_advisor.workload.adjacent import has_room, lay_out_siblings, leave_room, padded_rows
+from fusion_advisor.workload.adjacent import has_room, lay_out_siblings, leave_room, padded_rows, roomy_rows
 
 
 class Tied(nn.Module):
@@ -27,7 +27,7 @@ def test_odd_weights_get_room_and_the_model_stays_the_same():
     even = model.even.weight
     assert leave_room(model) == 3  # the tied weight once, odd's weight and bias
     assert model.head.weight is model.words.weight and model.even.weight is even
-    for tensor, rows in ((model.head.weight, 16), (model.odd.weight, 8), (model.odd.bias, 8)):
+    for tensor, rows in ((model.head.weight, 20), (model.odd.weight, 10), (model.odd.bias, 10)):
         assert has_room(tensor, rows) and not has_room(tensor, rows + 1)
         assert tensor.is_contiguous() and tensor.requires_grad
     after = model.state_dict()
@@ -48,3 +48,8 @@ def test_wide_dtypes_and_weights_that_lie_in_a_common_storage_stay():
 
 def test_rows_are_rounded_up():
     assert [padded_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
+
+
+def test_seven_more_rows_hold_the_rounded_ones():
+    assert [roomy_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
+    assert all(padded_rows(rows) <= roomy_rows(rows) for rows in range(1, 40))
