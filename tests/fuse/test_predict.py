@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion_advisor.capture import graph
 from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.records import GraphRewrite, Launch, Status
@@ -117,3 +118,22 @@ def test_a_padded_gemm_is_expected_to_be_as_quick_as_the_other_products():
     product_ns = rows * 21 * 32 * 4096 / (rows * 32 * 16)
     copy_ns = 2 * rows * 21 * 2 * 1e9 / capture.bandwidth.copy_bytes_per_s
     assert priced.predicted_saving_ns == pytest.approx(1_000_500 - product_ns - copy_ns - 1000, abs=1)
+
+
+class MaskedLayer(Masked):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return super().forward(self.layer(x))
+
+
+def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
+    monkeypatch.setattr(graph, "is_slower_with_bias", lambda _: True)
+    capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
+    product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
+    capture = replace(capture, launches=(launch(product, 70_000), launch(total, 4_000)), eager_launches=())
+    row = GraphRewrite(id="R1", name=PASSES["drop_masks"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    (priced,) = price_passes([row], Bench(live, on_cuda=False), capture, 500)
+    assert priced.predicted_saving_ns == 0
