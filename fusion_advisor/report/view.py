@@ -519,8 +519,8 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
         rows.append((False, attention_line(report)))
     rows += clocks.rows(report)
     if report.noise_share is not None:
-        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}; smaller gains are not counted."
-        rows.append((report.noise_share > 0.02, noise))
+        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}"
+        rows.append((report.noise_share > 0.02, f"{noise}; a smaller gain is not counted by itself."))
     for broken in data.graph_breaks:
         rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
     rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]

@@ -14,6 +14,7 @@ from fusion_advisor.report import clocks, view
 from fusion_advisor.report.compare import compare
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
+from fusion_advisor.report.others import prediction_line
 from fusion_advisor.report.terminal import details
 from fusion_advisor.serialize import dump_report, load_report
 from tests.report.fixtures import applied, on_cpu, profiled
@@ -125,3 +126,11 @@ def test_reports_written_before_clocks_still_load():
 
     old = load_report(json.dumps(without(json.loads(dump_report(report)))))
     assert old.before.wall is not None and old.before.wall.clocks is None
+
+
+@pytest.mark.parametrize(("ours_mhz", "is_said"), [(1980, False), (1940, False), (1800, True)])
+def test_predictions_do_not_know_of_a_lower_clock(ours_mhz, is_said):
+    report = with_clocks(applied(), Clocks(samples=(sample(1980),)), Clocks(samples=(sample(ours_mhz),)))
+    said = "eager ran at 1,980 MHz, ours at 1,800" in prediction_line(report)
+    assert said == is_said
+    assert "MHz" not in prediction_line(applied())

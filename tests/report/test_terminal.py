@@ -151,7 +151,9 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     report = replace(
         report, quality=replace(report.quality, graph_breaks=(), warnings=(), joined_share=1.0, launches=3, kernels=3)
     )
-    assert view.quality_warnings(report) == ("A step compared with itself differs by ±40.0%; smaller gains are not counted.",)
+    assert view.quality_warnings(report) == (
+        "A step compared with itself differs by ±40.0%; a smaller gain is not counted by itself.",
+    )
     assert view.quality(report)[0] == "warn"
 
 

@@ -28,7 +28,7 @@ def sigmoid(x):
 @triton.jit
 def fa_bias_gelu_tanh_bb3b9c(
     x_ptr, bias_ptr, out_ptr,
-    rows, cols, x_stride0, out_stride0,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):
     tile = tl.program_id(0)
