@@ -140,6 +140,14 @@ def short_of_room():
     return model
 
 
+class InAutocast(Head):
+    """A head that gets a float32 hidden state."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.head(torch.tanh(x))
+
+
 @pytest.mark.parametrize(
     ("make", "x", "padded"),
     [
@@ -147,9 +155,10 @@ def short_of_room():
         (lambda: Head(bias=False), MANY[:1], 1),
         (lambda: Head(bias=False, rows=5), MANY, 1),
         (short_of_room, MANY, 1),
+        (lambda: InAutocast(bias=False), MANY.float(), 1),
         (lambda: Head(bias=False, rows=16), MANY, 0),
     ],
-    ids=["a bias", "few rows", "rows shorter than a store", "no room", "even"],
+    ids=["a bias", "few rows", "rows shorter than a store", "no room", "autocast", "even"],
 )
 def test_what_stays_padded(make, x, padded):
     model = make()
