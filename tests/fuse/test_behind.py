@@ -97,6 +97,13 @@ def test_static_outputs_are_computed_inside(small):
     assert len({result.data_ptr() for result in same}) == 1 and names(fused) == [[]]
 
 
+def test_other_outputs_are_recorded_anew(fused):
+    for outputs, behind_it in (("clone", ["head"]), ("static", []), ("clone", ["head"])):
+        fused.graphs.outputs = outputs
+        check(fused)
+        assert names(fused) == [behind_it]
+
+
 def test_it_is_launched_with_the_graph_before_the_guards(fused, recorder, monkeypatch):
     check(fused)
     launched, at = [], []
