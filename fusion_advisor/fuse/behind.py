@@ -65,6 +65,7 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
     """
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
+    same = _same_memory(module.graph)
     theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = {node: slot for slot, node in enumerate(placeholders) if slot not in copied}
@@ -72,24 +73,26 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
     for place, result in enumerate(results):
         if not isinstance(result, Node) or len(result.users) > 1 or results.count(result) > 1:
             continue
-        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs)
+        made = _last_copy(module, result, theirs, same) or _last_product(module, result, theirs, same, inputs)
         if made is not None:
             found[place] = made
     return found
 
 
-def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut | None:
+def _last_copy(module: GraphModule, result: Node, theirs: set[int], same: Mapping[int, int]) -> LeftOut | None:
     """A copy to plain strides of the region's own memory, which is not written to later."""
     is_clone = result.target is _aten.clone.default and result.kwargs == {"memory_format": torch.contiguous_format}
     if not (isinstance(result.target, RowsCopy) or is_clone):
         return None
     (source,) = result.all_input_nodes
-    if _memory(source) & (theirs | _written_behind(module.graph, result)):
+    if _memory(source, same) & (theirs | _written_behind(module.graph, result, same)):
         return None
     return LeftOut(make=result.target if isinstance(result.target, RowsCopy) else contiguous, stand_ins={result: source})
 
 
-def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int]) -> LeftOut | None:
+def _last_product(
+    module: GraphModule, result: Node, theirs: set[int], same: Mapping[int, int], inputs: Mapping[Node, int]
+) -> LeftOut | None:
     """A large product of a value of the region's own and of inputs, none of them written to later, and views of it."""
     views: list[Node] = []
     product = result
@@ -104,8 +107,10 @@ def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: M
     if product.meta["val"].nbytes < LEAST_BYTES or len(own) != 1 or own[0].op != "call_function":
         return None
     (hidden,) = own
-    read = {key for source in product.all_input_nodes for key in _memory(source)}
-    if theirs & _memory(hidden) or read & _written_behind(module.graph, product):
+    read = {key for source in product.all_input_nodes for key in _memory(source, same)}
+    if theirs & _memory(hidden, same) or read & _written_behind(module.graph, product, same):
+        return None
+    if _is_in_autocast(module.graph, product):
         return None
     operands = [hidden, *(source for source in product.all_input_nodes if source is not hidden)]
     left = [product, *reversed(views)]
@@ -124,16 +129,31 @@ def _is_view(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and storages(node) == storages(node.all_input_nodes[0])
 
 
-def _memory(node: Node) -> set[int]:
-    """The storages of a node; a dropout that drops nothing returns its input, and only its fake tensor is another one."""
-    found = set(storages(node))
-    return found | _memory(node.all_input_nodes[0]) if node.target is _aten.dropout.default else found
+def _same_memory(graph: Graph) -> dict[int, int]:
+    """Return the storage of each dropout's fake tensor, with its input's: one that drops nothing returns the input itself."""
+    same: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.target is _aten.dropout.default:
+            same.update((key, same.get(given, given)) for key, given in zip(storages(node), storages(node.args[0]), strict=True))
+    return same
 
 
-def _written_behind(graph: Graph, node: Node) -> set[int]:
+def _memory(node: Node, same: Mapping[int, int]) -> set[int]:
+    return {same.get(key, key) for key in storages(node)}
+
+
+def _written_behind(graph: Graph, node: Node, same: Mapping[int, int]) -> set[int]:
     """What the ops after one write to."""
     later = list(graph.nodes)
-    return {key for other in later[later.index(node) + 1 :] for key in written_storages(other)}
+    return {same.get(key, key) for other in later[later.index(node) + 1 :] for key in written_storages(other)}
+
+
+def _is_in_autocast(graph: Graph, node: Node) -> bool:
+    """Whether an op lies between the node that enters autocast and the one that leaves it: elsewhere it means another op."""
+    nodes = list(graph.nodes)
+    at = nodes.index(node)
+    entered = (other for other in nodes[:at] if getattr(other.target, "__name__", "") == "_enter_autocast")
+    return any(not set(nodes[:at]).issuperset(other.users) for other in entered)
 
 
 def _function(operands: Sequence[Node], ops: Sequence[Node]) -> Callable[..., Any]:

@@ -88,13 +88,12 @@ class Graphs:
 
     Attributes:
         is_on: calls are replayed; off, every call runs launch by launch.
-        outputs: ``clone`` copies results out, ``static`` hands out the graph's own memory until the next call.
         refusals: why calls ran launch by launch, and how often.
     """
 
     def __init__(self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone") -> None:
         self.is_on = True
-        self.outputs = outputs
+        self._outputs = outputs
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
         self._limit = limit
@@ -103,6 +102,17 @@ class Graphs:
         self._lock = threading.Lock()
         self._call: _Call | None = None
         self._may_run_ahead = True
+
+    @property
+    def outputs(self) -> Outputs:
+        """``clone`` copies results out, ``static`` hands out the graph's own memory until the next call."""
+        return self._outputs
+
+    @outputs.setter
+    def outputs(self, outputs: Outputs) -> None:
+        if outputs != self._outputs:
+            self.forget()  # what a graph leaves to what runs behind it depends on this
+        self._outputs = outputs
 
     @property
     def recordings(self) -> tuple[Recording, ...]:

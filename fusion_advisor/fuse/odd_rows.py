@@ -67,10 +67,11 @@ class OddRows:
             width = padded_rows(columns - first)
             every = memory.as_strided((-(-(rows - group) // period), width), (period * columns, 1), group * columns + first)
             torch.mm(flat_x[group::period], wide[first : first + width].t(), out=every)
-        out = memory[: rows * columns].view(rows, columns)
+        # Not a view: autograd refuses to write in place to one that was made without gradients.
+        out = memory.resize_((*x.shape[:-1], columns))
         heads = GEMM_MULTIPLE - GEMM_MULTIPLE // period  # the most columns that a product leaves out
-        out[:, :heads] = torch.mm(flat_x, wide[:GEMM_MULTIPLE].t())[:, :heads]
-        return out.view(*x.shape[:-1], columns)
+        out.view(rows, columns)[:, :heads] = torch.mm(flat_x, wide[:GEMM_MULTIPLE].t())[:, :heads]
+        return out
 
 
 def period_of(columns: int) -> int:

@@ -207,7 +207,9 @@ def _is_impure(node: Node) -> bool:
     if node.op in ("placeholder", "output") or node.meta.get("written"):
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    return node.is_impure()  # entering and leaving autocast, which no op reads
 
 
 def _attributes(root: GraphModule, constants: Mapping[str, torch.Tensor]) -> torch.nn.Module:

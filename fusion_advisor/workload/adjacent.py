@@ -57,7 +57,8 @@ def leave_room(model: nn.Module) -> int:
     """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
 
     A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (see ``fuse.odd_rows``) all seven.
-    Tied weights stay tied: every module that held the parameter gets the new one. The further rows are zeros.
+    Tied weights stay tied: every module that held the parameter gets the new one, and parameters that share their memory stay
+    where they are. The further rows are zeros.
 
     Args:
         model: owned by the caller; its linears get new parameter objects over the same values.
@@ -69,9 +70,13 @@ def leave_room(model: nn.Module) -> int:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), []).append((module, name))
+    # Two parameters may be tied by their memory alone.
+    holding = Counter(tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     moved = 0
     for linear in [module for module in model.modules() if type(module) is nn.Linear]:
         for parameter in list(linear.parameters(recurse=False)):
+            if not parameter.dim() or holding[parameter.untyped_storage().data_ptr()] > 1:
+                continue
             rows = roomy_rows(parameter.shape[0])
             fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
             if parameter.element_size() != 2 or has_room(parameter, rows) or not (parameter.is_contiguous() and fills_storage):

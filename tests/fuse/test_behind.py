@@ -97,6 +97,13 @@ def test_static_outputs_are_computed_inside(small):
     assert len({result.data_ptr() for result in same}) == 1 and names(fused) == [[]]
 
 
+def test_other_outputs_are_recorded_anew(fused):
+    for outputs, behind_it in (("clone", ["head"]), ("static", []), ("clone", ["head"])):
+        fused.graphs.outputs = outputs
+        check(fused)
+        assert names(fused) == [behind_it]
+
+
 def test_it_is_launched_with_the_graph_before_the_guards(fused, recorder, monkeypatch):
     check(fused)
     launched, at = [], []
@@ -219,6 +226,7 @@ class Inside(torch.nn.Module):
         torch.manual_seed(0)
         self.kind = kind
         self.head = torch.nn.Linear(16, 16, bias=False)
+        self.dropout = torch.nn.Dropout()
         self.register_buffer("table", torch.randn(16, 16))
 
     def forward(self, x):
@@ -253,11 +261,23 @@ class Inside(torch.nn.Module):
                 return part, wide
             case "of inputs alone":
                 return self.head(x), hidden
+            case "in autocast":
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return self.head(hidden)
+            case "a view of a dropout":
+                logits = self.head(self.dropout(hidden).view(3, 2, 16))
+                hidden.add_(1)
+                return logits, hidden
+            case "written to through a dropout":
+                logits, same = self.head(hidden), self.dropout(hidden)
+                same.add_(1)
+                return logits, same
         raise AssertionError(self.kind)
 
 
 INSIDE = ["softmax", "used twice", "returned twice", "written to", "its view is written to", "its hidden state is written to",
-          "its weight is written to", "a copy of what is written to", "of inputs alone"]  # fmt: skip
+          "its weight is written to", "a copy of what is written to", "of inputs alone", "in autocast", "a view of a dropout",
+          "written to through a dropout"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", INSIDE)

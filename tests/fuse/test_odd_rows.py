@@ -94,6 +94,17 @@ def test_products_are_aligned_and_write_to_no_place_twice(columns, monkeypatch):
     assert (counts[: rows * columns] == 1).all() and (counts <= 1).all()
 
 
+def test_a_result_may_be_written_to_where_gradients_are_on():
+    weight, x = roomy(13, torch.bfloat16), torch.randn(9, 24, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = OddRows("odd", 13)(x, weight)
+        expected = torch.nn.functional.linear(x, weight)
+    assert found._base is None
+    added = torch.ones(13, dtype=torch.bfloat16, requires_grad=True)
+    found += added  # an error for a view that was made without gradients
+    torch.testing.assert_close(found, expected + added, rtol=1e-2, atol=5e-2)
+
+
 def rewritten(model, x=MANY, passes=(pad_linears, store_odd_rows)):
     """Return the rewritten module, its region and how many linears each pass changed, after comparing it with the model."""
     with torch.no_grad():
@@ -129,6 +140,14 @@ def short_of_room():
     return model
 
 
+class InAutocast(Head):
+    """A head that gets a float32 hidden state."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.head(torch.tanh(x))
+
+
 @pytest.mark.parametrize(
     ("make", "x", "padded"),
     [
@@ -136,9 +155,10 @@ def short_of_room():
         (lambda: Head(bias=False), MANY[:1], 1),
         (lambda: Head(bias=False, rows=5), MANY, 1),
         (short_of_room, MANY, 1),
+        (lambda: InAutocast(bias=False), MANY.float(), 1),
         (lambda: Head(bias=False, rows=16), MANY, 0),
     ],
-    ids=["a bias", "few rows", "rows shorter than a store", "no room", "even"],
+    ids=["a bias", "few rows", "rows shorter than a store", "no room", "autocast", "even"],
 )
 def test_what_stays_padded(make, x, padded):
     model = make()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import storages, written_storages
+from fusion_advisor.capture.graph import capture_regions, storages, written_storages
 from fusion_advisor.fuse.bench import PASSES, replaced_sites
 from fusion_advisor.fuse.rewrite import LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import TensorMeta
@@ -110,6 +110,27 @@ def test_writes_survive_dead_code():
     cache = torch.zeros(3)
     module(torch.ones(3), cache)
     assert torch.equal(cache, torch.full((3,), 2.0))
+
+
+class InAutocast(torch.nn.Module):
+    """A linear in bfloat16, whose parameters are float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(torch.tanh(x))
+
+
+def test_autocast_survives_dead_code():
+    model, x = InAutocast().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        (region,) = capture_regions(model, (x,), {}).regions
+        module, _ = rewrite_region(region, {node: index for index, node in enumerate(region.graph.graph.nodes)}, [], [])
+        (found,) = module(*region.example_args)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, model(x))
 
 
 def step_with_a_cache(x, at, cache):

@@ -46,6 +46,16 @@ def test_wide_dtypes_and_weights_that_lie_in_a_common_storage_stay():
     assert model["k"].weight.untyped_storage().data_ptr() == storage
 
 
+def test_weights_tied_by_their_memory_and_parameters_of_no_rows_stay():
+    model = Tied(torch.float16)
+    model.head.weight = nn.Parameter(model.words.weight.detach())
+    model.odd.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float16)))
+    assert leave_room(model) == 2  # odd's weight and bias
+    with torch.no_grad():
+        model.words.weight.zero_()
+    assert not model.head.weight.any()
+
+
 def test_rows_are_rounded_up():
     assert [padded_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
 

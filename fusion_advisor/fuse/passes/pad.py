@@ -67,7 +67,8 @@ def store_odd_rows(graph: Graph, region: Region, constants: dict[str, torch.Tens
         (weight,) = padded.all_input_nodes
         *outer, columns = out.meta["val"].shape
         is_short = columns < GEMM_MULTIPLE or math.prod(outer) < LEAST_ROWS * period_of(columns)
-        if biases or is_short or not has_room(given[weight], roomy_rows(columns)):
+        is_cast = x.meta["val"].dtype != given[weight].dtype  # in autocast, which does not reach products into given memory
+        if biases or is_short or is_cast or not has_room(given[weight], roomy_rows(columns)):
             continue
         with graph.inserting_before(out):
             stored = graph.call_function(OddRows(f"odd_rows_{region.index}_{changed}", columns), (x, weight))
