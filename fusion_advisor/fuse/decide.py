@@ -92,7 +92,7 @@ def decide(
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     rewind = bench.live.written.rewind
     times = measure.interleave(
-        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s * bench.on_cuda,
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
         is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
     )  # fmt: skip
     control, stacked = times[0], times[1:]
@@ -133,7 +133,7 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
         min_gain: share of the step that it must save.
     """
     threshold = max(min_gain * step_ns, noise_ns)
-    span = f"{units.delta(change.median_ns)} {units.delta_interval(change.low_ns, change.high_ns)} per step"
+    span = _span(change.median_ns, (change.low_ns, change.high_ns))
     if change.high_ns < -threshold:
         status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {units.delta(-threshold)}"
     elif change.low_ns > noise_ns:
@@ -142,6 +142,10 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
         status = Status.WITHIN_NOISE
         reason = f"{span}: not past the threshold of {units.delta(-threshold)} (A/A noise {units.duration(noise_ns)})"
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
+
+
+def _span(delta_ns: int, interval_ns: tuple[int, int]) -> str:
+    return f"{units.delta(delta_ns)} {units.delta_interval(*interval_ns)} per step"
 
 
 def _with_small_ones(
@@ -165,7 +169,8 @@ def _with_small_ones(
     changed = {}
     for candidate in small:
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
-        alone = own.reason if joint.status is not Status.KEPT else f"{own.reason.split(': ')[0]}, too little by itself"
+        little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
+        alone = little if joint.status is Status.KEPT else own.reason
         changed[candidate.id] = replace(own, status=joint.status, reason=f"{alone}; together with {others}: {joint.reason}")
     return {**verdicts, **changed}
 
@@ -198,7 +203,7 @@ def on_top(
     """
     calls = runner.recorded([before, before, after])
     control, without, together = measure.interleave(
-        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s * runner.on_cuda,
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
         is_settled=measure.is_quiet(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind,
     )  # fmt: skip
     del calls
