@@ -20,6 +20,7 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.errors import ModelInTraining
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.decide import StepRunner
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
@@ -27,11 +28,12 @@ from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.model import is_training
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
+from fusion_advisor.fuse.power import copy_cost_share
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.progress import PhaseClock, Progress
-from fusion_advisor.fuse.select import choose, kernel_dir_of, try_all
+from fusion_advisor.fuse.select import choose, kept_passes, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, Finding, Report
+from fusion_advisor.records import Capture, Finding, Report, Status
 from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -91,6 +93,13 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
+            stays = bench.build(built, kept_passes(rewrites))
+            copy_share = copy_cost_share(
+                StepRunner(bench),
+                lambda: bench.run(stays),
+                saving_ns=sum(fusion.predicted_saving_ns for fusion in fusions if fusion.status is Status.KEPT),
+                copy_bytes_per_s=capture.bandwidth.copy_bytes_per_s,
+            )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
@@ -100,9 +109,10 @@ def apply_workload(
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
-            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
-            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
+            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns, copy_share=copy_share)),
+            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns, copy_share=copy_share),
             launch_cost_ns=cost_ns,
+            copy_cost_share=copy_share,
         )
         on_report(report)
         run = install(

@@ -5,6 +5,9 @@ measured in the same run, as the captured step less the sum of its kernels, per 
 more than one of the smallest kernels takes from its start to the next one's start: where it would be, the step ran at other
 clocks than the trace did (Qwen2.5-7B, 2048 tokens, at the power limit: 4.7 µs). A chain's kernel was timed alone, launches
 included.
+
+At the power limit a step feels only a part of what memory-bound kernels take (:mod:`fusion_advisor.fuse.power`), so of what
+goes away there only that part counts; GEMMs, convolutions and attention are what sets the limit, and count in full.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
 """Place of the left matrix; GPT-2's layers call ``addmm``."""
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_COMPUTE = (OpClass.GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION)
 _MASKS = "drop_masks"
 _BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
@@ -49,27 +53,31 @@ def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[
     return min(max(0, round((step_ns - kernels_ns) / len(launches))), most_ns)
 
 
-def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int) -> list[Fusion]:
+def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int, *, copy_share: float = 1.0) -> list[Fusion]:
     """Return fusions with what they were expected to save; those that were not timed alone stay as they are.
 
     Args:
         fusions: of a run.
         chains: that they stand for.
         cost_ns: from :func:`launch_cost_ns`.
+        copy_share: what the step feels of memory traffic.
     """
     by_id = {chain.id: chain for chain in chains}
-    return [_priced(fusion, by_id, cost_ns) for fusion in fusions]
+    return [_priced(fusion, by_id, cost_ns, copy_share) for fusion in fusions]
 
 
-def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion:
+def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int, copy_share: float) -> Fusion:
     chain = chains.get(fusion.chain_id)
     if chain is None or fusion.chain_after is None:
         return fusion
     before_ns = chain.device_ns + chain.launches * cost_ns
-    return replace(fusion, predicted_saving_ns=max(0, before_ns - fusion.chain_after.median_ns * chain.runs))
+    saving_ns = before_ns - fusion.chain_after.median_ns * chain.runs
+    return replace(fusion, predicted_saving_ns=max(0, round(copy_share * saving_ns)))
 
 
-def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
+def price_passes(
+    rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int, *, copy_share: float = 1.0
+) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
@@ -82,7 +90,9 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         bench: over the graphs as captured.
         capture: whose ops the bench describes.
         cost_ns: from :func:`launch_cost_ns`.
+        copy_share: what the step feels of memory traffic.
     """
+    capture, cost_ns = _as_felt(capture, copy_share), round(copy_share * cost_ns)
     by_title = {title: name for name, (title, _) in PASSES.items()}
     placed: list[str] = []
     # Biases of GEMMs, which the trace had apart, are in their GEMMs again without any pass.
@@ -109,6 +119,16 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         gone = now
         priced.append(replace(row, predicted_saving_ns=saving_ns))
     return tuple(priced)
+
+
+def _as_felt(capture: Capture, copy_share: float) -> Capture:
+    """What the step feels of each launch; copies are that much quicker."""
+    launches = tuple(
+        launch if launch.category in _COMPUTE else replace(launch, duration_ns=round(copy_share * launch.duration_ns))
+        for launch in capture.launches
+    )
+    felt = replace(capture.bandwidth, copy_bytes_per_s=round(capture.bandwidth.copy_bytes_per_s / max(copy_share, 1e-3)))
+    return replace(capture, launches=launches, bandwidth=felt)
 
 
 def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int) -> int:

@@ -19,7 +19,6 @@ from fusion_advisor.records import (
     StepProfile,
     Timing,
 )
-from fusion_advisor.report import clocks
 from fusion_advisor.report.text import plural, visible
 
 UNCHANGED = "unchanged"
@@ -183,18 +182,18 @@ def prediction_line(report: Report) -> str:
     launch = f"; a launch costs this step {units.duration(cost)} beside its kernel" if cost else ""
     return (
         f"Prediction: the savings expected of {plural(count, 'kept rewrite')} are off the measured ones by {units.share(error)} "
-        f"in the median{launch}.{_lower_clock(report)}"
+        f"in the median{launch}.{_at_power_limit(report)}"
     )
 
 
-def _lower_clock(report: Report) -> str:
-    """Where ours ran at a lower clock than eager: no prediction knows of that."""
-    walls = [step.wall for step in (report.before, report.after) if step is not None and step.wall is not None]
-    found = [wall.clocks.sm_mhz for wall in walls if wall.clocks is not None]
-    if len(found) < 2 or not found[0] or not found[1] or found[1] > (1 - clocks.MOST_DIFFERENCE) * found[0]:
+def _at_power_limit(report: Report) -> str:
+    """What was measured there; empty where no limit held the step down."""
+    share = report.copy_cost_share
+    if share >= 1:
         return ""
     return (
-        f" They take the clock as given: eager ran at {found[0]:,} MHz, ours at {found[1]:,}, which undoes a part of the savings."
+        f" At the device's power limit the step feels {units.share(share)} of a copy's time, as measured with copies behind it; "
+        "so much of what memory-bound kernels save was expected."
     )
 
 

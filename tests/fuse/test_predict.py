@@ -64,6 +64,13 @@ def test_what_was_not_timed_alone_keeps_its_figure():
     assert price_fusions([fusion], applied().chains, 500) == [fusion]
 
 
+def test_at_the_power_limit_a_fusion_saves_what_the_step_feels():
+    row = replace(chain(2, ("mul",), 1, 2_000_000, 0.1), launches=400)
+    fusion = replace(applied().fusions[0], chain_id="C2", chain_after=timing(200_000))
+    (felt,) = price_fusions([fusion], [row], 500, copy_share=0.6)
+    assert felt.predicted_saving_ns == round(0.6 * (2_000_000 + 400 * 500 - 200_000 * row.runs))
+
+
 class Masked(torch.nn.Module):
     def forward(self, x):
         mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
@@ -91,6 +98,8 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     assert masks.predicted_saving_ns == removed * 1500 + 4600 + 500
     assert folded.predicted_saving_ns == 0  # nothing is left to fold once the mask is gone
     assert other.predicted_saving_ns is None
+    masks, _, _ = price_passes(rows, bench, capture, 500, copy_share=0.5)
+    assert masks.predicted_saving_ns == removed * 750 + 4000 + 300 + 250  # attention's own kernel counts in full
 
 
 class Layers(torch.nn.Module):

@@ -128,9 +128,7 @@ def test_reports_written_before_clocks_still_load():
     assert old.before.wall is not None and old.before.wall.clocks is None
 
 
-@pytest.mark.parametrize(("ours_mhz", "is_said"), [(1980, False), (1940, False), (1800, True)])
-def test_predictions_do_not_know_of_a_lower_clock(ours_mhz, is_said):
-    report = with_clocks(applied(), Clocks(samples=(sample(1980),)), Clocks(samples=(sample(ours_mhz),)))
-    said = "eager ran at 1,980 MHz, ours at 1,800" in prediction_line(report)
-    assert said == is_said
-    assert "MHz" not in prediction_line(applied())
+def test_predictions_say_what_the_power_limit_leaves_of_savings():
+    said = "the step feels 61.5% of a copy's time"
+    assert said in prediction_line(replace(applied(), copy_cost_share=0.615))
+    assert "power limit" not in prediction_line(applied())
