@@ -157,8 +157,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     constexpr int warps = THREADS / 32, partials = CLUSTER * warps;
     __shared__ T partial[partials];
     const int lane = threadIdx.x % 32, own = (int)(blockIdx.x % CLUSTER) * warps + threadIdx.x / 32;
-    if (threadIdx.x == 0) expect(&arrivals[NUMBER], sizeof(partial));
     if (NUMBER == 0) cluster_wait();
+    if (threadIdx.x == 0) expect(&arrivals[NUMBER], sizeof(partial));
     if (lane < CLUSTER) send(&partial[own], value, &arrivals[NUMBER], lane);
     receive(&arrivals[NUMBER]);
     value = combine.neutral(value);
