@@ -1,12 +1,14 @@
-"""Every kernel under compute-sanitizer, on a CUDA machine: ``python3 tests/library/sanitize.py [TOOL] [KERNEL ...]``.
+"""Every kernel under compute-sanitizer, on a CUDA machine: ``python3 tests/library/sanitize.py [TOOL] [KERNEL|clusters ...]``.
 
-``kernels check`` runs every case of every manifest; only our kernels (``fa_*``) are instrumented, and the caching allocator is
-off, so that a byte past a tensor is a byte past an allocation. Two faults are planted first, one for each tool: a tool that does
-not see them has seen nothing.
+``kernels check`` runs every case of every manifest, and the tests of rows that a cluster of blocks shares run beside it, for such
+a launch is chosen by timing only; jobs are spread over the GPUs that there are. Only our kernels (``fa_*``) are instrumented, and the caching
+allocator is off, so that a byte past a tensor is a byte past an allocation. Two faults are planted first, one for each tool: a
+tool that does not see them has seen nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,6 +28,7 @@ extern "C" __global__ void fa_planted_racecheck(int* out) {
 }
 """
 TOOLS = ["memcheck", "racecheck"]
+CLUSTERS = "clusters"
 LIMIT_S = 500
 EACH = 2
 """Kernels per process: few, so that processors are busy to the end and what is found is said early; starting one takes 10 s."""
@@ -48,12 +51,17 @@ def planted(tool):
     Device().sync()
 
 
-def run(tool, arguments):
-    """Return what one process under the sanitizer printed, and its exit code."""
+def run(tool, arguments, device=0):
+    """Return what one process under the sanitizer printed on one GPU, and its exit code."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=fa_", "--report-api-errors", "no"]
     command += ["--error-exitcode", str(FAULT), sys.executable, *arguments]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": str(device),
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=LIMIT_S, check=False)
@@ -88,13 +96,28 @@ def check(names):
         say(json.dumps({"kernel": name, "cases": len(rows) - skipped, "failed": failed}))
 
 
-def verdict(tool, names):
+def verdict(tool, names, device):
     """Run some kernels in one process under the sanitizer; return whether all is well, and what was said."""
-    output, code = run(tool, [__file__, "--check", *names])
+    output, code = run(tool, [__file__, "--check", *names], device)
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kernel"')]
+    return judged(tool, output, code, rows, [row["kernel"] for row in rows] == names)
+
+
+def clusters(tool, device):
+    """Run the tests of shared rows under the sanitizer; likewise."""
+    tests = ["tests/library/test_clusters.py", "-k", "on_the_device", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    output, code = run(tool, ["-m", "pytest", *tests], device)
+    found = re.search(r"^(\d+) passed", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
+    row = {"kernel": CLUSTERS, "cases": int(found[1]) if found else 0, "failed": failed}
+    return judged(tool, output, code, [row], found is not None)
+
+
+def judged(tool, output, code, rows, is_complete):
+    """Whether the sanitizer found nothing and every case was right, and the line that says so."""
     summary = re.search(r"(ERROR|RACECHECK) SUMMARY: .*", output)
-    complete = [row["kernel"] for row in rows] == names and not any(row["failed"] for row in rows)
-    is_clean = code == 0 and complete and summary is not None and re.search(r": 0 (errors|hazards)", summary[0]) is not None
+    is_right = is_complete and not any(row["failed"] for row in rows)
+    is_clean = code == 0 and is_right and summary is not None and re.search(r": 0 (errors|hazards)", summary[0]) is not None
     said = summary[0] if summary else ""
     return is_clean, {"tool": tool, "said": said, "kernels": rows, "output": "" if is_clean else output[-4000:]}
 
@@ -102,16 +125,20 @@ def verdict(tool, names):
 def main(arguments):
     from fusion_advisor.library.discover import list_kernels
 
+    import torch
+
     tools = [tool for tool in TOOLS if tool in arguments] or TOOLS
     wanted = {*arguments} - {*TOOLS}
     names = [spec.name for spec in list_kernels() if not wanted or spec.name in wanted]
     for tool in tools:
         output, code = run(tool, [__file__, "--planted", tool])
         assert code == FAULT, f"{tool} does not see a planted fault: {output[-2000:]}"
-    jobs = [(tool, names[first : first + EACH]) for first in range(0, len(names), EACH) for tool in tools]
+    devices = itertools.cycle(range(torch.cuda.device_count()))
+    jobs = [(clusters, tool) for tool in tools if not wanted or CLUSTERS in wanted]
+    jobs += [(verdict, tool, names[first : first + EACH]) for first in range(0, len(names), EACH) for tool in tools]
     results = []
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        for future in as_completed([pool.submit(verdict, *job) for job in jobs]):
+        for future in as_completed([pool.submit(*job, next(devices)) for job in jobs]):
             results.append(future.result())
             say(json.dumps(results[-1][1]))
     clean = sum(is_clean for is_clean, _ in results)
