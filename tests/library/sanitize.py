@@ -1,9 +1,9 @@
 """Every kernel under compute-sanitizer, on a CUDA machine: ``python3 tests/library/sanitize.py [TOOL] [KERNEL|clusters ...]``.
 
 ``kernels check`` runs every case of every manifest, and the tests of rows that a cluster of blocks shares run beside it, for such
-a launch is chosen by timing only; jobs are spread over the GPUs that there are. Only our kernels (``fa_*``) are instrumented, and the caching
-allocator is off, so that a byte past a tensor is a byte past an allocation. Two faults are planted first, one for each tool: a
-tool that does not see them has seen nothing.
+a launch is chosen by timing only; jobs are spread over the GPUs that there are. Only our kernels (``fa_*``) are instrumented, and
+the caching allocator is off, so that a byte past a tensor is a byte past an allocation. Two faults are planted first, one for
+each tool: a tool that does not see them has seen nothing.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def judged(tool, output, code, rows, is_complete):
 
 
 def main(arguments):
-    from fusion_advisor.library.discover import list_kernels
-
     import torch
+
+    from fusion_advisor.library.discover import list_kernels
 
     tools = [tool for tool in TOOLS if tool in arguments] or TOOLS
     wanted = {*arguments} - {*TOOLS}
