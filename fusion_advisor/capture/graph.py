@@ -136,7 +136,9 @@ class LiveCapture:
 
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
     """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
-    return torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
+    traced = torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
+    _let_idle_dropout_return_its_input(traced)
+    return traced
 
 
 def retrace(graph_module: GraphModule) -> GraphModule:
@@ -145,6 +147,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
@@ -163,6 +166,37 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
     _aten.squeeze_.dims: _aten.squeeze.dims,
 }
 """Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+
+
+def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
+    """Give a dropout that drops nothing its input's fake tensor, and make anew what lay in its own or followed its strides.
+
+    Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
+    without the gaps that the input's strides may have.
+    """
+    left: set[int] = set()
+    relaid: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        before = _tensors(node.meta.get("val"))
+        if node.op != "call_function" or not before:
+            continue
+        if _is_idle_dropout(node) and "val" in node.args[0].meta:
+            value = node.args[0].meta["val"]
+        elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
+            value = torch_internals.fake_result(graph_module, node)
+        else:
+            continue
+        left.update(storages(node))
+        node.meta["val"] = value
+        if any(one.stride() != other.stride() for one, other in zip(before, _tensors(value), strict=True)):
+            relaid.add(node)
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    if node.target is not _aten.dropout.default:
+        return False
+    _, chance, is_training = node.args
+    return not (is_training and chance)
 
 
 def _change_no_layout_in_place(graph_module: GraphModule) -> None:
@@ -322,10 +356,6 @@ def _describe_op(
     written = [key for key in written_storages(node) if key in owner]
     mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
     owners = [owner.get(key) for key in own_storages]
-    if base_name(target) == "dropout" and not _is_live_dropout(node):
-        # Eager returns the input itself; only the fake tensor is a fresh one.
-        owners = [owner.get(key) for key in storages(node.all_input_nodes[0])]
-        owner.update({key: found for key, found in zip(own_storages, owners, strict=True) if found is not None})
     is_alias = bool(own_storages) and all(found is not None for found in owners)
     is_view = is_alias and not mutates
     file, line, text = source_of(node)
@@ -344,10 +374,6 @@ def _describe_op(
         source_line=line,
         source_text=text,
     )
-
-
-def _is_live_dropout(node: Node) -> bool:
-    return len(node.args) > 2 and bool(node.args[2])
 
 
 def _computed_class(target: str) -> OpClass:

@@ -102,7 +102,8 @@ def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
 
     def value_of(source: torch.fx.Node) -> Any:
         if "val" in source.meta or source.op != "get_attr":
-            return source.meta["val"]
+            value = source.meta["val"]
+            return value.detach() if isinstance(value, torch.Tensor) else value  # its layout may be changed in place
         return mode.from_tensor(getattr(graph_module, str(source.target)))  # type: ignore[attr-defined]
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)

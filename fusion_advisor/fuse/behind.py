@@ -65,7 +65,6 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
     """
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results = output.args[0] if isinstance(output.args[0], tuple | list) else [output.args[0]]
-    same = _same_memory(module.graph)
     theirs = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = {node: slot for slot, node in enumerate(placeholders) if slot not in copied}
@@ -73,26 +72,24 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
     for place, result in enumerate(results):
         if not isinstance(result, Node) or len(result.users) > 1 or results.count(result) > 1:
             continue
-        made = _last_copy(module, result, theirs, same) or _last_product(module, result, theirs, same, inputs)
+        made = _last_copy(module, result, theirs) or _last_product(module, result, theirs, inputs)
         if made is not None:
             found[place] = made
     return found
 
 
-def _last_copy(module: GraphModule, result: Node, theirs: set[int], same: Mapping[int, int]) -> LeftOut | None:
+def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut | None:
     """A copy to plain strides of the region's own memory, which is not written to later."""
     is_clone = result.target is _aten.clone.default and result.kwargs == {"memory_format": torch.contiguous_format}
     if not (isinstance(result.target, RowsCopy) or is_clone):
         return None
     (source,) = result.all_input_nodes
-    if _memory(source, same) & (theirs | _written_behind(module.graph, result, same)):
+    if (theirs | _written_behind(module.graph, result)).intersection(storages(source)):
         return None
     return LeftOut(make=result.target if isinstance(result.target, RowsCopy) else contiguous, stand_ins={result: source})
 
 
-def _last_product(
-    module: GraphModule, result: Node, theirs: set[int], same: Mapping[int, int], inputs: Mapping[Node, int]
-) -> LeftOut | None:
+def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int]) -> LeftOut | None:
     """A large product of a value of the region's own and of inputs, none of them written to later, and views of it."""
     views: list[Node] = []
     product = result
@@ -107,8 +104,8 @@ def _last_product(
     if product.meta["val"].nbytes < LEAST_BYTES or len(own) != 1 or own[0].op != "call_function":
         return None
     (hidden,) = own
-    read = {key for source in product.all_input_nodes for key in _memory(source, same)}
-    if theirs & _memory(hidden, same) or read & _written_behind(module.graph, product, same):
+    read = {key for source in product.all_input_nodes for key in storages(source)}
+    if theirs.intersection(storages(hidden)) or read & _written_behind(module.graph, product):
         return None
     if _is_in_autocast(module.graph, product):
         return None
@@ -129,23 +126,10 @@ def _is_view(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and storages(node) == storages(node.all_input_nodes[0])
 
 
-def _same_memory(graph: Graph) -> dict[int, int]:
-    """Return the storage of each dropout's fake tensor, with its input's: one that drops nothing returns the input itself."""
-    same: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.target is _aten.dropout.default:
-            same.update((key, same.get(given, given)) for key, given in zip(storages(node), storages(node.args[0]), strict=True))
-    return same
-
-
-def _memory(node: Node, same: Mapping[int, int]) -> set[int]:
-    return {same.get(key, key) for key in storages(node)}
-
-
-def _written_behind(graph: Graph, node: Node, same: Mapping[int, int]) -> set[int]:
+def _written_behind(graph: Graph, node: Node) -> set[int]:
     """What the ops after one write to."""
     later = list(graph.nodes)
-    return {same.get(key, key) for other in later[later.index(node) + 1 :] for key in written_storages(other)}
+    return {key for other in later[later.index(node) + 1 :] for key in written_storages(other)}
 
 
 def _is_in_autocast(graph: Graph, node: Node) -> bool:

@@ -7,12 +7,13 @@ Text never lies on a coloured fill: labels stand above or beside the bars.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import COMPILED, GRAPHED, MERGED, Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.report import view
-from fusion_advisor.report.text import visible
+from fusion_advisor.report.text import shortened, visible
 
 COLOURS = {
     "gemm": "#838ddf",
@@ -31,8 +32,10 @@ IDLE = "url(#idle)"
 
 WIDTH = 960
 _LEFT = 96
-_CHARACTER = 7.2
-"""Width of one at the size of a bar's name, in the widest of the page's fonts."""
+_CHARACTER = 7.6
+"""Width of one at the size of a bar's name, in the widest of the page's fonts: names of kernels took 7.5 each in DejaVu Sans."""
+_LONGEST_NAME = 40
+"""Characters of a row's name in the waterfall: more would leave its bars too little room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Stage:
 
     y: float
     name: str
+    title: str
+    """The name in full."""
     x: float
     width: float
     colour: str
@@ -139,7 +144,7 @@ def where_time_went(report: Report) -> BarChart | None:
     if not longest:
         return None
     labels = [step.label.replace(COMPILED, "compile ") for step in steps]
-    left = max(_LEFT, 20 + round(_CHARACTER * max(map(len, labels))))
+    left = _room_for(labels)
     scale = (WIDTH - left - 170) / longest
     bars, used = [], []
     for at, step in enumerate(steps):
@@ -215,7 +220,9 @@ def waterfall(report: Report) -> Waterfall | None:
     timed = [row for row in _in_order(report) if row.step_delta_ns is not None]
     if before is None or after is None or not timed:
         return None
-    left = 290
+    first, rest, last = "without rewrites", "all together, measured anew", "with all kept"
+    titles = [f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 120)}" for row in timed]
+    left = _room_for([first, rest, last, *(shortened(title, _LONGEST_NAME) for title in titles)])
     level, lowest, highest = before.median_ns, 0, max(before.ci_high_ns, after.ci_high_ns)
     for row in timed:
         if row.status in _COUNTED:
@@ -233,15 +240,12 @@ def waterfall(report: Report) -> Waterfall | None:
     table: list[tuple[str, str, str, str]] = []
 
     def whole(name: str, timing: Timing) -> None:
-        end = at(timing.median_ns)
-        ends = at(timing.ci_low_ns), at(timing.ci_high_ns)
-        words = units.duration(timing.median_ns)
-        rows.append(
-            Stage(_row_y(rows), name, at(0), round(end - at(0), 2), COLOURS["gemm"], words, max(end, ends[1]) + 8, *ends, end, "")
-        )
+        x, end, low, high = at(0), at(timing.median_ns), at(timing.ci_low_ns), at(timing.ci_high_ns)
+        width, right, words = round(end - x, 2), max(end, high) + 8, units.duration(timing.median_ns)
+        rows.append(Stage(_row_y(rows), name, name, x, width, COLOURS["gemm"], words, right, low, high, end, ""))
         table.append((name, "", units.duration_interval(timing.ci_low_ns, timing.ci_high_ns), words))
 
-    def change(name: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str = "", *, counts: bool = True) -> None:
+    def change(full: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str = "", *, counts: bool = True) -> None:
         nonlocal level
         start = level
         if counts:
@@ -250,18 +254,18 @@ def waterfall(report: Report) -> Waterfall | None:
         low, high = (at(level - delta_ns + end) for end in ci) if ci and counts else (at(level), at(level))
         figure = units.delta(delta_ns)
         right = max(at(start), at(level), high) + 8
-        rows.append(Stage(_row_y(rows), name, x, round(width, 2), colour, figure, right, low, high, at(level), note))
-        table.append((name, figure, units.delta_interval(*ci) if ci else "", note or units.duration(level)))
+        name = shortened(full, _LONGEST_NAME)
+        rows.append(Stage(_row_y(rows), name, full, x, round(width, 2), colour, figure, right, low, high, at(level), note))
+        table.append((full, figure, units.delta_interval(*ci) if ci else "", note or units.duration(level)))
 
-    whole("without rewrites", before)
-    for row in timed:
-        name = f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 36)}"
+    whole(first, before)
+    for row, title in zip(timed, titles, strict=True):
         counts, delta_ns = row.status in _COUNTED, row.step_delta_ns or 0
         note = "" if row.status is Status.KEPT else view.VERDICTS[row.status].words
         colour = COLOURS["other"] if not counts else COLOURS["fused"] if delta_ns <= 0 else COLOURS["pointwise"]
-        change(name, delta_ns, row.step_delta_ci_ns, colour, note, counts=counts)
-    change("all together, measured anew", after.median_ns - level, None, COLOURS["memory"])
-    whole("with all kept", after)
+        change(title, delta_ns, row.step_delta_ci_ns, colour, note, counts=counts)
+    change(rest, after.median_ns - level, None, COLOURS["memory"])
+    whole(last, after)
     ticks = tuple(Tick(at(ns), units.duration(ns) if ns else "0") for ns in round_values(min(lowest, 0), highest))
     return Waterfall(14 + len(rows) * 26 + 26, left, tuple(rows), ticks, tuple(table))
 
@@ -276,6 +280,11 @@ def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
     chains = [row for row in report.fusions if row.chain_id]
     merged = [row for row in report.rewrites if row.name == MERGED]
     return [*passes, *chains, *merged, *(row for row in report.fusions if not row.chain_id)]
+
+
+def _room_for(names: Sequence[str]) -> int:
+    """Where bars begin so that the longest of their names, which end ten units before, lies within the chart."""
+    return max(_LEFT, 20 + round(_CHARACTER * max(map(len, names))))
 
 
 def _row_y(rows: list[Stage]) -> float:

@@ -27,6 +27,14 @@ def visible_lines(source: str, max_lines: int, max_columns: int = 400) -> tuple[
     return shown, len(lines) - len(shown)
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return a text with an ellipsis in its middle where it is longer than ``limit``: generated names differ at their ends."""
+    if len(text) <= limit:
+        return text
+    tail = (limit - 1) // 2
+    return f"{text[: limit - 1 - tail]}…{text[len(text) - tail :]}"
+
+
 def plural(count: int, one: str, many: str = "") -> str:
     """``1 site``, ``1,204 launches``."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -24,7 +24,7 @@ def lay_out_siblings(model: nn.Module) -> int:
     """Give the weights (and the biases) of sibling linears one storage each group.
 
     Siblings are ``nn.Linear`` children of one module with equal ``in_features``, dtype and device, in the order in which the
-    module holds them. Tied weights stay where they are.
+    module holds them. Tied weights stay where they are, also those that are tied by their memory alone.
 
     Args:
         model: owned by the caller; its linears get new parameter objects over the same values.
@@ -33,11 +33,12 @@ def lay_out_siblings(model: nn.Module) -> int:
         How many groups were laid out.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = _tied_by_memory(model)
     groups = 0
     for parent in model.modules():
         families: dict[tuple[object, ...], list[nn.Linear]] = {}
         for child in parent.children():
-            if type(child) is nn.Linear and all(uses[id(parameter)] == 1 for parameter in child.parameters()):
+            if type(child) is nn.Linear and all(uses[id(p)] == 1 and id(p) not in tied for p in child.parameters()):
                 weight = child.weight
                 key = (child.in_features, child.bias is None, weight.dtype, weight.device)
                 families.setdefault(key, []).append(child)
@@ -70,12 +71,11 @@ def leave_room(model: nn.Module) -> int:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), []).append((module, name))
-    # Two parameters may be tied by their memory alone.
-    holding = Counter(tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    tied = _tied_by_memory(model)
     moved = 0
     for linear in [module for module in model.modules() if type(module) is nn.Linear]:
         for parameter in list(linear.parameters(recurse=False)):
-            if not parameter.dim() or holding[parameter.untyped_storage().data_ptr()] > 1:
+            if not parameter.dim() or id(parameter) in tied:
                 continue
             rows = roomy_rows(parameter.shape[0])
             fills_storage = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
@@ -106,6 +106,26 @@ def has_room(tensor: torch.Tensor, rows: int) -> bool:
     each = tensor.stride(0) if tensor.dim() > 1 else 1
     end = (tensor.storage_offset() + rows * each) * tensor.element_size()
     return tensor.is_contiguous() and end <= tensor.untyped_storage().nbytes()
+
+
+def _tied_by_memory(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters and buffers in whose memory another one lies, wholly or in part.
+
+    A common storage alone ties nothing: weights may be parts of one mapped file.
+    """
+    spans = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), id(tensor)))
+    tied: set[int] = set()
+    reach, holder = 0, 0
+    for start, end, tensor_id in sorted(spans):
+        if start < reach:
+            tied |= {holder, tensor_id}
+        if end > reach:
+            reach, holder = end, tensor_id
+    return tied
 
 
 def _is_aligned(parameter: nn.Parameter) -> bool:

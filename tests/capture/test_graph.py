@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import capture_regions, describe, relative_path, retrace, source_path, trace
+from fusion_advisor.capture.graph import capture_regions, describe, relative_path, retrace, source_path, trace, writes_to_inputs
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass, Ref
 from tests.tiny import profiled, region_of
@@ -76,6 +76,27 @@ def test_dropout_that_is_off_is_a_view_of_its_input():
     ops = ops_of(lambda x: torch.nn.functional.dropout(x + 1, 0.5, False) * 2, torch.randn(3))
     dropout = next((op for op in ops if "dropout" in op.target), None)
     assert dropout is None or (dropout.op_class is OpClass.VIEW and dropout.alias_of == dropout.index - 1)
+
+
+@pytest.mark.parametrize(("chance", "is_training"), [(0.5, False), (0.0, True)])
+def test_what_is_written_through_a_dropout_that_is_off_is_written_to_its_input(chance, is_training):
+    class Writing(torch.nn.Module):
+        def forward(self, x):
+            same = torch.nn.functional.dropout(x[:, :4], chance, is_training)
+            same[0].mul_(2)
+            return (same * 2).t(), torch.nn.functional.dropout(same, 0.5, False).reshape(-1)
+
+    region, ops, _ = region_of(Writing(), torch.randn(4, 8))
+    assert writes_to_inputs(region)
+    values = {node.name: node.meta["val"] for node in region.graph.graph.nodes if node.op == "call_function"}
+    real = torch.empty(4, 8)[:, :4]
+    expected = {"dropout": real, "select": real[0], "mul_": real[0], "mul": real * 2, "t": (real * 2).t(), "dropout_1": real}
+    for name, value in expected.items():
+        assert (values[name].shape, values[name].stride()) == (value.shape, value.stride()), name
+    by_name = {op.target: op for op in ops}
+    assert by_name["aten.mul_.Tensor"].mutates == (0,)
+    assert by_name["aten.reshape.default"].op_class is OpClass.MEMORY  # a copy: its input has gaps
+    assert all(op.alias_of == 0 for op in ops if op.target == "aten.dropout.default")
 
 
 def test_dropout_that_is_on_computes():

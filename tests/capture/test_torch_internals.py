@@ -262,6 +262,15 @@ def test_fake_result_runs_a_node_on_the_layouts_of_its_inputs():
         torch_internals.fake_result(module, viewed)
 
 
+def test_fake_result_leaves_the_layouts_of_its_inputs():
+    module = torch_internals.retrace_to_aten(lambda x: (x + 1).unsqueeze_(0), torch_internals.fake_tensors([torch.randn(3, 4)]))
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    before = nodes["aten.add.Tensor"].meta["val"]
+    for _ in range(2):
+        assert torch_internals.fake_result(module, nodes["aten.unsqueeze_.default"]).shape == (1, 3, 4)
+    assert before.shape == (3, 4)
+
+
 def test_hook_tables_hold_every_forward_hook() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     tables = torch_internals.hook_tables(module)

@@ -432,6 +432,35 @@ def test_a_step_that_writes_to_a_small_buffer_writes_once_per_call_also_when_it_
         assert recorder.replayed == 5  # in vain
 
 
+class ThroughDropout(torch.nn.Module):
+    """Writes to what it is given through dropouts that drop nothing: eager returns their input itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout()
+        self.register_buffer("total", torch.zeros(3, 4))
+
+    def forward(self, x):
+        self.dropout(self.total).view(-1).add_(1)
+        self.dropout(x)[0].add_(1)
+        return x * 2 + self.total
+
+
+def test_a_step_that_writes_to_what_it_is_given_through_a_dropout_writes_at_every_call():
+    model, plain = ThroughDropout().eval(), ThroughDropout().eval()
+    x, expected = torch.zeros(3, 4), torch.zeros(3, 4)
+    recorder = FakeRecorder(x, model.total)
+    with torch.no_grad():
+        fused = graphed_model(model, (x,), recorder=recorder)
+        x.zero_(), model.total.zero_()  # capturing ran it
+        for _ in range(4):
+            torch.testing.assert_close(fused(x), plain(expected))
+            torch.testing.assert_close(x, expected)
+            torch.testing.assert_close(model.total, plain.total)
+        (recording,) = fused.graphs.recordings
+    assert recorder.replayed == 3 and not recording.is_pure and not recording.copies
+
+
 class Memory:
     """Rows appended one call after the other, as a static KV cache holds them."""
 

@@ -26,7 +26,17 @@ def short() -> Report:
     return replace(report, chains=tuple(replace(chain, sites=chain.sites[:2]) for chain in report.chains))
 
 
-REPORTS: dict[str, Callable[[], Report]] = {"applied": applied, "hostile": hostile, "short": short, "real": real}
+def long_names() -> Report:
+    """Kernels named after their ops, as generated ones are."""
+    report = applied()
+    names = ("embedding_embedding_add_layer_norm_8d2f", "embedding_add_embedding_add_add_layer_norm_gelu_4400")
+    fusions = [replace(fusion, kernel=names[number % 2]) for number, fusion in enumerate(report.fusions)]
+    return replace(report, fusions=tuple(fusions))
+
+
+REPORTS: dict[str, Callable[[], Report]] = {
+    "applied": applied, "hostile": hostile, "short": short, "real": real, "long names": long_names,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +120,13 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(visit: Callable[..., Any], 
     page = visit(name, viewport={"width": 320, "height": 800})
     page.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
+
+
+@pytest.mark.parametrize("name", ["applied", "hostile", "real", "long names"])
+def test_every_name_in_the_waterfall_lies_within_it(visit: Callable[..., Any], name: str) -> None:
+    page = visit(name)
+    left = page.evaluate("[...document.querySelector('#c-fall-t').parentNode.querySelectorAll('text')].map(t => t.getBBox().x)")
+    assert len(left) > 4 and min(left) >= 0
 
 
 def test_tables_sort_and_filter(visit: Callable[..., Any]) -> None:

@@ -8,7 +8,9 @@ import pytest
 from fusion_advisor import units
 from fusion_advisor.records import GRAPHED, MERGED, GraphRewrite, Report, Status, Timing
 from fusion_advisor.report import charts
+from fusion_advisor.report.html import render_html
 from fusion_advisor.report.roofline import points, roofline
+from fusion_advisor.report.text import shortened
 from tests.report.fixtures import applied, profiled, real
 
 
@@ -73,6 +75,29 @@ def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_cha
             assert row.figure_x >= row.high + 4
             words = f"{row.figure} · {row.note}" if row.note else row.figure
             assert row.figure_x + 6.8 * len(words) <= charts.WIDTH, words
+
+
+@pytest.mark.parametrize("kernel", ["gelu", "embedding_embedding_add_layer_norm_8d2f", "add_" * 90, "\u202e" * 60],
+                         ids=["short", "long", "very long", "unseen"])  # fmt: skip
+def test_every_name_of_the_waterfall_has_room_and_is_told_in_full(kernel: str) -> None:
+    report = applied()
+    longest = replace(report.fusions[0], id="F12", kernel=kernel)
+    fall = charts.waterfall(replace(report, fusions=(longest, *report.fusions[1:])))
+    assert fall is not None
+    assert all(7.5 * len(row.name) + 10 <= fall.left for row in fall.rows)
+    assert fall.left < charts.WIDTH / 2
+    row = next(row for row in fall.rows if row.title.startswith("F12 "))
+    assert row.name.startswith(row.title[:15]) and row.name.endswith(row.title[-15:])
+    assert row.title in {name for name, *_ in fall.table}
+
+
+def test_the_page_tells_a_shortened_name_in_full() -> None:
+    report = applied()
+    longest = replace(report.fusions[0], kernel="embedding_embedding_add_layer_norm_8d2f")
+    page = render_html(replace(report, fusions=(longest, *report.fusions[1:])))
+    full = f"{longest.id} {longest.kernel}"
+    assert f"<title>{full}</title>{shortened(full, 40)}</text>" in page
+    assert f'<th scope="row">{full}</th>' in page
 
 
 def test_every_bar_has_room_for_its_name() -> None:

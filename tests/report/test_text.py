@@ -5,7 +5,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_advisor.report.text import plural, visible, visible_lines
+from fusion_advisor.report.text import plural, shortened, visible, visible_lines
 
 
 @given(st.text())
@@ -26,3 +26,10 @@ def test_long_text_is_cut_with_a_sign() -> None:
 def test_plural() -> None:
     assert plural(1, "site") == "1 site"
     assert plural(1204, "launch", "launches") == "1,204 launches"
+
+
+def test_a_long_name_keeps_both_its_ends() -> None:
+    assert shortened("F4 bias_gelu", 12) == "F4 bias_gelu"
+    assert shortened("0123456789", 9) == "0123…6789"
+    assert shortened("0123456789", 8) == "0123…789"
+    assert shortened("0123456789", 1) == "…"

@@ -56,6 +56,35 @@ def test_weights_tied_by_their_memory_and_parameters_of_no_rows_stay():
     assert not model.head.weight.any()
 
 
+def siblings(**weights):
+    model = nn.ModuleDict({name: nn.Linear(16, weight.shape[0], bias=False) for name, weight in weights.items()})
+    for name, weight in weights.items():
+        model[name].weight = nn.Parameter(weight)
+    return model
+
+
+def test_siblings_tied_by_their_memory_stay():
+    memory = torch.randn(20, 16)
+    model = siblings(q=memory[:12], k=memory[8:], v=torch.randn(8, 16), o=torch.randn(8, 16))
+    places = [model[name].weight.data_ptr() for name in "qk"]
+    assert lay_out_siblings(model) == 1  # v and o
+    assert [model[name].weight.data_ptr() for name in "qk"] == places
+    assert model["o"].weight.data_ptr() == model["v"].weight.data_ptr() + 8 * 16 * 4
+    model = siblings(q=torch.randn(8, 16), k=torch.randn(8, 16))
+    model["k"].register_buffer("first", model["k"].weight.detach()[0])
+    assert lay_out_siblings(model) == 0
+    with torch.no_grad():
+        model["k"].weight.fill_(3)
+    assert bool((model["k"].first == 3).all())
+
+
+def test_siblings_beside_each_other_in_one_storage_are_laid_out():
+    memory = torch.randn(20, 16)
+    model = siblings(q=memory[:8], k=memory[12:])
+    assert lay_out_siblings(model) == 1
+    assert torch.equal(model["k"].weight, memory[12:]) and model["k"].weight.data_ptr() != memory[12:].data_ptr()
+
+
 def test_rows_are_rounded_up():
     assert [padded_rows(rows) for rows in (1, 8, 9, 50257)] == [8, 8, 16, 50264]
 
