@@ -180,8 +180,8 @@ def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
         before = _tensors(node.meta.get("val"))
         if node.op != "call_function" or not before:
             continue
-        if _is_idle_dropout(node) and "val" in node.args[0].meta:
-            value = node.args[0].meta["val"]
+        if _is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
+            value = node.all_input_nodes[0].meta["val"]
         elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
             value = torch_internals.fake_result(graph_module, node)
         else:
@@ -195,8 +195,8 @@ def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
 def _is_idle_dropout(node: Node) -> bool:
     if node.target is not _aten.dropout.default:
         return False
-    _, chance, is_training = node.args
-    return not (is_training and chance)
+    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
+    return not (given["train"] and given["p"])
 
 
 def _change_no_layout_in_place(graph_module: GraphModule) -> None:
