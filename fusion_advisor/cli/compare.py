@@ -133,7 +133,7 @@ def _print(settings: Settings, shown: Comparison, written: list[Path], hint: str
 
         write_result(dump_record(shown, COMPARE_SCHEMA))
         return
-    from fusion_advisor.report.compare import headline
+    from fusion_advisor.report.compare_tables import headline
     from fusion_advisor.report.terminal import compare_table, plain
 
     console = settings.out()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fusion_advisor.report import compare as comparing
-from fusion_advisor.report import gate, html, markdown
+from fusion_advisor.report import compare_tables, gate, html, markdown
+from fusion_advisor.report.compare import Comparison
 
 MAX_ROWS = 30
 """Changed rows of a table in markdown."""
@@ -13,7 +13,7 @@ MAX_FOLDED = 50
 MAX_HTML_ROWS = 500
 
 
-def render_compare_markdown(shown: comparing.Comparison, limit: int = markdown.LIMIT) -> str:
+def render_compare_markdown(shown: Comparison, limit: int = markdown.LIMIT) -> str:
     """Return the comparison as GitHub-flavoured markdown of at most ``limit`` characters."""
     text = ""
     for parts, max_rows in (({"unchanged"}, MAX_ROWS), (set[str](), MAX_ROWS), (set[str](), 5)):
@@ -31,20 +31,20 @@ def render_compare_markdown(shown: comparing.Comparison, limit: int = markdown.L
     return text if len(text) <= limit else markdown.cut(text, limit)
 
 
-def render_compare_html(shown: comparing.Comparison) -> str:
+def render_compare_html(shown: Comparison) -> str:
     """Return the comparison as one page that loads nothing and runs nothing."""
     return html.render_still("compare.html.jinja", **_shared(shown), max_rows=MAX_HTML_ROWS)
 
 
-def _shared(shown: comparing.Comparison) -> dict[str, object]:
+def _shared(shown: Comparison) -> dict[str, object]:
     return {
         "shown": shown,
-        "title": comparing.title(shown),
-        "headline": comparing.headline(shown),
-        "sides": [comparing.side_line("", side).strip() for side in (shown.a, shown.b)],
-        "step": comparing.step_table(shown),
-        "tables": comparing.change_tables(shown),
-        "method": comparing.method_line(shown),
-        "reproduce": comparing.reproduce_lines(shown),
+        "title": compare_tables.title(shown),
+        "headline": compare_tables.headline(shown),
+        "sides": [compare_tables.side_line("", side).strip() for side in (shown.a, shown.b)],
+        "step": compare_tables.step_table(shown),
+        "tables": compare_tables.change_tables(shown),
+        "method": compare_tables.method_line(shown),
+        "reproduce": compare_tables.reproduce_lines(shown),
         "gate_mark": gate.mark,
     }

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site, Training
-from fusion_advisor.report import clocks, others, view
-from fusion_advisor.report import compare as comparing
+from fusion_advisor.report import clocks, compare_tables, others, view
 from fusion_advisor.report import gate as gates
+from fusion_advisor.report.compare import Comparison
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
@@ -181,17 +181,17 @@ def _source(text: str, console: Console) -> Text:
     )
 
 
-def compare_table(shown: comparing.Comparison, console: Console, *, is_whole: bool = False) -> RenderableType:
+def compare_table(shown: Comparison, console: Console, *, is_whole: bool = False) -> RenderableType:
     """Return two runs side by side; what did not change is one line, unless ``is_whole``."""
-    head = comparing.headline(shown)
+    head = compare_tables.headline(shown)
     lines: list[RenderableType] = [
-        _line(comparing.side_line("A", shown.a), console),
-        _line(comparing.side_line("B", shown.b), console),
+        _line(compare_tables.side_line("A", shown.a), console),
+        _line(compare_tables.side_line("B", shown.b), console),
         *(_line(f"! {caveat}", console, "yellow") for caveat in shown.caveats),
         Text(""),
-        _table(_compare_columns(comparing.step_table(shown).rows, "Step"), console),
+        _table(_compare_columns(compare_tables.step_table(shown).rows, "Step"), console),
     ]
-    for table in comparing.change_tables(shown):
+    for table in compare_tables.change_tables(shown):
         rows = (*table.rows, *table.unchanged) if is_whole else table.rows[:_MOST_CHANGES]
         lines.append(Text(""))
         if rows:
@@ -204,7 +204,7 @@ def compare_table(shown: comparing.Comparison, console: Console, *, is_whole: bo
             lines.append(_line(f"{words} not shown (-v shows all)", console, "dim"))
     lines += [Text(""), _line(head.text, console, f"bold {TONES[head.tone]}".strip())]
     lines += [_line(f"{point[0].upper()}{point[1:]}.", console) for point in head.points]
-    lines.append(_line(comparing.method_line(shown), console, "dim"))
+    lines.append(_line(compare_tables.method_line(shown), console, "dim"))
     return Group(*lines, *gate_lines(shown.gates, console))
 
 
@@ -219,7 +219,7 @@ def gate_lines(judged: Sequence[Gate], console: Console) -> list[RenderableType]
     return lines
 
 
-def _compare_columns(rows: Sequence[comparing.Row], title: str) -> list[Column]:
+def _compare_columns(rows: Sequence[compare_tables.Row], title: str) -> list[Column]:
     columns = [
         Column(title, tuple(row.name for row in rows), flex_min=20),
         Column("A", tuple(row.a for row in rows), is_right=True),
