@@ -21,7 +21,7 @@ import os
 import tempfile
 import types
 import typing
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,32 +190,39 @@ def load_capture(text: str | bytes, name: str = "capture.json") -> Capture:
 
 def decode(data: object, hint: object) -> Any:
     """Turn JSON data into a value of the type that ``hint`` describes, or say where it does not fit."""
-    options = _options(hint)
-    if type(data) in options:
+    return _decode(data, _wanted(hint))
+
+
+def _decode(data: object, wanted: _Wanted) -> Any:
+    if type(data) in wanted.plain:
         return data
     if data is None:
-        raise _Mismatch("", f"expected {_describe(options)}, found null")
+        raise _Mismatch("", f"expected {_describe(wanted.options)}, found null")
     if isinstance(data, dict):
-        return _decode_object(data, options)
+        return _decode_object(data, wanted)
     if isinstance(data, list):
-        if not any(typing.get_origin(option) is tuple for option in options):
-            raise _Mismatch("", f"expected {_describe(options)}, found a list")
-        values: list[Any] = []
-        try:
-            for item, inner in zip(data, _item_hints(options, len(data)), strict=True):
-                values.append(decode(item, inner))
-        except _Mismatch as error:
-            raise error.inside(f"[{len(values)}]") from error.__cause__
-        return tuple(values)
-    return _decode_scalar(data, options)
+        return _decode_list(data, wanted)
+    return _decode_scalar(data, wanted.options)
 
 
-def _decode_object(data: dict[str, object], options: tuple[Any, ...]) -> Any:
-    classes = _classes(options)
-    if _is_tagged(options):
+def _decode_list(data: list[object], wanted: _Wanted) -> tuple[Any, ...]:
+    if not wanted.is_list:
+        raise _Mismatch("", f"expected {_describe(wanted.options)}, found a list")
+    values: list[Any] = []
+    try:
+        for item, inner in zip(data, _items(wanted, len(data)), strict=True):
+            values.append(item if type(item) in inner.plain else _decode(item, inner))
+    except _Mismatch as error:
+        raise error.inside(f"[{len(values)}]") from error.__cause__
+    return tuple(values)
+
+
+def _decode_object(data: dict[str, object], wanted: _Wanted) -> Any:
+    classes = _classes_of(wanted)
+    if wanted.is_tagged:
         data = dict(data)
         tag = data.pop(_TAG, None)
-        if tag == "float" and float in options:
+        if tag == "float" and float in wanted.options:
             return _decode_scalar(data.get("value"), (float,))
         if not isinstance(tag, str) or tag not in classes:
             raise _Mismatch("", f'"{_TAG}" must be one of {", ".join(sorted(classes))}, found {_shown(tag)}')
@@ -223,21 +230,22 @@ def _decode_object(data: dict[str, object], options: tuple[Any, ...]) -> Any:
     elif classes:
         (cls,) = classes.values()
     else:
-        raise _Mismatch("", f"expected {_describe(options)}, found an object")
+        raise _Mismatch("", f"expected {_describe(wanted.options)}, found an object")
 
-    hints = _hints(cls)
-    unknown = sorted(data.keys() - hints.keys())
-    if unknown:
+    keys = _keys(cls)
+    if not data.keys() <= keys.keys():
+        unknown = sorted(data.keys() - keys.keys())
         raise _Mismatch("", f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
     values = {}
     name = ""
     try:
-        for name, hint in hints.items():
+        for name, inner in keys.items():
             if name in data:
-                values[name] = decode(data[name], hint)
+                item = data[name]
+                values[name] = item if type(item) in inner.plain else _decode(item, inner)
     except _Mismatch as error:
         raise error.inside(name) from error.__cause__
-    if len(values) < len(hints):
+    if len(values) < len(keys):
         missing = next((name for name in _required(cls) if name not in values), None)
         if missing is not None:
             raise _Mismatch("", f'the key "{missing}" is missing')
@@ -254,8 +262,8 @@ def _decode_scalar(data: object, options: tuple[Any, ...]) -> Any:
         if float in options and str not in options and data in ("nan", "inf", "-inf"):
             return float(data)
         for option in options:
-            if isinstance(option, type) and issubclass(option, enum.Enum) and data in [item.value for item in option]:
-                return option(data)
+            if isinstance(option, type) and issubclass(option, enum.Enum) and data in _values(option):
+                return _values(option)[data]
             if isinstance(option, type) and issubclass(option, Path):
                 return Path(data)
     if any(typing.get_origin(option) is typing.Literal and data in typing.get_args(option) for option in options):
@@ -291,6 +299,44 @@ def _parse(text: str | bytes, name: str) -> Any:
 
 
 # -- hints -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """What a hint allows. One object stands for a hint: to hash typing's own takes longer than to read what they describe."""
+
+    options: tuple[Any, ...]
+    plain: frozenset[type]
+    """Classes whose values are taken as they are."""
+    is_list: bool
+    is_tagged: bool
+
+
+@functools.cache
+def _wanted(hint: object) -> _Wanted:
+    options = _options(hint)
+    plain = frozenset(option for option in options if isinstance(option, type) and typing.get_origin(option) is None)
+    return _Wanted(options, plain, any(typing.get_origin(option) is tuple for option in options), _is_tagged(options))
+
+
+@functools.cache
+def _keys(cls: type) -> dict[str, _Wanted]:
+    return {name: _wanted(hint) for name, hint in _hints(cls).items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _items(wanted: _Wanted, count: int) -> tuple[_Wanted, ...]:
+    return tuple(map(_wanted, _item_hints(wanted.options, count)))
+
+
+@functools.cache
+def _values(names: type[enum.Enum]) -> dict[str, enum.Enum]:
+    return {item.value: item for item in names}
+
+
+@functools.cache
+def _classes_of(wanted: _Wanted) -> dict[str, Any]:
+    return _classes(wanted.options)
 
 
 @functools.cache

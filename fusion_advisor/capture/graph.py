@@ -397,8 +397,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _metas(node: Node) -> tuple[TensorMeta, ...]:
     return tuple(
         TensorMeta(
-            shape=tuple(int(size) for size in value.shape),
-            stride=tuple(int(stride) for stride in value.stride()),
+            shape=tuple(map(int, value.shape)),
+            stride=tuple(map(int, value.stride())),
             dtype=str(value.dtype).removeprefix("torch."),
             offset=int(value.storage_offset()),
             device=value.device.type,
@@ -462,7 +462,9 @@ def module_path(node: Node) -> str:
 
 def source_of(node: Node) -> tuple[str, int, str]:
     """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
-    return _innermost(str(node.meta.get("stack_trace") or ""), str(Path.cwd()), tuple(sys.path))
+    trace = str(node.meta.get("stack_trace") or "")
+    # To ask where we are takes longer than all else here, and a capture without lines has none to make relative.
+    return ("", 0, "") if not trace or trace.isspace() else _innermost(trace, str(Path.cwd()), tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +84,14 @@ class Bench:
         self.values: dict[int, torch.Tensor] = {}
         self.surprises: dict[int, str] = {}
 
-    def observe(self, fusions: Sequence[PlannedFusion]) -> None:
-        """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites."""
-        keep = {index for fusion in fusions for index in fusion.sites[0].given}
+    def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:
+        """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites.
+
+        Args:
+            fusions: of the captured graphs.
+            also: further ops whose results are kept.
+        """
+        keep = {index for fusion in fusions for index in fusion.sites[0].given} | set(also)
         check = {index for fusion in fusions for site in fusion.sites for index in site.given}
         self.observe_values(keep, check)
 

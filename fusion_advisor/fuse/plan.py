@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.library.alike import lower_sites
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
 from fusion_advisor.library.program import Program, layout_key
@@ -101,7 +102,8 @@ def make_plan(
         refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
         answers.append(refusal or answer)
         if refusal is None and isinstance(answer, Match) and program is not None:
-            planned.append(_planned(capture.ops, row, answer, program, len(planned) + 1))
+            sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in row.groups])
+            planned.append(_planned(row, answer, program, sites, len(planned) + 1))
     unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
 
@@ -124,10 +126,11 @@ def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Matc
         groups = tuple(Group(members=site.op_indices, outputs=outputs[site.op_indices], verdict=verdict) for site in chain.sites)
         row = Ranked(chain=chain, groups=groups, refusal=None)
         answer = answers[chain.id]
-        program = lower(capture.ops, groups[0].members, groups[0].outputs).program
+        sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in groups])
+        program = sites[0].program
         if answer.operands:
             program = with_names(program, answer.operands, dict(answer.named_values))
-        planned.append(_planned(capture.ops, row, answer, program, number))
+        planned.append(_planned(row, answer, program, sites, number))
     return planned
 
 
@@ -180,8 +183,7 @@ def generated_name(op_names: Sequence[str], program: Program) -> str:
     return "_".join([*clean, digest])
 
 
-def _planned(ops: Sequence[OpNode], row: Ranked, match: Match, program: Program, number: int) -> PlannedFusion:
-    sites = tuple(lower(ops, group.members, group.outputs) for group in row.groups)
+def _planned(row: Ranked, match: Match, program: Program, sites: Sequence[Lowered], number: int) -> PlannedFusion:
     origin = f"library kernel {match.kernel}, variant {match.variant}" if match.is_library else "generated from the chain"
     header = Header(
         title=match.kernel,
@@ -189,4 +191,4 @@ def _planned(ops: Sequence[OpNode], row: Ranked, match: Match, program: Program,
         origin=origin,
         source=match.source,
     )
-    return PlannedFusion(id=f"F{number}", chain=row.chain, match=match, program=program, sites=sites, header=header)
+    return PlannedFusion(id=f"F{number}", chain=row.chain, match=match, program=program, sites=tuple(sites), header=header)

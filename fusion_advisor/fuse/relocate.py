@@ -16,7 +16,8 @@ from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.passes.merge import MergedRegion
 from fusion_advisor.fuse.plan import PlannedFusion
-from fusion_advisor.library.lower import Lowered, lower
+from fusion_advisor.library.alike import lower_sites
+from fusion_advisor.library.lower import Lowered
 from fusion_advisor.library.program import Program
 from fusion_advisor.records import Site
 
@@ -56,11 +57,12 @@ def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> 
         CannotLower: a site is no single kernel in the new layout.
     """
     by_program: dict[Program, list[tuple[Site, Lowered]]] = {}
-    for site, lowered in zip(planned.chain.sites, planned.sites, strict=True):
-        members = tuple(moved[index] for index in site.op_indices)
-        fresh = lower(bench.ops, members, tuple(moved[index] for index in lowered.outputs))
+    members = [tuple(moved[index] for index in site.op_indices) for site in planned.chain.sites]
+    outputs = [tuple(moved[index] for index in lowered.outputs) for lowered in planned.sites]
+    found = lower_sites(bench.ops, list(zip(members, outputs, strict=True)))
+    for site, own, fresh in zip(planned.chain.sites, members, found, strict=True):
         program = _named_like(fresh.program, planned.program)
-        by_program.setdefault(program, []).append((replace(site, op_indices=members), replace(fresh, program=program)))
+        by_program.setdefault(program, []).append((replace(site, op_indices=own), replace(fresh, program=program)))
     return [
         replace(
             planned,

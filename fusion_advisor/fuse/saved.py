@@ -18,7 +18,7 @@ from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
-from fusion_advisor.fuse.gemvs import build, check_first, find_kinds, header_of, install, observe
+from fusion_advisor.fuse.gemvs import Kind, build, check_first, find_kinds, header_of, install
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
 from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, on_merged_graphs
@@ -174,8 +174,12 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
         fusions = list(saved.fusions)
         if saved.merge is not None:
             bench, fusions = _merged(bench, saved, saved.merge, loaded)
+        kinds = find_kinds(bench) if saved.gemvs else []
+        # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
+        bench.observe(fusions, also=[index for kind in kinds for index in kind.places[0].inputs])
         built = _built(bench, fusions, saved)
-        gemvs = _gemvs(bench, saved)
+        gemvs = _gemvs(bench, kinds, saved)
+        bench.values.clear()
     with clock.phase("install"):
         variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
         kept = Kept(
@@ -208,7 +212,6 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
     Nothing is chosen here: launch parameters and fast math are those of the run, whatever this machine has tuned since.
     """
     rows = {row.chain_id: row for row in saved.report.fusions}
-    bench.observe(fusions)
     made: dict[str, BuiltKernel] = {}
     built = []
     for planned in fusions:
@@ -239,7 +242,6 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
                 detail = f"{row.id} {row.kernel} has no place at {refusal}; the other sites were left alone too"
                 raise PlanMismatch(run=saved.run_dir.name, detail=detail)
         built.append(installed)
-    bench.values.clear()
     return built
 
 
@@ -268,12 +270,8 @@ def _merged(bench: Bench, saved: SavedPlan, merge: GraphRewrite, loaded: LoadedW
     return new, list(itertools.chain.from_iterable(fusions))
 
 
-def _gemvs(bench: Bench, saved: SavedPlan) -> list[BuiltGemv]:
+def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltGemv]:
     """Build the kernels of linears on few rows again, with the configurations that were chosen, and check their numbers."""
-    if not saved.gemvs:
-        return []
-    kinds = find_kinds(bench)
-    observe(bench, kinds)
     found: list[BuiltGemv] = []
     for kind in kinds:
         header = header_of(kind.title)
@@ -295,7 +293,6 @@ def _gemvs(bench: Bench, saved: SavedPlan) -> list[BuiltGemv]:
     missing = [row.kernel for row in saved.gemvs if row.id not in {gemv.id for gemv in found}]
     if missing:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no linears for {', '.join(missing)}")
-    bench.values.clear()
     return found
 
 

@@ -186,3 +186,19 @@ def test_a_merged_decoder_is_gemvs_with_norms_gates_and_residuals():
     torch.testing.assert_close(module(*merged.region.example_args), merged.region.graph(*merged.region.example_args))
     left = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
     assert not left & {"aten.linear.default", "aten.rsqrt.default", "aten.silu.default"}
+
+
+def test_members_are_all_that_only_the_result_needs():
+    model, kwargs = qwen2()
+    lay_out_siblings(model)
+    _, live = profile_live(model, kwargs=kwargs)
+    graph = merge_linears(live.regions[0]).region.graph.graph
+    sites = find_gemv_sites(graph)
+    assert {len(site.members) for site in sites} >= {2, 8, 12}
+    for site in sites:
+        expected = {site.result}
+        for node in reversed(graph.nodes):
+            is_inside = node.op == "call_function" and node not in site.operands and node.users
+            if is_inside and expected.issuperset(node.users):
+                expected.add(node)
+        assert list(site.members) == [node for node in graph.nodes if node in expected]

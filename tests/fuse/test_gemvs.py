@@ -305,7 +305,9 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     save(run, quick.run_dir)
     plan = load_plan(quick.run_dir)
     assert [row.id for row in plan.gemvs] == ["G1", "G2", "G3", "G5"]
-    built = []
+    built, observed = [], []
+    observe_values = Bench.observe_values
+    monkeypatch.setattr(Bench, "observe_values", lambda *args: observed.append(1) or observe_values(*args))
 
     def build(problem, header, config, _path, *, tuning):
         built.append((entry_of(problem, header, config), tuning))
@@ -317,6 +319,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     with torch.no_grad(), apply_plan(loaded, plan) as model:
         torch.testing.assert_close(loaded.model(**again).logits, expected, rtol=0.05, atol=0.05)
         assert model.fallbacks == {}
+    assert len(observed) == 1
     assert sorted(built) == sorted((row.rendered[0].name, row.rendered[0].tuning) for row in rows if row.status is Status.KEPT)
 
 
@@ -327,7 +330,9 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
         run_dir=tmp_path, capture=None, report=SimpleNamespace(tolerance=None), fusions=(), passes=(), gemvs=(row,)
     )
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
-    (again,) = saved._gemvs(kept.bench, plan)
+    kinds = find_kinds(kept.bench)
+    stage.observe(kept.bench, kinds)
+    (again,) = saved._gemvs(kept.bench, kinds, plan)
     assert (again.id, again.kernel.name, len(again.sites)) == ("G1", row.rendered[0].name, LAYERS)
 
     def spoiled(problem, header, config, _path, *, tuning):
@@ -335,10 +340,10 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
 
     monkeypatch.setattr(saved, "build", spoiled)
     with pytest.raises(PlanMismatch, match="no longer pass"):
-        saved._gemvs(kept.bench, plan)
+        saved._gemvs(kept.bench, kinds, plan)
     other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
     with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
-        saved._gemvs(kept.bench, replace(plan, gemvs=(other,)))
+        saved._gemvs(kept.bench, kinds, replace(plan, gemvs=(other,)))
 
 
 def test_no_kernels_without_a_gpu(tmp_path):

@@ -161,8 +161,8 @@ def test_a_site_that_was_replaced_in_the_run_and_cannot_be_now_is_named(loaded, 
     plan = load_plan(quick.run_dir)
     real = Bench.observe
 
-    def surprised(bench, fusions):
-        real(bench, fusions)
+    def surprised(bench, fusions, **also):
+        real(bench, fusions, **also)
         bench.surprises[fusions[0].sites[0].inputs[0]] = "aten.linear returned strides (1, 2), traced (2, 1)"
 
     monkeypatch.setattr(Bench, "observe", surprised)

@@ -68,12 +68,20 @@ class GemvSite:
     @property
     def members(self) -> tuple[Node, ...]:
         """The ops between the operands and the result that nothing else reads, the result last: what a call replaces."""
-        found, outside = {self.result}, set(self.operands)
-        for node in reversed(self.result.graph.nodes):
-            is_inside = node.op == "call_function" and node not in outside
-            if is_inside and node.users and all(user in found for user in node.users):
-                found.add(node)
-        return tuple(node for node in self.result.graph.nodes if node in found)
+        found, outside, waiting = {self.result}, set(self.operands), [self.result]
+        while waiting:
+            for node in waiting.pop().all_input_nodes:
+                is_inside = node.op == "call_function" and node not in outside and node not in found
+                if is_inside and all(user in found for user in node.users):
+                    found.add(node)
+                    waiting.append(node)
+        # In the graph's order, which is not walked further than the site reaches: a model has hundreds of sites.
+        ordered, at = [self.result], self.result
+        while len(ordered) < len(found):
+            at = at.prev
+            if at in found:
+                ordered.append(at)
+        return tuple(reversed(ordered))
 
 
 def find_gemv_sites(graph: Graph) -> list[GemvSite]:
