@@ -129,15 +129,15 @@ def main(arguments):
     from fusion_advisor.library.discover import list_kernels
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices = itertools.cycle(visible.split(","))
     tools = [tool for tool in TOOLS if tool in arguments] or TOOLS
     wanted = {*arguments} - {*TOOLS}
     specs = [spec for spec in list_kernels() if not wanted or spec.name in wanted]
     slow, names = ([spec.name for spec in specs if (spec.gemv is not None) == is_gemv] for is_gemv in (True, False))
     groups = [[name] for name in slow] + [names[first : first + EACH] for first in range(0, len(names), EACH)]
     for tool in tools:
-        output, code = run(tool, [__file__, "--planted", tool])
+        output, code = run(tool, [__file__, "--planted", tool], next(devices))
         assert code == FAULT, f"{tool} does not see a planted fault: {output[-2000:]}"
-    devices = itertools.cycle(visible.split(","))
     jobs = [(clusters, tool) for tool in tools if not wanted or CLUSTERS in wanted]
     jobs += [(verdict, tool, group) for group in groups for tool in tools]
     results = []
