@@ -753,7 +753,7 @@ class Report:
     """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
     most what the smallest kernel takes with its launch."""
     copy_cost_share: float = 1.0
-    """What the step takes longer for a nanosecond of copies behind it, measured at the device's power limit, where their time is
+    """What the step takes longer for a nanosecond of copies in it, measured at the device's power limit, where their time is
     partly won back in higher clocks; 1 elsewhere. What memory-bound kernels save is expected to count for so much."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""

@@ -20,7 +20,6 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.errors import ModelInTraining
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.decide import StepRunner
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
@@ -93,10 +92,9 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-            stays = bench.build(built, kept_passes(rewrites))
             copy_share = copy_cost_share(
-                StepRunner(bench),
-                lambda: bench.run(stays),
+                bench,
+                lambda: bench.build(built, kept_passes(rewrites)),
                 saving_ns=sum(fusion.predicted_saving_ns for fusion in fusions if fusion.status is Status.KEPT),
                 copy_bytes_per_s=capture.bandwidth.copy_bytes_per_s,
             )

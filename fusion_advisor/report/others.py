@@ -192,7 +192,7 @@ def _at_power_limit(report: Report) -> str:
     if share >= 1:
         return ""
     return (
-        f" At the device's power limit the step feels {units.share(share)} of a copy's time, as measured with copies behind it; "
+        f" At the device's power limit the step feels {units.share(share)} of a copy's time, as measured with copies in it; "
         "so much of what memory-bound kernels save was expected."
     )
 

@@ -1,4 +1,4 @@
-"""What a step feels of copies: the arithmetic here, the measurement on a GPU."""
+"""What a step feels of copies: where they stand and the arithmetic here, the measurement on a GPU."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import pytest
 import torch
 
 from fusion_advisor.environment import measure_bandwidth
-from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
-from fusion_advisor.fuse.power import copy_cost_share, is_at_power_limit, share_of
+from fusion_advisor.fuse.power import Copies, copy_cost_share, is_at_power_limit, measured_share, put_between, share_of
 from fusion_advisor.records import Clocks, ClockSample
-from tests.tiny import profile_live
+from tests.tiny import bench_of, planned, profiled
+
+CPU = torch.device("cpu")
 
 
 def test_the_share_is_what_the_step_grew_by_over_what_the_copies_take():
-    alone, followed = [1000, 1010, 990, 1005, 995, 1000, 1001], [1060, 1071, 1049, 1066, 1054, 1061, 1060]
-    assert share_of(alone, followed, 100) == pytest.approx(0.6, abs=0.01)
-    assert share_of(followed, alone, 100) == 0  # noise: no copy makes a step shorter
-    assert share_of(alone, followed, 20) == 1
+    alone, longer = [1000, 1010, 990, 1005, 995, 1000, 1001], [1060, 1071, 1049, 1066, 1054, 1061, 1060]
+    assert share_of(alone, longer, 100) == pytest.approx(0.6, abs=0.01)
+    assert share_of(longer, alone, 100) == 0  # noise: no copy makes a step shorter
+    assert share_of(alone, longer, 20) == 1
 
 
 def readings(*reasons):
@@ -39,30 +41,69 @@ def test_most_readings_must_name_the_power_limit(clocks, is_held):
     assert is_at_power_limit(clocks) == is_held
 
 
-def bench_of(model, x):
-    _, live = profile_live(model, (x,))
-    return Bench(live, on_cuda=x.is_cuda)
+def test_each_call_copies_another_part_of_the_buffer():
+    copies = Copies(4000, CPU, buffer_bytes=10_000)
+    copies._target.zero_()
+    for copied in (1000, 2000, 2000):  # the third begins anew: a half part is left
+        copies()
+        assert int((copies._target != 0).sum()) == copied
+    assert copies.each_bytes == 4000
+    assert Copies(1 << 30, CPU, buffer_bytes=10_000).each_bytes == 10_000
 
 
-def test_a_cpu_has_no_power_limit():
-    runner = StepRunner(bench_of(torch.nn.ReLU(), torch.randn(4, 4)))
-    assert copy_cost_share(runner, lambda: pytest.fail("nothing to time"), saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+def fused_step():
+    _, _, live = profiled("toy")
+    bench, built = bench_of(live, planned("toy"))
+    return bench, lambda: bench.build(built, ())
+
+
+def test_copies_stand_behind_each_fused_kernel_and_change_nothing():
+    bench, build = fused_step()
+    expected, variant, copies = bench.run(build()), build(), Copies(64, CPU, buffer_bytes=1 << 16)
+    put_between(variant, copies)
+    (found,) = bench.run(variant)
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=0)
+    behind = [node.next.target is copies for module in variant.modules for node in module.graph.nodes if "fusion_id" in node.meta]
+    assert behind == [True] * sum(calls_in_step(variant, bench.live.runs_of_regions()).values()) != []
+    assert copies._at == 16 * len(behind)
+
+
+def test_where_nothing_draws_power_together_the_whole_copy_is_felt():
+    bench, build = fused_step()
+    variant, runner = build(), StepRunner(bench)
+    (step,) = runner.recorded([lambda: bench.run(variant)])
+    # At a rate that no memory has, the copies take longer than they are said to.
+    share = measured_share(runner, step, bench, build(), wanted_ns=1e6, copy_bytes_per_s=1e12, budget_s=0.5)
+    assert share == 1.0
+
+
+def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
+    bench, build = fused_step()
+    assert copy_cost_share(bench, build, saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+    on_cuda = Bench(bench.live, on_cuda=True)
+    assert copy_cost_share(on_cuda, lambda: bench.build((), ()), saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+
+
+class Gelus(torch.nn.Module):
+    """A large product before each chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8192, 8192, bias=False) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            u = layer(x)
+            x = 0.5 * u * (1.0 + torch.tanh(0.7978845608028654 * (u + 0.044715 * torch.pow(u, 3.0))))
+        return x
 
 
 @pytest.mark.gpu
-def test_products_at_the_power_limit_feel_a_part_of_a_copy_and_a_light_step_all_of_it():
-    copy_bytes_per_s = measure_bandwidth("cuda").copy_bytes_per_s
-    runner = StepRunner(bench_of(torch.nn.ReLU().cuda(), torch.randn(4, 4, device="cuda")))
-    assert (
-        copy_cost_share(runner, lambda: torch.zeros(8, device="cuda"), saving_ns=1000, copy_bytes_per_s=copy_bytes_per_s) == 1.0
-    )
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3000):  # over four seconds: the limit holds for the mean of some time
-        torch.mm(a, b)
+def test_products_at_the_power_limit_feel_a_part_of_a_copy():
+    import fusion_advisor as fa
 
-    def products():
-        for _ in range(20):
-            torch.mm(a, b)
-
-    share = copy_cost_share(runner, products, saving_ns=5_000_000, copy_bytes_per_s=copy_bytes_per_s)
-    assert 0.2 < share < 0.97
+    model = Gelus().to("cuda", torch.bfloat16).eval()
+    report = fa.apply(model, (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16),), compile=False).report
+    assert report.bandwidth.copy_bytes_per_s == pytest.approx(measure_bandwidth("cuda").copy_bytes_per_s, rel=0.1)
+    at_limit = is_at_power_limit(report.after.wall.clocks)
+    assert 0.2 < report.copy_cost_share < 0.97 if at_limit else report.copy_cost_share == 1.0
