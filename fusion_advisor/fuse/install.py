@@ -365,7 +365,7 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it). Several that are faster for "
-        "certain, but each too little, are timed as one, by the same rule.",
+        "certain, but each too little, are timed once more, as one, by the same rule.",
         f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
         *([] if bench.live.is_whole() else [in_parts]),
     )
