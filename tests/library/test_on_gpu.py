@@ -151,7 +151,7 @@ def test_exponentials_around_their_overflow(tmp_path, dtype, backend):
 
 
 HELD_BACK = {"embedding_add_layernorm": 0.6, "groupnorm_silu": 0.7}
-"""By registers and arithmetic, as README says: 0.69 and 0.80 of the limit on an H200. Some kernels get there in one language only."""
+"""By registers and arithmetic, as README says: 0.69 and 0.80 of the limit on an H200. Others get there in one language only."""
 
 
 @pytest.mark.parametrize("name", SPECS)
