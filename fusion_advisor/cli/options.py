@@ -73,6 +73,16 @@ class Backend(enum.StrEnum):
     CPP = "cpp"
 
 
+class BackendChoice(enum.StrEnum):
+    """What a run's kernels are written in."""
+
+    TRITON = "triton"
+    CUDA = "cuda"
+    CPP = "cpp"
+    FASTEST = "fastest"
+    """On a GPU each kernel in Triton and in CUDA C++, and the one that is faster alone."""
+
+
 def parse_share(text: str) -> float:
     """Read ``0.5%`` or ``0.005``."""
     number = text.strip().removesuffix("%")
@@ -184,7 +194,12 @@ KernelsOpt = Annotated[
     ),
 ]
 BackendOpt = Annotated[
-    Backend | None, typer.Option("--backend", help="The device decides when left out.", rich_help_panel=_ADVISE)
+    BackendChoice | None,
+    typer.Option(
+        "--backend",
+        help="The device decides when left out; fastest tries Triton and CUDA C++.",
+        rich_help_panel=_ADVISE,
+    ),
 ]
 FastMathOpt = Annotated[bool, typer.Option("--fast-math", help="Allow approximate instructions.", rich_help_panel=_ADVISE)]
 

@@ -7,7 +7,7 @@ everything that was kept, with those kernels bound (and checked) on the new layo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,13 @@ def merge_gemms(
         if not refusals:
             return kept
         return _refused(kept, f"{len(refusals)} groups were found, none was merged: {refusals[0]}", len(refusals))
-    backend = options.backend or ("triton" if kept.bench.on_cuda else "cpp")
+    backends = {item.planned.id: item.kernel.backend for item in kept.built}
     try:
         merged = on_merged(
             kept.bench,
             regions,
             kept.built,
-            mover(kernel_dir, backend=backend, fast_math=options.fast_math, tolerance=options.tolerance),
+            mover(kernel_dir, backends=backends, fast_math=options.fast_math, tolerance=options.tolerance),
         )
     except CannotMove as refusal:
         return _refused(kept, str(refusal), sum(one.merged for one in regions))
@@ -120,12 +120,12 @@ def merge_all(bench: Bench, *, may_copy: bool, free_bytes: int) -> list[MergedRe
 Move = Callable[[Bench, PlannedFusion, int], tuple[BuiltFusion, RenderedKernel]]
 
 
-def mover(kernel_dir: Path, *, backend: str, fast_math: bool, tolerance: Tolerance | None = None) -> Move:
+def mover(kernel_dir: Path, *, backends: Mapping[str, str], fast_math: bool, tolerance: Tolerance | None = None) -> Move:
     """Return what builds and checks a fusion on a new layout.
 
     Args:
         kernel_dir: where its source goes, beside the kernel of the layout before.
-        backend: ``triton``, ``cuda`` or ``cpp``.
+        backends: ``triton``, ``cuda`` or ``cpp`` by the fusion's id, as its kernel is written on the layout before.
         fast_math: let the kernel approximate.
         tolerance: the user's limit on its errors.
     """
@@ -135,7 +135,7 @@ def mover(kernel_dir: Path, *, backend: str, fast_math: bool, tolerance: Toleran
         trial = try_fusion(
             bench,
             named,
-            backend=backend,
+            backend=backends[planned.id],
             fast_math=fast_math,
             tolerance=tolerance,
             kernel_dir=kernel_dir,

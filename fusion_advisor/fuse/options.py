@@ -28,7 +28,8 @@ class ProfileOptions:
         only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
         skip: Patterns; a chain that matches one is left alone.
         kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
-        backend: ``triton``, ``cuda`` or ``cpp``; None lets the device decide.
+        backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
+            device decide.
         fast_math: Whether kernels may use approximate instructions.
         nvtx: Whether NVTX ranges are opened in timed runs.
         command: The command line that repeats this run.

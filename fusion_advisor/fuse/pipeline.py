@@ -30,7 +30,7 @@ from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.power import copy_cost_share
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.progress import PhaseClock, Progress
-from fusion_advisor.fuse.select import choose, kept_passes, kernel_dir_of, try_all
+from fusion_advisor.fuse.select import FASTEST, choose, kept_passes, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report, Status
 from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
@@ -102,7 +102,8 @@ def apply_workload(
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
-                make = maker(kernel_dir, torch.device(loaded.record.device), backend=options.backend, log=progress.note)
+                asked = None if options.backend == FASTEST else options.backend  # GEMVs are timed in both languages anyway
+                make = maker(kernel_dir, torch.device(loaded.record.device), backend=asked, log=progress.note)
                 kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(

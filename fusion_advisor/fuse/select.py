@@ -8,14 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fusion_advisor import units
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
 from fusion_advisor.fuse.decide import Candidate, Decision, decide
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.fold import held_bytes
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.progress import Progress
-from fusion_advisor.fuse.trial import try_fusion
+from fusion_advisor.fuse.trial import Trial, try_fusion
+from fusion_advisor.library.tuning import MUST_GAIN
 from fusion_advisor.records import Fusion, GraphRewrite, Status
+
+FASTEST = "fastest"
+GPU_BACKENDS = ("triton", "cuda")
 
 
 def try_all(
@@ -26,38 +31,84 @@ def try_all(
     Args:
         bench: the live capture; observes the fusions' sites first.
         plan: what to try.
-        options: backend, fast_math, run directory.
+        options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++.
         progress: told about each.
         so_far: given all fusions tried, after each.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
     """
-    backend = options.backend or ("triton" if bench.on_cuda else "cpp")
+    backends = backends_of(options.backend, on_cuda=bench.on_cuda)
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
         for number, planned in enumerate(plan.fusions):
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
-            trial = try_fusion(
-                bench,
-                planned,
-                backend=backend,
-                fast_math=options.fast_math,
-                tolerance=options.tolerance,
-                kernel_dir=kernel_dir,
-                seed=number,
-                with_nvtx=options.nvtx,
-                log=progress.note,
-            )
-            if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
-                progress.warn(f"{trial.fusion.id} {trial.fusion.kernel}: {trial.fusion.reason}")
+            trials = [
+                try_fusion(
+                    bench,
+                    planned,
+                    backend=backend,
+                    fast_math=options.fast_math,
+                    tolerance=options.tolerance,
+                    kernel_dir=kernel_dir,
+                    seed=number,
+                    with_nvtx=options.nvtx,
+                    log=progress.note,
+                )
+                for backend in backends
+            ]
+            trial = faster_of(trials)
+            for other, backend in zip(trials, backends, strict=True):
+                if other.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
+                    words = f"{planned.id} {planned.match.kernel} in {backend}: {other.fusion.reason}"
+                    progress.warn(words) if trial.built is None else progress.note(words)
             fusions.append(trial.fusion)
             if trial.built is not None:
                 built.append(trial.built)
             so_far(fusions)
     return fusions, built
+
+
+def backends_of(asked: str | None, *, on_cuda: bool) -> tuple[str, ...]:
+    """Return the languages that each kernel is tried in, the preferred one first.
+
+    Args:
+        asked: for ``triton``, ``cuda``, ``cpp`` or ``fastest``; None leaves it to the device.
+        on_cuda: whether that is a GPU.
+    """
+    if not on_cuda and asked in (None, FASTEST):
+        return ("cpp",)
+    return GPU_BACKENDS if asked == FASTEST else (asked or GPU_BACKENDS[0],)
+
+
+def faster_of(trials: Sequence[Trial]) -> Trial:
+    """Return the first trial that may stay, or a later one that is faster alone by more than chance; it tells the others' times.
+
+    Args:
+        trials: of one fusion, in the order of preference. Where none may stay, the first one says why.
+    """
+    passed = [trial for trial in trials if trial.built is not None and trial.fusion.chain_after is not None]
+    chosen = passed[0] if passed else trials[0]
+    for other in passed[1:]:
+        if _alone_ns(other) < (1 - MUST_GAIN) * _alone_ns(chosen):
+            chosen = other
+    others = [f"{_backend(trial)} {units.duration(_alone_ns(trial))}" for trial in passed if trial is not chosen]
+    if not others:
+        return chosen
+    (kernel,) = chosen.fusion.rendered
+    tuning = f"{kernel.tuning}; alone {units.duration(_alone_ns(chosen))}, {', '.join(others)}"
+    return replace(chosen, fusion=replace(chosen.fusion, rendered=(replace(kernel, tuning=tuning),)))
+
+
+def _alone_ns(trial: Trial) -> int:
+    assert trial.fusion.chain_after is not None
+    return trial.fusion.chain_after.median_ns
+
+
+def _backend(trial: Trial) -> str:
+    return trial.fusion.rendered[0].backend
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Which language a kernel is kept in, where it is tried in two."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import fusion_advisor.fuse.select as selection
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.select import FASTEST, backends_of, faster_of, try_all
+from fusion_advisor.fuse.trial import Trial
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
+from tests.report.fixtures import applied, timing
+
+RECEIPT = Receipt(sites_found=2, sites_matched=2, sites_replaced=0, launches_before=8, launches_after=0)
+RIGHT = applied().fusions[0].numerics
+
+
+def trial(backend, ns, status=Status.PLANNED):
+    """As ``try_fusion`` gives it: a kernel that was timed alone, or one that came to nothing."""
+    kernel = RenderedKernel(name="fa_k", backend=backend, path="", source="", origin="", tuning="VEC=8 (stored)")
+    passed = status is Status.PLANNED
+    timed = {"numerics": RIGHT, "chain_before": timing(9_000), "chain_after": timing(ns)} if ns else {}
+    fusion = Fusion(
+        id="F1", chain_id="C1", kernel="rmsnorm", status=status, reason="" if passed else f"{status} in {backend}",
+        receipt=RECEIPT, rendered=(kernel,), **timed,
+    )  # fmt: skip
+    return Trial(fusion=fusion, built=SimpleNamespace(kernel=kernel) if passed else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cuda", "expected"),
+    [
+        (None, True, ("triton",)),
+        (None, False, ("cpp",)),
+        (FASTEST, True, ("triton", "cuda")),
+        (FASTEST, False, ("cpp",)),
+        ("cuda", True, ("cuda",)),
+        ("triton", False, ("triton",)),
+    ],
+)
+def test_the_device_decides_what_is_tried(asked, on_cuda, expected):
+    assert backends_of(asked, on_cuda=on_cuda) == expected
+
+
+@pytest.mark.parametrize(
+    ("triton_ns", "cuda_ns", "kept"), [(5_000, 4_000, "cuda"), (4_000, 5_000, "triton"), (5_000, 4_950, "triton")]
+)
+def test_the_faster_one_stays_and_the_preferred_one_within_noise(triton_ns, cuda_ns, kept):
+    found = faster_of([trial("triton", triton_ns), trial("cuda", cuda_ns)])
+    (kernel,) = found.fusion.rendered
+    assert (kernel.backend, found.built.kernel.backend) == (kept, kept)
+    own, other = (cuda_ns, triton_ns) if kept == "cuda" else (triton_ns, cuda_ns)
+    name = "triton" if kept == "cuda" else "cuda"
+    assert kernel.tuning == f"VEC=8 (stored); alone {own / 1000:.2f} µs, {name} {other / 1000:.2f} µs"
+
+
+def test_what_came_to_nothing_in_one_language_stays_in_the_other():
+    broken, good = trial("triton", 0, Status.BUILD_FAILED), trial("cuda", 4_000)
+    assert faster_of([broken, good]) is good
+    slower = trial("triton", 4_000, Status.SLOWER)
+    assert faster_of([slower, trial("cuda", 0, Status.WRONG_NUMBERS)]) is slower
+    assert faster_of([good]) is good
+
+
+class Told(Progress):
+    def __init__(self):
+        self.notes, self.warnings = [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypatch, tmp_path):
+    results = {
+        "F1": {"triton": trial("triton", 5_000), "cuda": trial("cuda", 0, Status.BUILD_FAILED)},
+        "F2": {"triton": trial("triton", 0, Status.WRONG_NUMBERS), "cuda": trial("cuda", 0, Status.BUILD_FAILED)},
+    }
+    monkeypatch.setattr(selection, "try_fusion", lambda bench, planned, *, backend, **_: results[planned.id][backend])
+    bench = SimpleNamespace(on_cuda=True, observe=lambda fusions: None)
+    fusions = [SimpleNamespace(id=name, match=SimpleNamespace(kernel="rmsnorm")) for name in results]
+    told = Told()
+    options = ApplyOptions(backend=FASTEST, run_dir=tmp_path)
+    found, built = try_all(bench, SimpleNamespace(fusions=fusions), options, told, lambda _: None)
+    assert [fusion.status for fusion in found] == [Status.PLANNED, Status.WRONG_NUMBERS]
+    assert [one.kernel.backend for one in built] == ["triton"]
+    assert [text.partition(":")[0] for text in told.notes] == ["F1 rmsnorm in cuda"]
+    assert [text.partition(":")[0] for text in told.warnings] == ["F2 rmsnorm in triton", "F2 rmsnorm in cuda"]
