@@ -115,7 +115,8 @@ def _price(capture: Capture, same: Sequence[Group], launches: Mapping[int, Seque
     moved = runs * sum(_moved_bytes(ops, op) for op in computing)
     floor_bytes = runs * (first.verdict.floor_bytes or _outer_bytes(ops, first))
     floor_ns = floor_time_ns(floor_bytes, runs, capture.bandwidth)
-    widest = max((ops[index].outputs[0] for index in first.outputs), key=lambda meta: math.prod(meta.shape))
+    # A chain whose value is never read (FA601) has no outputs.
+    widest = max((ops[index].outputs[0] for index in first.outputs or first.members), key=lambda meta: math.prod(meta.shape))
     refusal = None
     if not first.verdict.is_fusible:
         refusal = NoMatch(chain_id="", code=first.verdict.code, reason=first.verdict.reason)

@@ -108,6 +108,16 @@ def test_a_refusal_carries_the_rows_id():
     assert rows[0].refusal.code == "FA601"
 
 
+def test_a_value_that_is_never_read_has_a_row_that_says_so():
+    def computes_in_vain(x):
+        torch.softmax(x, -1)
+        return torch.tanh(x * 2.0)
+
+    _, in_vain = ranked(computes_in_vain, torch.randn(8, 16))
+    assert (in_vain.chain.ops, in_vain.chain.shape) == (("softmax",), (8, 16))
+    assert (in_vain.refusal.code, in_vain.refusal.reason) == ("FA601", "its value is never read")
+
+
 def test_signatures_tell_wiring_layout_and_arguments_apart():
     def of(function, *inputs):
         _, ops, _ = region_of(function, *inputs)
