@@ -32,11 +32,34 @@ def _ref(op: OpNode, position: int) -> int:
     return argument.index
 
 
-def _ids(lowering: Lowering, op: OpNode, tensor: int, where: Index) -> int:
-    """The element of an index tensor, as an int64 value."""
+def ids_at(lowering: Lowering, op: OpNode, tensor: int, where: Index) -> int:
+    """Return the number of an index tensor's element, an int64 value.
+
+    Raises:
+        CannotLower: it is no index, or the chain computes it from floating-point values.
+    """
     if lowering.meta(tensor).dtype not in ("int64", "int32"):
         raise CannotLower("FA601", f"{op.target} by {lowering.meta(tensor).dtype} has no lowering")
-    return lowering.at(tensor, where)
+    number = lowering.at(tensor, where)
+    if _is_computed_from_floats(lowering, number):
+        raise CannotLower(
+            "FA601",
+            f"{op.target} by numbers computed from floating-point values: torch, which each kernel is checked against on random "
+            "ones, does not survive what these would make of them",
+        )
+    return number
+
+
+def _is_computed_from_floats(lowering: Lowering, number: int) -> bool:
+    waiting, seen = [number], {number}
+    while waiting:
+        value = lowering.values[waiting.pop()]
+        if value.op == "load" and value.dtype not in (*INTEGERS, "bool"):
+            return True
+        fresh = set(value.args) - seen
+        seen |= fresh
+        waiting += fresh
+    return False
 
 
 def _inside(lowering: Lowering, number: int, size: int) -> int:
@@ -70,7 +93,7 @@ def _read(lowering: Lowering, op: OpNode, table: int, where: Index, dim: int, nu
 
 def _embedding(lowering: Lowering, op: OpNode, where: Index) -> int:
     """``weight[ids]``; ``padding_idx`` only matters to gradients."""
-    return _read(lowering, op, _ref(op, 0), where[-1:], 0, _ids(lowering, op, _ref(op, 1), where[:-1]))
+    return _read(lowering, op, _ref(op, 0), where[-1:], 0, ids_at(lowering, op, _ref(op, 1), where[:-1]))
 
 
 def _dim_of(lowering: Lowering, op: OpNode) -> int:
@@ -82,13 +105,13 @@ def _dim_of(lowering: Lowering, op: OpNode) -> int:
 
 def _index_select(lowering: Lowering, op: OpNode, where: Index) -> int:
     dim, index = _dim_of(lowering, op), _ref(op, 2)
-    number = _ids(lowering, op, index, where[dim : dim + 1] if lowering.meta(index).shape else ())
+    number = ids_at(lowering, op, index, where[dim : dim + 1] if lowering.meta(index).shape else ())
     return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
 
 
 def _gather(lowering: Lowering, op: OpNode, where: Index) -> int:
     dim = _dim_of(lowering, op)
-    number = _ids(lowering, op, _ref(op, 2), where)
+    number = ids_at(lowering, op, _ref(op, 2), where)
     return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
 
 
@@ -101,7 +124,7 @@ def _index(lowering: Lowering, op: OpNode, where: Index) -> int:
     if len(dims) != 1 or not isinstance(index, Ref):
         raise CannotLower("FA601", f"{op.target} by {len(dims)} tensors has no lowering")
     table, dim, rank = _ref(op, 0), dims[0], len(lowering.meta(index.index).shape)
-    number = _ids(lowering, op, index.index, where[dim : dim + rank])
+    number = ids_at(lowering, op, index.index, where[dim : dim + rank])
     number = _wrapped(lowering, number, lowering.meta(table).shape[dim])
     return _read(lowering, op, table, (*where[:dim], *where[dim + rank :]), dim, number)
 
@@ -118,7 +141,7 @@ def _loss_at(
     if len(shape) != 2 or lowering.meta(_ref(op, 1)).dtype not in ("int64", "int32"):
         raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and their targets")
     assert isinstance(ignored, int)
-    target = _ids(lowering, op, _ref(op, 1), where)
+    target = ids_at(lowering, op, _ref(op, 1), where)
     loss = value_of(target)
     is_ignored = lowering.make("eq", target, lowering.const(ignored, "int64"), dtype="bool")
     zero = lowering.const(0.0, lowering.values[loss].dtype)

@@ -14,6 +14,7 @@ from fusion_advisor.chains.find import writes_by_number
 from fusion_advisor.library.index import Index, Place
 from fusion_advisor.library.program import Value
 from fusion_advisor.library.rule import CannotLower
+from fusion_advisor.library.rules_gather import ids_at
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def scattered(lowering: Lowering, op: OpNode, where: Index) -> tuple[Index, int]
         raise CannotLower("FA603", f"{op.target} into a part of a tensor is left to torch")
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride, target.shape, strict=True)):
         raise CannotLower("FA603", f"{op.target} into a tensor whose elements share memory")
-    number = lowering.at(positions, where[dim : dim + 1] if index.shape else ())
+    number = ids_at(lowering, op, positions, where[dim : dim + 1] if index.shape else ())
     extent = lowering.emit(Value(op="extent", constant=target.shape[dim], dtype="int64"))
     low = lowering.make("ge", number, lowering.const(0, "int64"), dtype="bool")
     guard = lowering.make("and", low, lowering.make("lt", number, extent, dtype="bool"), dtype="bool")

@@ -280,6 +280,7 @@ REFUSED = {
     "softmax_of_columns": (lambda x: torch.softmax(x, 0), "FA604", ""),
     "complex": (lambda x: torch.complex(x, x) * 2, "FA606", "complex"),
     "integer_logic": (lambda x: x.to(torch.int64) & 3, "FA601", "integers"),
+    "read_by_floats": (lambda x: torch.gather(x, 1, (x > 0).sum(-1, keepdim=True) - 1), "FA601", "computed from floating-point"),
 }
 
 
@@ -330,6 +331,7 @@ def test_a_remainder_of_floats_is_refused_and_one_of_integers_is_not():
 
 TABLE = rand(11, 8, seed=3)
 IDS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(4))
+PLACES = torch.arange(10, -1, -1).reshape(11, 1)
 GATHERS = {
     "embedding": (lambda w, i: functional.embedding(i, w), TABLE, IDS),
     "embedding_padding": (lambda w, i: functional.embedding(i, w, padding_idx=3) * 2, TABLE, IDS),
@@ -338,7 +340,7 @@ GATHERS = {
     "embedding_of_a_slice": (lambda w, i: functional.embedding(i[:, 1:], w[2:, ::2]), TABLE, IDS % 9),
     "embedding_of_a_transposed_table": (lambda w, i: functional.embedding(i, w.t()), rand(8, 11), IDS),
     "embedding_of_what_the_chain_computes": (lambda w, i: functional.embedding(i + 1, w * 2), TABLE, IDS % 10),
-    "embedding_of_an_embedding": (lambda w, i: functional.embedding(functional.embedding(i, w).long(), w), TABLE.abs(), IDS),
+    "embedding_of_an_embedding": (lambda w, n, i: functional.embedding(functional.embedding(i, n)[..., 0], w), TABLE, PLACES, IDS),
     "index_select": (lambda w, i: w.index_select(0, i) * 2, TABLE, IDS[0]),
     "index_select_columns": (lambda w, i: w.index_select(-1, i) * 2, TABLE, IDS[0] % 8),
     "gather": (lambda w, i: w.gather(-1, i) * 2, TABLE, IDS % 8),
