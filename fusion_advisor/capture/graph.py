@@ -147,6 +147,8 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
         traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    _leave_out_what_transforms_left(traced)
+    _refuse_untraced(traced)
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
@@ -166,6 +168,37 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
     _aten.squeeze_.dims: _aten.squeeze.dims,
 }
 """Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+
+
+def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
+    """Drop the ops that ``vmap`` traced at its own level beside the real ones: nothing reads them, and they have no memory.
+
+    Mamba's ``associative_scan`` leaves two dozen of them in each layer.
+    """
+    for node in reversed(graph_module.graph.nodes):
+        is_unread = node.op in ("call_function", "get_attr") and not node.users
+        if is_unread and any(map(torch_internals.is_wrapped, _tensors(node.meta.get("val")))):
+            graph_module.graph.erase_node(node)
+
+
+class NotTraced(Exception):
+    """A graph reads what tracing computed without a trace of how; the text says where."""
+
+
+def _refuse_untraced(graph_module: GraphModule) -> None:
+    """Refuse a graph that holds fake tensors: values that depend on its inputs, under ``vmap``, and were taken for constants.
+
+    Raises:
+        NotTraced: with the first line that reads one.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and node.users and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
+            reader = next(iter(node.users))
+            file, line, _ = source_of(reader)
+            where = f" ({file}:{line})" if file else ""
+            raise NotTraced(
+                f"`{reader.name}`{where} reads a value that vmap or associative_scan computes from the model's inputs"
+            )
 
 
 def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:

@@ -88,6 +88,13 @@ def fake_tensors(values: list[Any]) -> list[Any]:
     return [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without numbers."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
 def is_plain_fake(value: torch.Tensor) -> bool:
     """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, not known by value, not a subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -140,6 +147,11 @@ def adds_bias_after_convolution(
 def storage_key(value: torch.Tensor) -> int:
     """Return a key that two (fake or real) tensors share exactly when they share storage."""
     return int(value.untyped_storage()._cdata)
+
+
+def is_wrapped(value: torch.Tensor) -> bool:
+    """Whether a tensor is ``vmap``'s (or another transform's) view of one, and has no storage of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 SAYS_ONLY = torch._C._log_api_usage_once

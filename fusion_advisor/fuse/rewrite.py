@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.bias import join_bias
-from fusion_advisor.capture.graph import Region, written_storages
+from fusion_advisor.capture.graph import Region, storages, written_storages
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
@@ -195,12 +195,17 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         # Views that lie inside the chain but are read outside are made again on the fused value.
         for index in sorted(site.members):
             node = live[index]
-            if node not in replaced and any(source in replaced for source in node.all_input_nodes):
+            if node not in replaced and any(source in replaced and _shows(node, source) for source in node.all_input_nodes):
                 replaced[node] = graph.node_copy(node, lambda source: replaced.get(source, source))
     for original, result in replaced.items():
         original.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     for index, result in zip(site.outputs, results, strict=True):
         live[index] = result
+
+
+def _shows(view: Node, source: Node) -> bool:
+    """Whether a value lies in the memory of what it is made of."""
+    return not set(storages(view)).isdisjoint(storages(source))
 
 
 def _is_impure(node: Node) -> bool:

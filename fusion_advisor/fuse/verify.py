@@ -8,6 +8,7 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -189,6 +190,9 @@ def check_model(
         tolerance: the user's limit instead of eager's own error; every floating output must keep to it.
         exact: names of outputs that hold integers as floats, for which there is no tolerance.
     """
+    other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
+    if other:
+        return _of_other_shapes(other, oracle_name)
     rows = []
     is_kept = True
     for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
@@ -235,6 +239,24 @@ def check_model(
         nonfinite_mismatches=mismatches,
         limit=limit,
         is_passed=(max(map(overrun, rows)) <= 1 if tolerance is None else is_kept) and mismatches == 0,
+    )
+
+
+def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:
+    """A check that failed because outputs have other shapes than eager's: no error says how far they are off."""
+    return ModelCheck(
+        oracle=oracle_name,
+        outputs=tuple(names),
+        fused_rel_l2=math.inf,
+        eager_rel_l2=0.0,
+        fused_max_abs=math.inf,
+        eager_max_abs=0.0,
+        fused_vs_eager_max_abs=math.inf,
+        cosine=0.0,
+        argmax_agreement=None,
+        nonfinite_mismatches=0,
+        limit="the shapes of eager's outputs, which a model that draws random numbers may not keep to itself",
+        is_passed=False,
     )
 
 

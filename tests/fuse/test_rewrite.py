@@ -100,6 +100,22 @@ def test_two_outputs_reach_their_own_readers():
     assert "tanh" not in module.code.replace("call", "")
 
 
+def test_an_op_inside_is_no_view_of_the_output_that_it_reads():
+    """It reads a view, too, that is only made behind the place of the call."""
+
+    def function(x, y):
+        h = x * 2
+        read_first = h @ h
+        return read_first, h + y.t()
+
+    def call(x, y):
+        return [x * 2, x * 2 + y.t()]
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    module, _ = one_site(function, (x, y), (0, 3), (0, 3), (0, 1), call)
+    torch.testing.assert_close(module(x, y), function(x, y))
+
+
 def test_writes_survive_dead_code():
     def function(x, cache):
         cache.copy_(x * 2)

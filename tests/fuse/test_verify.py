@@ -302,6 +302,12 @@ def test_the_whole_model_is_held_to_a_tolerance():
     assert not check_model(one_of_two, both, both, "eager", tolerance=tolerance).is_passed
 
 
+def test_outputs_of_other_shapes_fail_and_are_named():
+    found = check_model([("logits", LOGITS), ("state", LOGITS[1:])], [("logits", LOGITS), ("state", LOGITS)], [], "eager")
+    assert not found.is_passed
+    assert (found.outputs, found.fused_rel_l2) == (("state",), float("inf"))
+
+
 def test_counts_have_no_tolerance():
     counts, more = torch.arange(4.0).double(), torch.arange(4.0).double() + 1
     mine, theirs = [*rows(LOGITS), ("written counts", more)], [*rows(LOGITS), ("written counts", counts)]

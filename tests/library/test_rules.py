@@ -340,7 +340,7 @@ GATHERS = {
     "embedding_of_a_slice": (lambda w, i: functional.embedding(i[:, 1:], w[2:, ::2]), TABLE, IDS % 9),
     "embedding_of_a_transposed_table": (lambda w, i: functional.embedding(i, w.t()), rand(8, 11), IDS),
     "embedding_of_what_the_chain_computes": (lambda w, i: functional.embedding(i + 1, w * 2), TABLE, IDS % 10),
-    "embedding_of_an_embedding": (lambda w, n, i: functional.embedding(functional.embedding(i, n)[..., 0], w), TABLE, PLACES, IDS),
+    "embedding_of_places": (lambda w, n, i: functional.embedding(functional.embedding(i, n)[..., 0], w), TABLE, PLACES, IDS),
     "index_select": (lambda w, i: w.index_select(0, i) * 2, TABLE, IDS[0]),
     "index_select_columns": (lambda w, i: w.index_select(-1, i) * 2, TABLE, IDS[0] % 8),
     "gather": (lambda w, i: w.gather(-1, i) * 2, TABLE, IDS % 8),
