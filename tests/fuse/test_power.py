@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusion_advisor.fuse.power as power
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
@@ -103,6 +104,17 @@ def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
     assert copy_cost_share(bench, build, saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
     on_cuda = Bench(bench.live, on_cuda=True)
     assert copy_cost_share(on_cuda, lambda: bench.build((), ()), saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+
+
+@pytest.mark.parametrize(("free_bytes", "share"), [(2**30, 0.5), (2**30 - 1, 1.0)])
+def test_nothing_is_copied_where_the_device_is_nearly_full(monkeypatch, free_bytes, share):
+    bench, build = fused_step()
+    monkeypatch.setattr(power, "StepRunner", lambda _: StepRunner(bench))
+    monkeypatch.setattr(power, "_ns_at_power_limit", lambda *_: 1e6)
+    monkeypatch.setattr(power, "measured_share", lambda *_, **__: 0.5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
+    found = copy_cost_share(Bench(bench.live, on_cuda=True), build, saving_ns=1000, copy_bytes_per_s=10**11)
+    assert found == share
 
 
 class Gelus(torch.nn.Module):
