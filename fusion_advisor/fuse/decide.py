@@ -171,13 +171,20 @@ def _with_small_ones(
     before, after = runner.plain(kept), runner.plain(all_of_them)
     joint, _ = _once_on_top(runner, before, after, "", min_gain=min_gain, confidence=confidence, budget_s=budget_s)
     names = [candidate.id for candidate in small]
+    if len(small) == 1:  # the second run is of it alone, so that its figures are that rewrite's own
+        return {**verdicts, names[0]: _once_more(verdicts[names[0]], joint)}
     changed = {}
     for candidate in small:
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
-        little = f"{_span(own.delta_ns, own.interval_ns)}, too little {'by itself' if others else 'to tell'}"
-        again = f"together with {others}" if others else "once more"
-        changed[candidate.id] = replace(own, status=joint.status, reason=f"{little}; {again}: {joint.reason}")
+        little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
+        changed[candidate.id] = replace(own, status=joint.status, reason=f"{little}; together with {others}: {joint.reason}")
     return {**verdicts, **changed}
+
+
+def _once_more(first: Verdict, second: Verdict) -> Verdict:
+    """Return the verdict of the second run of a rewrite, which decides, in words that name the first one too."""
+    reason = f"{_span(first.delta_ns, first.interval_ns)}, too little to tell; once more: {second.reason}"
+    return replace(second, id=first.id, reason=reason)
 
 
 def is_small_gain(verdict: Verdict) -> bool:
@@ -210,7 +217,7 @@ def on_top(
     if not is_small_gain(first) or -first.delta_ns <= min_gain * step_ns:
         return first
     second, _ = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=2 * budget_s)
-    return replace(second, reason=f"{_span(first.delta_ns, first.interval_ns)}, too little to tell; once more: {second.reason}")
+    return _once_more(first, second)
 
 
 def _once_on_top(

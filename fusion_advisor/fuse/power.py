@@ -31,6 +31,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.05, 0.3
 """Of the step: less is lost in its noise, more would set another clock than the one in question."""
 _BUFFER_BYTES = 2**28
 """Read, and as many written: several times any cache."""
+_SECTOR_BYTES = 32
 
 
 class Copies:
@@ -46,7 +47,8 @@ class Copies:
         # Random bits: a copy of zeros draws less.
         self._source = torch.randn(buffer_bytes // 4, device=device)
         self._target = torch.empty_like(self._source)
-        self._count = min(max(each_bytes // 4, 1), len(self._source))
+        # Whole sectors of memory: else most parts would begin where no wide load may.
+        self._count = min(max(each_bytes // _SECTOR_BYTES, 1) * (_SECTOR_BYTES // 4), len(self._source))
         self._at = 0
         self.each_bytes = 4 * self._count
 
@@ -55,7 +57,9 @@ class Copies:
         if self._at + self._count > len(self._source):
             self._at = 0
         part = slice(self._at, self._at + self._count)
-        self._target[part].copy_(self._source[part])
+        # The kernel whose speed was measured (``measure_bandwidth``): ``copy_`` would be a memcpy node, which takes half as long
+        # again for the same bytes (H200).
+        torch.mul(self._source[part], 1.0, out=self._target[part])
         self._at += self._count
 
 
@@ -76,13 +80,17 @@ def is_at_power_limit(clocks: Clocks | None) -> bool:
 
 
 def copy_cost_share(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, copy_bytes_per_s: float) -> float:
-    """Measure how much longer the step takes for each nanosecond of copying in it; 1 where no power limit holds it down.
+    """Measure how much longer the step takes for each nanosecond of copying in it.
 
     Args:
         bench: of the captured step.
         build: makes the step with what was kept: savings lead to this one, so traffic is given back to it.
         saving_ns: that was expected of kernels bound by memory; about so much is copied.
         copy_bytes_per_s: read plus written.
+
+    Returns:
+        1 where no power limit holds the step down, or where the device's memory is too full for copies: what a prediction needs
+        must not end a run.
     """
     variant = build()
     if not bench.on_cuda or not calls_in_step(variant, bench.live.runs_of_regions()):
@@ -90,7 +98,7 @@ def copy_cost_share(bench: Bench, build: Callable[[], Variant], *, saving_ns: in
     runner = StepRunner(bench)
     (step,) = runner.recorded([lambda: bench.run(variant)])
     step_ns = _ns_at_power_limit(runner, step)
-    if step_ns is None:
+    if step_ns is None or not _has_room():
         return 1.0
     wanted_ns = min(max(saving_ns, _LEAST_SHARE * step_ns), _MOST_SHARE * step_ns)
     return measured_share(runner, step, bench, build(), wanted_ns=wanted_ns, copy_bytes_per_s=copy_bytes_per_s)
@@ -110,6 +118,13 @@ def _ns_at_power_limit(runner: StepRunner, step: Callable[[], Any]) -> float | N
 
         (times_ns,) = interleave([step], rounds=_READ_ROUNDS, budget_s=_READ_S, on_cuda=True, before=runner.rewind, after=read)
         return median_interval(times_ns)[0] if is_at_power_limit(watch.clocks()) else None
+
+
+def _has_room() -> bool:
+    """Whether the two buffers leave as much free again, beside what the recorded step holds."""
+    torch.cuda.empty_cache()  # what is only cached is free, but for the recorded step's own
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return free_bytes >= 4 * _BUFFER_BYTES
 
 
 def measured_share(

@@ -143,6 +143,8 @@ def test_one_small_gain_is_timed_once_more_by_itself(clock):
     assert sum(verdict.status is Status.KEPT for verdict in again) >= 3
     for verdict in again:
         assert ("the whole interval is past" in verdict.reason) == (verdict.status is Status.KEPT)
+        decided_by = verdict.reason.partition("once more: ")[2]
+        assert decided_by.startswith(f"{units.delta(verdict.delta_ns)} {units.delta_interval(*verdict.interval_ns)}")
 
 
 def test_what_is_kept_together_is_in_the_confirmed_step(clock):

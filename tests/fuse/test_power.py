@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusion_advisor.fuse.power as power
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
@@ -20,6 +22,16 @@ def test_the_share_is_what_the_step_grew_by_over_what_the_copies_take():
     assert share_of(alone, longer, 100) == pytest.approx(0.6, abs=0.01)
     assert share_of(longer, alone, 100) == 0  # noise: no copy makes a step shorter
     assert share_of(alone, longer, 20) == 1
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def readings(*reasons):
@@ -49,6 +61,16 @@ def test_each_call_copies_another_part_of_the_buffer():
         assert int((copies._target != 0).sum()) == copied
     assert copies.each_bytes == 4000
     assert Copies(1 << 30, CPU, buffer_bytes=10_000).each_bytes == 10_000
+
+
+def test_copies_are_the_kernel_whose_speed_was_measured():
+    copies, seen = Copies(1000, CPU, buffer_bytes=10_000), Seen()
+    with seen:
+        copies()
+        copies()
+    assert [name for name in seen.names if "slice" not in name] == ["aten.mul.out"] * 2
+    assert torch.equal(copies._target[:496], copies._source[:496])
+    assert copies._at % 8 == 0 and copies.each_bytes == 992
 
 
 def fused_step():
@@ -82,6 +104,17 @@ def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
     assert copy_cost_share(bench, build, saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
     on_cuda = Bench(bench.live, on_cuda=True)
     assert copy_cost_share(on_cuda, lambda: bench.build((), ()), saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+
+
+@pytest.mark.parametrize(("free_bytes", "share"), [(2**30, 0.5), (2**30 - 1, 1.0)])
+def test_nothing_is_copied_where_the_device_is_nearly_full(monkeypatch, free_bytes, share):
+    bench, build = fused_step()
+    monkeypatch.setattr(power, "StepRunner", lambda _: StepRunner(bench))
+    monkeypatch.setattr(power, "_ns_at_power_limit", lambda *_: 1e6)
+    monkeypatch.setattr(power, "measured_share", lambda *_, **__: 0.5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
+    found = copy_cost_share(Bench(bench.live, on_cuda=True), build, saving_ns=1000, copy_bytes_per_s=10**11)
+    assert found == share
 
 
 class Gelus(torch.nn.Module):

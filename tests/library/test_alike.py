@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 import fusion_advisor.library.alike as alike
+from fusion_advisor.chains.find import inputs_of
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.library.alike import lower_sites
-from fusion_advisor.library.lower import lower
+from fusion_advisor.library.lower import Lowered, lower
+from fusion_advisor.library.rule import CannotLower
+from fusion_advisor.records import OpClass
 from tests.tiny import LAYERS, decode_step, llama, patterns, planned, profile_live, profiled, region_of
 
 
@@ -48,6 +52,64 @@ def test_sites_that_write_to_caches_are_each_given_their_own(monkeypatch):
         lowered = lower_sites(capture.ops, sites)
         assert lowered == [lower(capture.ops, *site) for site in sites]
         assert len(calls) == 1 and len({one.written for one in lowered}) == len(sites) == LAYERS
+
+
+def readings(ops, members):
+    """What a site reads and the owners of that memory, and the site's own ops."""
+    near, waiting = set(), list(members)
+    while waiting:
+        index = waiting.pop()
+        if index not in near:
+            near.add(index)
+            op = ops[index]
+            waiting += [] if op.alias_of is None else [op.alias_of]
+            waiting += inputs_of(op) if index in members or op.op_class is OpClass.VIEW else []
+    return sorted(near)
+
+
+def changed(op, random):
+    """The same op with one thing about it told otherwise."""
+    first = op.outputs[0]
+    shuffled = random.sample(first.stride, len(first.stride))
+    metas = [
+        replace(first, offset=first.offset + 8), replace(first, stride=tuple(shuffled)), replace(first, device="cuda"),
+        replace(first, dtype=random.choice(["float32", "bfloat16", "float64", "int64", "bool"])),
+    ]  # fmt: skip
+    others = [replace(op, outputs=(meta, *op.outputs[1:])) for meta in metas]
+    others += [replace(op, role=role, target=f"h.{random.choice(['weight', 'bias'])}") for role in ("parameter", "input")]
+    others += [replace(op, alias_of=None), replace(op, mutates=()), replace(op, kwargs=op.kwargs[1:])]
+    for place, value in enumerate(op.args):
+        if isinstance(value, int | float):
+            other = random.choice([value + 1, float(value), -value, -0.0, bool(value)])
+            others.append(replace(op, args=(*op.args[:place], other, *op.args[place + 1 :])))
+    return random.choice(others)
+
+
+def answer(function):
+    try:
+        return function()
+    except CannotLower as error:
+        return str(error)
+    except (ValueError, TypeError, IndexError, AssertionError, KeyError) as error:  # no capture holds such an op
+        return type(error)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "decode"])
+def test_sites_of_which_one_differs_in_one_thing_are_each_lowered_as_by_themselves(name):
+    random, model = Random(0), llama()[0]
+    capture = profile_live(model, kwargs=decode_step(model))[0] if name == "decode" else profiled(name)[1]
+    plan, shared = make_plan(capture, patterns(), min_share=0.0) if name == "decode" else planned(name), 0
+    for _ in range(200):
+        fusion = random.choice(plan.fusions)
+        sites = [(site.op_indices, low.outputs) for site, low in zip(fusion.chain.sites, fusion.sites, strict=True)]
+        ops = list(capture.ops)
+        index = random.choice(readings(ops, random.choice(sites)[0]))
+        ops[index] = changed(ops[index], random)
+        expected = [answer(lambda site=site, ops=ops: lower(ops, *site)) for site in sites]
+        good = [number for number, one in enumerate(expected) if isinstance(one, Lowered)]
+        assert lower_sites(ops, [sites[number] for number in good]) == [expected[number] for number in good]
+        shared += len(good) - len({expected[number].program for number in good})
+    assert shared > 60
 
 
 def scaled(x, factor, other=None):
