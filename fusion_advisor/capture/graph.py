@@ -186,7 +186,7 @@ class NotTraced(Exception):
 
 
 def _refuse_untraced(graph_module: GraphModule) -> None:
-    """Refuse a graph that holds fake tensors: values that depend on its inputs, under ``vmap``, and were taken for constants.
+    """Refuse a graph that holds fake tensors: what was computed under ``vmap`` was taken for constants.
 
     Raises:
         NotTraced: with the first line that reads one.
@@ -196,9 +196,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
             reader = next(iter(node.users))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            raise NotTraced(
-                f"`{reader.name}`{where} reads a value that vmap or associative_scan computes from the model's inputs"
-            )
+            raise NotTraced(f"`{reader.name}`{where} reads what vmap or associative_scan computes: tracing does not follow it")
 
 
 def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:

@@ -105,6 +105,46 @@ def test_dropout_that_is_on_computes():
     assert live and all(op.op_class is not OpClass.VIEW for op in live)
 
 
+def scanned(x):
+    """As Mamba: each token's state from the ones before it."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (x, x * 2), dim=1, combine_mode="generic")
+
+
+def masked(x):
+    return x * torch.vmap(lambda row: row >= 2)(torch.arange(8))[:, None]
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [scanned, masked])
+def test_what_vmap_computes_is_refused_and_never_taken_for_a_constant(function):
+    with pytest.raises(CannotCapture, match=r"test_graph.py:\d+\) reads what vmap or associative_scan computes"):
+        capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
+
+
+def test_what_vmap_computes_in_vain_is_left_out():
+    def in_vain(x):
+        torch.vmap(lambda row: row.exp() + 1)(x)
+        return x * 2
+
+    x = torch.randn(2, 8, 4)
+    (region,) = capture_regions(Calling(in_vain), (x,), {}).regions
+    torch.testing.assert_close(region.graph(*region.example_args)[0], x * 2)
+    assert "aten.mul.Tensor" in {op.target for op in describe(region)[0]}
+
+
 def test_writes_name_the_owner_also_through_a_view():
     def function(x, cache):
         cache.view(-1)[:3].copy_(x)

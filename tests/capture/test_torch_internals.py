@@ -425,3 +425,12 @@ def test_a_convolution_of_one_sample_or_of_mixed_dtypes_is_not_asked_about():
         sample, batch, weight, bias = (torch.empty(shape, device="cuda") for shape in shapes)
         assert torch_internals.adds_bias_after_convolution(sample, weight, bias) is False
         assert torch_internals.adds_bias_after_convolution(batch, weight, bias.half()) is False
+
+
+def test_wrapped_tensors_are_told_from_real_and_fake_ones():
+    seen = []
+    torch.vmap(lambda row: (seen.append(torch_internals.is_wrapped(row)), row)[1])(torch.zeros(2, 3))
+    assert seen == [True]
+    (fake,) = torch_internals.fake_tensors([torch.zeros(3)])
+    assert not torch_internals.is_wrapped(fake) and not torch_internals.is_wrapped(torch.zeros(3))
+    assert torch_internals.is_fake(fake) and not torch_internals.is_fake(torch.zeros(3)) and not torch_internals.is_fake(None)
