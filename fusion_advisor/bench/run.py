@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +23,7 @@ from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.records import Bandwidth
 from fusion_advisor.timing.clock import cache_bytes, make_clock
+from fusion_advisor.workload.device import current_device
 
 
 class Progress(Protocol):
@@ -53,7 +53,7 @@ def bench(
         progress: told about each row.
         on_progress: gets what is done so far after each row, so that a run that is cut short has left its rows.
     """
-    with _current(options.device):
+    with current_device(options.device):
         ceilings = measure_ceilings(options.device)
     todo = [
         (spec, variant, case, dtype) for spec, case in jobs for variant in variants_of(spec, options) for dtype in case.dtypes
@@ -69,7 +69,7 @@ def bench(
     for number, (spec, variant, case, dtype) in enumerate(todo):
         sizes = " ".join(f"{letter}={size}" for letter, size in case.sizes)
         progress.step(number, len(todo), f"{spec.name} {variant} {dtype} {sizes}")
-        with _current(options.device):
+        with current_device(options.device):
             row = bench_row(spec, variant, case, dtype, options, ceilings)
         run = replace(run, rows=(*run.rows, row))
         on_progress(run)
@@ -109,13 +109,8 @@ def run_alone(spec: KernelSpec, variant: str, case: Case, dtype: str, options: B
 def run_first(jobs: Sequence[tuple[KernelSpec, Case]], options: BenchOptions, name: str, iterations: int) -> str:
     """Run one contender of the first job; see :func:`run_alone`."""
     spec, case = jobs[0]
-    with _current(options.device):
+    with current_device(options.device):
         return run_alone(spec, variants_of(spec, options)[0], case, case.dtypes[0], options, name, iterations)
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one: kernels are compiled for, and launched on, that."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def variants_of(spec: KernelSpec, options: BenchOptions) -> list[str]:

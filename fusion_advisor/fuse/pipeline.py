@@ -33,7 +33,7 @@ from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import FASTEST, choose, kept_passes, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report, Status
-from fusion_advisor.workload.device import is_out_of_memory, memory_bytes, out_of_memory
+from fusion_advisor.workload.device import current_device, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
@@ -50,7 +50,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with memory_errors(loaded, "profiling"):
+    with on_device(loaded, "profiling"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         live.written.restore()
@@ -80,7 +80,7 @@ def apply_workload(
         raise ModelInTraining(model_id=loaded.record.model_id)
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with memory_errors(loaded, "applying"):
+    with on_device(loaded, "applying"):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
@@ -228,10 +228,16 @@ def _written_notes(written: Written) -> tuple[str, ...]:
 
 
 @contextmanager
-def memory_errors(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
-    """Turn running out of memory into the error that says what to try; ``stage`` says what was being done."""
+def on_device(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
+    """Make the workload's device the current one, and turn running out of memory into the error that says what to try.
+
+    Args:
+        loaded: the workload.
+        stage: what is being done, in words.
+    """
     try:
-        yield
+        with current_device(torch.device(loaded.record.device)):
+            yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             device = torch.device(loaded.record.device)

@@ -47,7 +47,7 @@ from fusion_advisor.records import (
     WarmUp,
 )
 from fusion_advisor.serialize import read_capture, read_report, write_capture, write_report
-from fusion_advisor.workload.device import memory_bytes
+from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 
@@ -117,14 +117,15 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
         PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
         CannotCapture: dynamo captured nothing.
     """
-    kind = torch.device(loaded.record.device).type
+    device = torch.device(loaded.record.device)
+    kind = device.type
     if kind != saved.capture.environment.device_kind:
         raise PlanMismatch(
             run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
         )
     clock = clock or PhaseClock(Progress())
     # Dynamo leaves a heap behind that takes half a second to walk, and would be walked as soon as it may.
-    with collector_paused():
+    with current_device(device), collector_paused():
         return _apply(loaded, saved, clock)
 
 

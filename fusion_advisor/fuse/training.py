@@ -17,7 +17,7 @@ from fusion_advisor.errors import AdvisorError, MissingKernels, NotTrainable, Pr
 from fusion_advisor.fuse import memory, steps
 from fusion_advisor.fuse.install import WALL_S
 from fusion_advisor.fuse.options import ProfileOptions
-from fusion_advisor.fuse.pipeline import memory_errors
+from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.records import Capture, DataQuality, Report
 from fusion_advisor.timing import stopwatch
@@ -43,7 +43,7 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     progress = progress or Progress()
     clock = PhaseClock(progress)
     device = torch.device(loaded.record.device)
-    with memory_errors(loaded, "running a training step"):
+    with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
             environment, bandwidth = describe_environment(loaded.record.device), measure_bandwidth(loaded.record.device)
         on_cuda = environment.device_kind == "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +34,11 @@ def resolve_device(name: str) -> torch.device:
         reason = f"PyTorch sees {count}: cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}"
         raise NoCudaDevice(index=f" {index}", reason=reason, advice="pass one of those")
     return torch.device("cuda", index)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: kernels are compiled for, streams and graphs belong to, and clocks are read of that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve_dtype(name: str, device: torch.device, config_dtype: torch.dtype | None) -> torch.dtype:
