@@ -188,15 +188,22 @@ class NotTraced(Exception):
 def _refuse_untraced(graph_module: GraphModule) -> None:
     """Refuse a graph that holds fake tensors: what was computed under ``vmap`` was taken for constants.
 
+    What no output and no write comes from may stay.
+
     Raises:
-        NotTraced: with the first line that reads one.
+        NotTraced: with the line that reads one.
     """
+    needed: set[Node] = set()
+    for node in reversed(graph_module.graph.nodes):
+        if node.op == "output" or node in needed or written_storages(node):
+            needed.update(node.all_input_nodes)
     for node in graph_module.graph.nodes:
-        if node.op == "get_attr" and node.users and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
-            reader = next(iter(node.users))
+        if node in needed and node.op == "get_attr" and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
+            reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
-            raise NotTraced(f"`{reader.name}`{where} reads what vmap or associative_scan computes: tracing does not follow it")
+            detail = "reads what vmap or associative_scan computes: tracing does not follow it"
+            raise NotTraced(f"`{reader.name}`{where} {detail}")
 
 
 def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
