@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_advisor.capture.graph import Region, describe, trace
+from fusion_advisor.capture.graph import Region, describe
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.model import FusedModel

@@ -14,7 +14,7 @@ import torch
 from fusion_advisor.bench import peers
 from fusion_advisor.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like
 from fusion_advisor.bench.records import BenchRow, Entrant, judged, limit_ns
-from fusion_advisor.capture.graph import trace
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.library.accuracy import error_of
 from fusion_advisor.library.check_inputs import in_float64
 from fusion_advisor.library.discover import load_references

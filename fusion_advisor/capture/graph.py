@@ -12,13 +12,10 @@ What aliases what is read off the fake tensors' storages, so a view is a view wh
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,9 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.arguments import tensors_in
-from fusion_advisor.capture.bias import is_slower_with_bias, split_bias
 from fusion_advisor.capture.classify import base_name, class_of
-from fusion_advisor.capture.distinct import retrace_distinct
+from fusion_advisor.capture.nodes import module_path, relative_path, source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.retrace import retrace
 from fusion_advisor.capture.state import Written, written_by
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import CannotCapture
@@ -132,122 +129,6 @@ class LiveCapture:
         """Return how often the call runs each region."""
         count = Counter(run.place for run in self.in_order())
         return tuple(count[place] for place in range(len(self.regions)))
-
-
-def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
-    """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
-    traced = torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
-    _let_idle_dropout_return_its_input(traced)
-    return traced
-
-
-def retrace(graph_module: GraphModule) -> GraphModule:
-    """Retrace a dynamo graph into ATen ops that keep their module paths and source lines (see also ``capture.bias``)."""
-    traced = retrace_distinct(graph_module)
-    if traced is None:
-        interpreter = torch.fx.Interpreter(graph_module)
-        traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
-    _leave_out_what_transforms_left(traced)
-    _refuse_untraced(traced)
-    _let_idle_dropout_return_its_input(traced)
-    _change_no_layout_in_place(traced)
-    split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
-    return traced
-
-
-_aten = torch.ops.aten
-_LAYOUT_IN_PLACE: dict[Any, Any] = {
-    _aten.t_.default: _aten.t.default,
-    _aten.transpose_.default: _aten.transpose.int,
-    _aten.swapaxes_.default: _aten.transpose.int,
-    _aten.swapdims_.default: _aten.transpose.int,
-    _aten.as_strided_.default: _aten.as_strided.default,
-    _aten.unsqueeze_.default: _aten.unsqueeze.default,
-    _aten.squeeze_.default: _aten.squeeze.default,
-    _aten.squeeze_.dim: _aten.squeeze.dim,
-    _aten.squeeze_.dims: _aten.squeeze.dims,
-}
-"""Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
-
-
-def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
-    """Drop the ops that ``vmap`` traced at its own level beside the real ones: nothing reads them, and they have no memory.
-
-    Mamba's ``associative_scan`` leaves two dozen of them in each layer.
-    """
-    for node in reversed(graph_module.graph.nodes):
-        is_unread = node.op in ("call_function", "get_attr") and not node.users
-        if is_unread and any(map(torch_internals.is_wrapped, _tensors(node.meta.get("val")))):
-            graph_module.graph.erase_node(node)
-
-
-class NotTraced(Exception):
-    """A graph reads what tracing computed without a trace of how; the text says where."""
-
-
-def _refuse_untraced(graph_module: GraphModule) -> None:
-    """Refuse a graph that holds fake tensors: what was computed under ``vmap`` was taken for constants.
-
-    What no output and no write comes from may stay.
-
-    Raises:
-        NotTraced: with the line that reads one.
-    """
-    needed: set[Node] = set()
-    for node in reversed(graph_module.graph.nodes):
-        if node.op == "output" or node in needed or written_storages(node):
-            needed.update(node.all_input_nodes)
-    for node in graph_module.graph.nodes:
-        if node in needed and node.op == "get_attr" and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
-            reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
-            file, line, _ = source_of(reader)
-            where = f" ({file}:{line})" if file else ""
-            detail = "reads what vmap or associative_scan computes: tracing does not follow it"
-            raise NotTraced(f"`{reader.name}`{where} {detail}")
-
-
-def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
-    """Give a dropout that drops nothing its input's fake tensor, and make anew what lay in its own or followed its strides.
-
-    Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
-    without the gaps that the input's strides may have.
-    """
-    left: set[int] = set()
-    relaid: set[Node] = set()
-    for node in graph_module.graph.nodes:
-        before = _tensors(node.meta.get("val"))
-        if node.op != "call_function" or not before:
-            continue
-        if _is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
-            value = node.all_input_nodes[0].meta["val"]
-        elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
-            value = torch_internals.fake_result(graph_module, node)
-        else:
-            continue
-        left.update(storages(node))
-        node.meta["val"] = value
-        if any(one.stride() != other.stride() for one, other in zip(before, _tensors(value), strict=True)):
-            relaid.add(node)
-
-
-def _is_idle_dropout(node: Node) -> bool:
-    if node.target is not _aten.dropout.default:
-        return False
-    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
-    return not (given["train"] and given["p"])
-
-
-def _change_no_layout_in_place(graph_module: GraphModule) -> None:
-    """Let a value keep the layout it was made with: what reads it by its storage would find another one after ``unsqueeze_``.
-
-    The tracer has every later reader name the op's own result, so a view does as well. A tensor that the region was given is left
-    alone: the caller may look at it.
-    """
-    given = {key for node in graph_module.graph.nodes if node.op == "placeholder" for key in storages(node)}
-    for node in graph_module.graph.nodes:
-        if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
-            node.target = _LAYOUT_IN_PLACE[node.target]
-    graph_module.recompile()
 
 
 def capture_regions(
@@ -426,12 +307,6 @@ def _target_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, tuple | list) else []
-
-
 def _metas(node: Node) -> tuple[TensorMeta, ...]:
     return tuple(
         TensorMeta(
@@ -441,30 +316,8 @@ def _metas(node: Node) -> tuple[TensorMeta, ...]:
             offset=int(value.storage_offset()),
             device=value.device.type,
         )
-        for value in _tensors(node.meta.get("val"))
+        for value in tensors_of(node.meta.get("val"))
     )
-
-
-def storages(node: Node) -> list[int]:
-    """Return a key for the storage of each tensor that a node returns; views of one tensor share theirs."""
-    return [torch_internals.storage_key(value) for value in _tensors(node.meta.get("val"))]
-
-
-def written_storages(node: Node) -> list[int]:
-    """Return the storages that a node writes into, as keys of :func:`storages`; a fused call carries them as ``written``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return list(node.meta.get("written", ()))
-    if not node.target._schema.is_mutable:
-        return []
-    written: list[int] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        for item in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(item, Node):
-                written += storages(item)
-    return written
 
 
 def writes_to_inputs(region: Region) -> bool:
@@ -487,59 +340,6 @@ def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"{type(value).__name__}:{value}"
-
-
-def module_path(node: Node) -> str:
-    """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
-
-
-def source_of(node: Node) -> tuple[str, int, str]:
-    """Return the file, the line and the text of the model's source that an op comes from; empty where it is unknown."""
-    trace = str(node.meta.get("stack_trace") or "")
-    # To ask where we are takes longer than all else here, and a capture without lines has none to make relative.
-    return ("", 0, "") if not trace or trace.isspace() else _innermost(trace, str(Path.cwd()), tuple(sys.path))
-
-
-@functools.lru_cache(maxsize=1024)
-def _innermost(stack_trace: str, here: str, import_path: tuple[str, ...]) -> tuple[str, int, str]:
-    """Read the last frame of a stack trace; every layer of a model comes from the same lines."""
-    lines = stack_trace.strip().splitlines()
-    for position in range(len(lines) - 1, -1, -1):
-        line = lines[position].strip()
-        if line.startswith('File "'):
-            file, _, rest = line.removeprefix('File "').partition('", line ')
-            text = lines[position + 1].strip() if position + 1 < len(lines) else ""
-            return _below(file, _roots(import_path, here)), int(rest.split(",")[0]), text
-    return "", 0, ""
-
-
-def relative_path(path: str) -> str:
-    """Return a path relative to an import root or the working directory where it is inside one: reports name no folders."""
-    return _below(path, _roots(tuple(sys.path), str(Path.cwd())))
-
-
-def _below(path: str, roots: Iterable[str]) -> str:
-    for root in roots:
-        if path.startswith(root + "/"):
-            return path[len(root) + 1 :]
-    return path
-
-
-@functools.lru_cache(maxsize=4)
-def _roots(import_path: tuple[str, ...], here: str) -> tuple[str, ...]:
-    """Return the resolved roots, the longest first; asking the disk for them at every op took 0.8 s for Qwen2's 28 layers."""
-    return tuple(sorted({str(Path(here, root).resolve()) for root in [*import_path, "."]}, key=len, reverse=True))
-
-
-def source_path(relative: str) -> Path | None:
-    """Return where a ``relative_path`` lies on this machine, or None when it is not here."""
-    candidates = [Path(relative), *(Path(root or ".") / relative for root in sys.path)]
-    return next((path for path in candidates if relative and path.is_file()), None)
 
 
 def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:

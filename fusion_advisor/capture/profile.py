@@ -18,7 +18,7 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture import graph, timeline, torch_internals
+from fusion_advisor.capture import graph, nodes, timeline, torch_internals
 from fusion_advisor.capture.attached import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
 from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
@@ -84,7 +84,7 @@ class NodeRunner(torch.fx.Interpreter):
         with torch.profiler.record_function(f"{OP_RANGE}{self._index_of[node]}"):
             if not self._with_nvtx:
                 return super().run_node(node)
-            with nvtx.annotate(f"{graph.module_path(node) or 'model'} {node.name}", domain=NVTX_DOMAIN):
+            with nvtx.annotate(f"{nodes.module_path(node) or 'model'} {node.name}", domain=NVTX_DOMAIN):
                 return super().run_node(node)
 
 

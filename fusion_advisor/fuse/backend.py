@@ -16,8 +16,9 @@ import torch
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attached import attached_profiler
-from fusion_advisor.capture.graph import LiveCapture, Region, retrace
+from fusion_advisor.capture.graph import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
+from fusion_advisor.capture.retrace import retrace
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.callers import warn_caller

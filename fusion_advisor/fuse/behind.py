@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.graph import module_path, storages, written_storages
+from fusion_advisor.capture.nodes import module_path, storages, written_storages
 from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.fuse.rows_copy import RowsCopy
 

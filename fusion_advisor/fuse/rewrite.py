@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.bias import join_bias
-from fusion_advisor.capture.graph import Region, storages, written_storages
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.chain import has_strides
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta

@@ -15,7 +15,8 @@ from fusion_advisor.capture import timeline
 from fusion_advisor.capture.attribute import Step, median_step
 from fusion_advisor.capture.classify import attention_backend
 from fusion_advisor.capture.device_work import kernel_class
-from fusion_advisor.capture.graph import Region, module_path
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.nodes import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.measure import interleave

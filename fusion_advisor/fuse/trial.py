@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fusion_advisor.capture.graph import source_path
+from fusion_advisor.capture.nodes import source_path
 from fusion_advisor.capture.profile import named_range
 from fusion_advisor.fuse import verify
 from fusion_advisor.fuse.bench import Bench, BuiltFusion

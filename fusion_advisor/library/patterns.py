@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph import Region, describe, trace
+from fusion_advisor.capture.graph import Region, describe
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, structure

@@ -8,7 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import is_slower_with_bias, join_bias, leave_gemm_biases_apart, split_bias
-from fusion_advisor.capture.graph import Region, describe, trace
+from fusion_advisor.capture.graph import Region, describe
+from fusion_advisor.capture.retrace import trace
 
 CASES = {
     "1d": (lambda x, w, b: F.conv1d(x, w, b).transpose(1, 2), (2, 6, 9), (4, 6, 3)),

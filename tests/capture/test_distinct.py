@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.distinct import retrace_distinct
-from fusion_advisor.capture.graph import module_path, source_of
+from fusion_advisor.capture.nodes import module_path, source_of
 from tests.capture.test_torch_internals import dynamo_graph
 from tests.tiny import gpt2, qwen2
 

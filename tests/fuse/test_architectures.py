@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture import graph, torch_internals
+from fusion_advisor.capture import retrace, torch_internals
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse import verify
 from fusion_advisor.fuse.bench import PASSES, Bench, replaced_sites
@@ -254,7 +254,7 @@ def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, pat
 
 
 def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "is_slower_with_bias", lambda _: True)
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
     run = Fused(tiny("openai-community/gpt2"), patterns, tmp_path)
     assert run.sites_of("bias_gelu_tanh") == 2
     assert run.sites_of("add_add_layer_norm_*") == 4

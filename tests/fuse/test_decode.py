@@ -12,7 +12,8 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.capture.arguments import copied
-from fusion_advisor.capture.graph import storages, writes_to_inputs, written_storages
+from fusion_advisor.capture.graph import writes_to_inputs
+from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse import trial
 from fusion_advisor.fuse.bench import PASSES
 from fusion_advisor.fuse.model import FusedModel, HalfWritten

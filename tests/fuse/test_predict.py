@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.capture import graph
+from fusion_advisor.capture import retrace
 from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.records import GraphRewrite, Launch, Status
@@ -139,7 +139,7 @@ class MaskedLayer(Masked):
 
 
 def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
-    monkeypatch.setattr(graph, "is_slower_with_bias", lambda _: True)
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
     capture = replace(capture, launches=(launch(product, 70_000), launch(total, 4_000)), eager_launches=())

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import capture_regions, storages, written_storages
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.bench import PASSES, replaced_sites
 from fusion_advisor.fuse.rewrite import LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import TensorMeta

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from evaluate import evaluate
 
-from fusion_advisor.capture.graph import Region, describe, trace
+from fusion_advisor.capture.graph import Region, describe
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.library.lower import lower
 from fusion_advisor.records import OpClass, Ref
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_advisor.capture.graph import trace
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.fuse.verify import error_of, is_within
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.check_inputs import eager, oracle

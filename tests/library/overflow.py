@@ -17,7 +17,7 @@ import torch
 from on_device import plain
 from torch.nn import functional
 
-from fusion_advisor.capture.graph import trace
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph

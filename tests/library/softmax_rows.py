@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from on_device import plain
 
-from fusion_advisor.capture.graph import trace
+from fusion_advisor.capture.retrace import trace
 from fusion_advisor.library.accuracy import error_of, is_within, unit_of
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.patterns import lower_graph

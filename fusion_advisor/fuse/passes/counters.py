@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture import torch_internals
-from fusion_advisor.capture.graph import Region, storages, written_storages
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.nodes import storages, written_storages
 
 MOST_ELEMENTS = 64
 """Above, an addition is no counter's: it has work of its own to do, and moving it up keeps its result in memory for long."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph import storages, written_storages
+from fusion_advisor.capture.nodes import storages, written_storages
 
 MOST_ROWS = 64
 """Above, a GEMM is no longer bound by its weight, and cuBLAS wins (measured on an H200)."""

@@ -18,7 +18,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture import torch_internals
-from fusion_advisor.capture.graph import Region, storages, written_storages
+from fusion_advisor.capture.graph import Region
+from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.held import Held, joined, lie_together
 
 _LINEAR = torch.ops.aten.linear.default
