@@ -51,14 +51,14 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = itertools.count()
-    kept_value = None if is_looped else carried(plan, passes)
+    kept_values = () if is_looped or writer.is_clustered else carried(plan, passes)
     arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
     early = {n: writer.fresh(f"{writer.text(n).code}_of") for n in shared_loads(plan, writer)} if writer.is_clustered else {}
     steps, written = [], set[int]()
     for step in passes:
         before_it = frozenset(written)
         given: dict[str, Any] = {"is_looped": is_looped, "arrays": arrays, "written": before_it, "early": early}
-        steps.append(_step(plan, writer, step, per_p, numbers, kept_value, **given))
+        steps.append(_step(plan, writer, step, per_p, numbers, kept_values, **given))
         written |= arrays.keys() & packs_of(plan, writer, step)
     row_stores = [p for p in range(len(plan.program.stores)) if plan.kind == "rows" and not plan.stores_col(p)]
     stores: list[str] = []
@@ -85,7 +85,7 @@ def _step(
     step: Pass,
     per_p: tuple[int, ...],
     numbers: Iterator[int],
-    kept_value: Carried | None,
+    kept_values: tuple[Carried, ...],
     *,
     is_looped: bool,
     arrays: dict[int, str],
@@ -155,10 +155,12 @@ def _step(
     if not is_looped and (unseen := hidden(plan, step)) is not None:
         shown = _loop("lane", "VEC", lane[accumulated:]) if step.stores else []
         skipped = _hidden_pack(plan, writer, unseen, [*pack_lines, *head, *shown, *tail])
-    if kept_value is not None and kept_value.number in step.values:
-        own = _declare(plan, writer, kept_value.number)
-        name, kind = writer.text(kept_value.number).code, COMPUTE[values[kept_value.number].dtype]
-        if step is kept_value.made_in:
+    for one in kept_values:
+        if one.number not in step.values or not writer.is_named(one.number):
+            continue
+        own = _declare(plan, writer, one.number)
+        name, kind = writer.text(one.number).code, COMPUTE[values[one.number].dtype]
+        if step is one.made_in:
             accumulators.append(f"{kind} {name}_columns[PACKS][VEC];")
             lane.append(f"{name}_columns[p][lane] = {name};")
         else:

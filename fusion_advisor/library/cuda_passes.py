@@ -1,8 +1,10 @@
-"""Causal masks in CUDA kernels over resident rows: a pack of columns that the mask hides costs next to nothing.
+"""What the passes of CUDA kernels over resident rows spare one another.
 
-Half of the scores are hidden. All that follows from them is one number for a whole pack, NaN and infinity included, so that a
-branch around each pack's work is all it takes. The compiler does not see through that branch that two passes compute the same
-exponentials: the first keeps them in registers for the second.
+Exponentials and what masks choose stay in registers from the first pass that makes them: the compiler finds neither by itself
+(masked softmax of 2,048 columns took 36 instructions an element, and takes 23).
+
+A pack of columns that a causal mask hides costs next to nothing. Half of the scores are hidden; all that follows from them is one
+number for a whole pack, NaN and infinity included, so that a branch around each pack's work is all it takes.
 """
 
 from __future__ import annotations
@@ -37,32 +39,31 @@ class Hidden:
     """What is made of those choices alone; of one number for a pack, like them."""
 
 
-def carried(plan: Schedule, passes: Sequence[Pass]) -> Carried | None:
-    """Return the value that is worth a register per column; None where there is none, or more than one.
+def carried(plan: Schedule, passes: Sequence[Pass]) -> tuple[Carried, ...]:
+    """Return the values that are worth a register per column.
 
-    Without a mask the compiler finds it by itself. All passes skip what is hidden then, so no column is taken that was not made.
+    Where a causal mask is, all passes must skip what it hides: no column is taken then that was not made.
 
     Args:
         plan: the schedule.
         passes: over columns that stay in registers.
     """
-    if not all(hidden(plan, step) for step in passes):
-        return None
+    skips = [hidden(plan, step) is not None for step in passes]
+    if any(skips) and not all(skips):
+        return ()
+    costly = _COSTLY if any(skips) else _COSTLY | {"where"}
     values = plan.program.values
     made_in: dict[int, Pass] = {}
     found: dict[int, Pass] = {}
     for step in passes:
 
         def is_made(number: int) -> bool:
-            return number in made_in and values[number].op in _COSTLY
+            return number in made_in and values[number].op in costly
 
         found |= {n: made_in[n] for n in _reached(plan, targets(plan, step), is_made) if is_made(n)}
         for number in step.values:
             made_in.setdefault(number, step)
-    if len(found) != 1:
-        return None
-    ((number, step),) = found.items()
-    return Carried(number=number, made_in=step)
+    return tuple(Carried(number=number, made_in=step) for number, step in sorted(found.items()))
 
 
 def hidden(plan: Schedule, step: Pass) -> Hidden | None:

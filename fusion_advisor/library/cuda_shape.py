@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fusion_advisor.library.cuda_ops import shared_by_rows, vector_width
 from fusion_advisor.library.program import ITEM_BYTES
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, next_power
 from fusion_advisor.library.source import Rendered, Tuning
 from fusion_advisor.library.staging import SharedMemory, pack_bytes, staged_cols
 
@@ -23,6 +23,9 @@ _LOOP_REGISTERS = 32
 """The same where 1024 threads share a multiprocessor, in one block or in two, and have 64 registers each."""
 _CLUSTER_REGISTERS = 64
 """The same in the blocks of a cluster, up to 512 threads each, which have 128 registers."""
+_WARP = 32
+_NARROW_BLOCK = 128
+"""Threads of a block where several rows share a warp."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 _MOST_ACROSS = 65535
@@ -175,7 +178,7 @@ def launch_shape(
         return macros, _grid(plan, macros)
     if plan.kind == "tiled":
         block = asked or (_HALVES_BLOCK if are_halves else BLOCK)
-        threads = min(block, 1 << (packs - 1).bit_length())
+        threads = min(block, next_power(packs))
         height = max(1, min(tuning.block_rows or block // threads, 1024 // threads, rows))
         across = min(-(-packs // threads), _MOST_ACROSS)
         each = min(fewer_for(lambda count: rows // (height * count) * across), rows)
@@ -192,10 +195,17 @@ def launch_shape(
         return macros, _grid(plan, macros)
     cluster = {"CLUSTER": tuning.cluster or 1} if form.is_clustered else {}
     packs = -(-packs // cluster.get("CLUSTER", 1))
-    threads = asked or min(1024, -(-packs // (32 * wanted)) * 32)
-    height = (tuning.block_rows or 4) if threads == 32 and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
+    if packs <= _WARP // 2 and not (asked or form.is_clustered):
+        # Several rows share a warp: its lanes would have nothing to do otherwise.
+        threads = next_power(-(-packs // (tuning.packs or 1)))
+        height = min(tuning.block_rows or _NARROW_BLOCK // threads, 1024 // threads)
+        while not tuning.block_rows and height * threads > _WARP and rows // height < _MIN_BLOCKS:
+            height //= 2
+    else:
+        threads = asked or min(1024, -(-packs // (_WARP * wanted)) * _WARP)
+        height = (tuning.block_rows or 4) if threads == _WARP and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
+        height = min(height, 32)
     each = -(-packs // threads)
-    height = min(height, 32)
     if form.is_clustered:
         is_full = cols == cluster["CLUSTER"] * threads * each * width and not form.is_shifted
         macros = {"THREADS": threads, **cluster, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}

@@ -352,11 +352,34 @@ def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
     return sorted(found)
 
 
+def parts_of(plan: Schedule) -> frozenset[int]:
+    """Quotients of the column, and what is read at them: one number for all columns of a tile that no part of the row ends in.
+
+    Empty where anything is added up or written per column that is made of nothing else.
+    """
+    program, col = plan.program, plan.col_dim
+    found: set[int] = set()
+    for number, value in enumerate(program.values):
+        is_read_at_them = value.op == "load" and value.guard is None and value.strides[-1] == 0
+        if value.op == "quotient" or (is_read_at_them and any(arg in found for arg in value.args)):
+            found.add(number)
+    used = {arg for value in program.values if value.op in REDUCTIONS for arg in value.args}
+    used |= {number for store in program.stores for number in store.needs}
+    others = [v for v in program.values if v.op == "load" and not set(v.args).isdisjoint(found)]
+    is_plain = all(col in plan.varies[number] for number in found) and used.isdisjoint(found)
+    return frozenset(found if is_plain and all(value.guard is None and value.strides[-1] == 0 for value in others) else ())
+
+
 def base_is_multiple(program: Program, number: int, of: int) -> bool:
     """Whether the number of the element in the first column is a multiple of ``of`` in every row."""
     value = program.values[number]
     moves = [stride for stride, size in zip(value.strides[:-1], program.dims[:-1], strict=True) if size > 1]
     return all(move % of == 0 for move in (value.offset, *moves))
+
+
+def next_power(number: int) -> int:
+    """The next power of two, from 1 on."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:

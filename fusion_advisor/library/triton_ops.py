@@ -14,7 +14,7 @@ from dataclasses import replace
 from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
-from fusion_advisor.library.schedule import Access, Schedule
+from fusion_advisor.library.schedule import Access, Schedule, parts_of
 
 _PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
           "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
@@ -50,6 +50,8 @@ class TritonWriter(Writer):
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
+        self.parts = parts_of(plan) if is_looped else frozenset[int]()
+        """What is one number for all columns of a tile where no part of the row ends inside of it."""
         self.zero_past_end: set[int] = set()
         """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
         self.policies: dict[int, str] = {}
@@ -153,11 +155,15 @@ class TritonWriter(Writer):
     def load(self, number: int, value: Value, access: Access) -> str:
         """A masked ``tl.load``; empty for one of a pair."""
         varies = self.plan.varies[number]
-        if self.plan.col_dim in varies and number not in self.nan_filled:
+        is_part = number in self.parts
+        if self.plan.col_dim in varies and number not in self.nan_filled and not is_part:
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
         masks = [self.mask(varies)]
+        if is_part:
+            alone = self.mask(varies - {self.plan.col_dim}) or "True"
+            masks = [f"{alone} if WHOLE else {masks[0]}"]
         if value.guard is not None and (value.args or not (causal := self._guard(value.guard, access))):
             masks = self.with_guard(masks[0], value.guard)
         elif value.guard is not None:
@@ -268,6 +274,8 @@ class TritonWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
             )
+        if op == "quotient" and self.parts:
+            return Text(f"tl.cast((start if WHOLE else {code[0]}) // {args[1].at(ATOM)}, tl.int64)")
         if op == "quotient":
             return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
         if op == "where":

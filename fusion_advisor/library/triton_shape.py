@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, base_is_multiple
+from fusion_advisor.library.schedule import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power, parts_of
 from fusion_advisor.library.source import KernelBuildFailed, Tuning
 
 _FLAT_BLOCK = 1024
@@ -15,6 +16,8 @@ _FLAT_BLOCK = 1024
 _SHARED_TILE = 4096
 """Tile where its rows share operands, as heads share rope's tables: those are loaded once for a tile."""
 _LOOP_BLOCK = 4096
+_LEAST_WHOLE = 512
+"""Where channels end more often, a tile reads their weights by column."""
 _MIN_PROGRAMS = 512
 """Below this many programs a 132-SM device has idle SMs, so rows are not grouped."""
 _MAX_TILE = 2**20
@@ -58,7 +61,7 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
     index = tl.int64 if plan.needs_int64 else tl.int32
     cols = plan.program.dims[-1]
     if plan.kind == "flat":
-        block = _power(tuning.block_cols or min(_FLAT_BLOCK, max(cols, 32)))
+        block = next_power(tuning.block_cols or min(_FLAT_BLOCK, max(cols, 32)))
         programs, tile = -(-cols // block), block
         constants: dict[str, Any] = {"INDEX": index, "BLOCK_COLS": block}
     else:
@@ -69,6 +72,10 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
         programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
         constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+        if plan.kind == "rows":
+            constants["FULL"] = cols > 0 and cols % block_cols == 0
+        if is_looped and parts_of(plan):
+            constants["WHOLE"] = all(border % block_cols == 0 for border in _borders(plan))
     tile *= 2 if plan.has_pairs else 1
     if plan.numbers:
         constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
@@ -77,9 +84,9 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
     # 16 elements a thread at most: more of them spill once several operands are live.
     most = 16 if plan.kind == "rows" else 4
-    num_warps = tuning.num_warps or max(1, min(most, _power(tile // 512)))
+    num_warps = tuning.num_warps or max(1, min(most, next_power(tile // 512)))
     if plan.kind != "rows" and not tuning.num_warps:
-        num_warps = 8 if tile >= _SHARED_TILE else max(1, min(4, _power(tile // 256)))
+        num_warps = 8 if tile >= _SHARED_TILE else max(1, min(4, next_power(tile // 256)))
     return Shape(constants=constants, num_warps=num_warps, programs=programs)
 
 
@@ -103,6 +110,9 @@ def choose_shapes(plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool)
     constants["INDEX"] = wide[0] if wide else constants["INDEX"]
     if any(plan.numbers for plan in plans):
         constants["BY_FOUR"] = all(s.constants.get("BY_FOUR", True) for s in shapes)
+    for known in ("FULL", "WHOLE"):
+        if any(known in s.constants for s in shapes):
+            constants[known] = all(s.constants.get(known, True) for s in shapes)
     counts = [s.programs for s in shapes]
     return replace(shape, constants=constants, programs=sum(counts)), counts
 
@@ -113,12 +123,12 @@ def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
     accesses = [*plan.loads.values(), *plan.stores]
     is_transposed = any(a.strides[-2] == "1" and a.strides[-1] not in ("0", "1") for a in accesses)
     widest = 32 if is_transposed and rows >= 32 else _FLAT_BLOCK
-    block_cols = _power(tuning.block_cols or min(max(cols, 1), widest))
+    block_cols = next_power(tuning.block_cols or min(max(cols, 1), widest))
     is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
     is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
     elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
     elements //= 2 if plan.has_pairs else 1
-    block_rows = _power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
+    block_rows = next_power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
     return block_rows, block_cols
 
 
@@ -126,14 +136,20 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
     """One whole row, or as many narrow ones as make 1024 elements while enough programs are left for the device."""
     cols = max(plan.program.dims[-1], 1)
     if is_looped:
-        return tuning.block_rows or 1, _power(min(tuning.block_cols or _LOOP_BLOCK, cols))
-    block_cols = _power(cols)
-    block_rows = _power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
+        block_cols = next_power(min(tuning.block_cols or _LOOP_BLOCK, cols))
+        if parts_of(plan):
+            # The largest power of two that divides a channel: no tile then lies in two, each of which has a weight of its own.
+            shared = math.gcd(*_borders(plan))
+            block_cols = min(block_cols, shared & -shared) if shared & -shared >= _LEAST_WHOLE else block_cols
+        return tuning.block_rows or 1, block_cols
+    block_cols = next_power(cols)
+    block_rows = next_power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
     while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
         block_rows //= 2
     return block_rows, block_cols
 
 
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, number - 1).bit_length()
+def _borders(plan: Schedule) -> list[int]:
+    """Columns of each part that a row is divided into."""
+    values = plan.program.values
+    return [max(1, int(values[value.args[1]].constant or 1)) for value in values if value.op == "quotient"]

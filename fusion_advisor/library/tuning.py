@@ -27,7 +27,7 @@ from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.nvrtc import device_shared_memory
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
-from fusion_advisor.library.schedule import column_passes
+from fusion_advisor.library.schedule import column_passes, next_power
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.staging import SharedMemory
@@ -209,12 +209,15 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     is_looped = walks_columns(plan, Tuning())
 
     def shape_of(tuning: Tuning) -> str:
-        return choose_shape(plan, tuning, is_looped=walks_columns(plan, tuning)).text
+        is_looped = walks_columns(plan, tuning)
+        at_once = f" {tuning.packs} steps at once" if is_looped and tuning.packs else ""
+        return choose_shape(plan, tuning, is_looped=is_looped).text + at_once
 
     own = choose_shape(plan, Tuning(), is_looped=is_looped)
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
     if is_looped:
-        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((2048, 8), (4096, 16), (8192, 16), (1024, 4))]
+        steps = ((4096, 8, 2), (4096, 16, 2), (2048, 4, None), (8192, 16, None), (2048, 8, None))
+        return shape_of, [Tuning(block_cols=c, num_warps=w, packs=n) for c, w, n in steps]
     if plan.kind == "flat":
         blocks = ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))
         tiny = ((256, 4), (128, 1), (128, 4), (512, 4), (256, 1))
@@ -250,7 +253,7 @@ def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
 
 def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     from fusion_advisor.library.cuda_ops import vector_width
-    from fusion_advisor.library.cuda_shape import fits_cluster, form_for, launch_shape
+    from fusion_advisor.library.cuda_shape import fits_cluster, form_for, launch_shape, pack_width
 
     calls = calls_of(program, flatten_rows=True)
     plans = [call.plan for call in calls]
@@ -273,6 +276,11 @@ def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], st
         shared_rows = [tuning for tuning in clusters if shared.is_distributed and fits_cluster(plan, tuning)]
         # The search may run out of time: what gains most comes first.
         return shape_of, [*shared_rows, *around, Tuning(packs=2, num_warps=16)]
+    packs = -(-program.dims[-1] // pack_width(plan, form)[0])
+    if packs <= 16:  # rows that share a warp
+        heights = {lanes: max(1, lanes // next_power(packs)) for lanes in (32, 64, 256)}
+        few = [Tuning(packs=2), Tuning(packs=2, block_rows=2 * heights[64])] if packs > 1 else []
+        return shape_of, [*(Tuning(block_rows=rows) for rows in heights.values()), *few]
     # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
     several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
     return shape_of, [*(Tuning(packs=n) for n in (2, 8)), *several, Tuning(packs=1), Tuning(packs=3)]

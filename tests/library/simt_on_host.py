@@ -152,7 +152,7 @@ static void fiber() {
     is_done[self] = true;
     meet();
 }
-static const char* walk(void** given, unsigned grid, unsigned each, unsigned cluster) {
+static const char* walk(void** given, unsigned grid, unsigned each, unsigned cluster, unsigned across) {
     arguments = given;
     threads = each;
     failure = 0;
@@ -175,7 +175,8 @@ static const char* walk(void** given, unsigned grid, unsigned each, unsigned clu
             for (self = 0; self < fibers.size(); ++self)
                 if (!is_done[self]) {
                     is_left = true;
-                    threadIdx.x = self % threads;
+                    threadIdx.x = self % threads % across;
+                    threadIdx.y = self % threads / across;
                     blockIdx.x = first + self / threads;
                     swapcontext(&scheduler, &fibers[self]);
                 }
@@ -194,6 +195,7 @@ class Launch:
     calls: Sequence[Sequence[torch.Tensor]]
     grid: int
     threads: int
+    """Of a block: as many along a row as ROWS, one of the macros, leaves."""
     scalars: Sequence[int] = ()
     """The arguments after the tensors."""
     macros: Mapping[str, int] = field(default_factory=dict)
@@ -219,7 +221,8 @@ def run_all(launches, folder):
             pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
             run_one = handle[f"run_{number}"]
             run_one.restype = ctypes.c_char_p
-            failure = run_one(pointers, launch.grid, launch.threads, launch.macros.get("CLUSTER", 1))
+            across = launch.threads // launch.macros.get("ROWS", 1)
+            failure = run_one(pointers, launch.grid, launch.threads, launch.macros.get("CLUSTER", 1), across)
             assert failure is None, f"{launch.rendered.entry}: {failure.decode()}"
 
 
@@ -251,9 +254,9 @@ namespace kernel_{number} {{
 static void call() {{
     {rendered.entry}({", ".join(given)});
 }}
-extern "C" const char* run_{number}(void** given, int grid, int threads, int cluster) {{
+extern "C" const char* run_{number}(void** given, int grid, int threads, int cluster, int across) {{
     kernel = call;
-    return walk(given, grid, threads, cluster);
+    return walk(given, grid, threads, cluster, across);
 }}
 }}
 {after}

@@ -115,13 +115,13 @@ struct Max {
 template <typename Combine, int NUMBER, typename T>
 __device__ __forceinline__ T row_reduce(T value) {
     const Combine combine;
+    constexpr int lanes = THREADS < 32 ? THREADS : 32, warps = THREADS / lanes;
     #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    if (THREADS > 32) {
-        __shared__ T partial[THREADS / 32];
+    for (int distance = lanes / 2; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (warps > 1) {
+        __shared__ T partial[warps];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        constexpr int warps = THREADS / 32;
         if (warps >= 8 && (warps & (warps - 1)) == 0) {
             value = partial[threadIdx.x % warps];
             #pragma unroll

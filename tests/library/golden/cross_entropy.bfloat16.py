@@ -11,11 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def add_exp(highest, total, x):
-    # Of exp(x - new highest) and the old sum's factor exp(highest - new highest) one is 1: one exp serves both.
-    distance = x - highest
-    power = tl.exp(-tl.abs(distance))
-    total = tl.where(distance > 0.0, total * power + 1.0, total + power)
-    return maximum(highest, x), total
+    # Eight neighbours share a running maximum, so that the old sum is rescaled once for all of them.
+    parts = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    raised = maximum(highest, tl.reduce(parts, 2, maximum))
+    return raised, total * tl.exp(highest - raised) + tl.sum(tl.exp(parts - raised[:, :, None]), axis=2)
 
 
 @triton.jit
@@ -40,10 +39,10 @@ def wide(x):
 
 
 @triton.jit
-def fa_cross_entropy_229106(
+def fa_cross_entropy_181f65(
     targets_ptr, logits_ptr, loss_ptr,
     rows, cols, logits_stride0, logits_extent, logits_stride0_2,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     row_mask = row < rows
@@ -51,11 +50,11 @@ def fa_cross_entropy_229106(
     has_logits = (targets >= 0) & (targets < logits_extent)
     logits_2 = wide(tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=float("nan")))
 
-    logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], -3.4028234663852886e38, tl.float32)
-    exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
+    logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], -3.4028234663852886e38, tl.float32)
+    exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
+        col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
         logits = wide(tl.load(logits_ptr + row * logits_stride0 + col, mask=mask, other=0.0))
         logits_max_tile, exp_logits_shifted_sum_tile = add_exp(

@@ -15,14 +15,14 @@ def fa_embedding_add_layernorm_8a5d1c(
     ids_ptr, words_ptr, type_ids_ptr, types_ptr, position_ids_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, size1, cols, ids_stride0, words_extent, words_step0, type_ids_stride0, types_extent, types_step0,
     positions_extent, positions_step0, out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
     i0 = row // size1
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
     ids_row = ids_ptr + i0 * ids_stride0 + i1
     type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1

@@ -20,12 +20,12 @@ def wide(x):
 def fa_embedding_layernorm_eabd2b(
     ids_ptr, table_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, table_extent, table_step0, out_stride0,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)

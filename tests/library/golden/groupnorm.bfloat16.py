@@ -37,10 +37,11 @@ def wide(x):
 
 
 @triton.jit
-def fa_groupnorm_9c427d(
+def fa_groupnorm_5b8f7a(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
-    rows, size1, cols, x_stride0, x_stride1, weight_extent, weight_stride1, bias_stride1, out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    rows, size1, cols, x_stride0, x_stride1, weight_extent: tl.constexpr, weight_stride1, bias_stride1,
+    out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
@@ -54,9 +55,9 @@ def fa_groupnorm_9c427d(
     x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
+        col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
-        x = wide(tl.load(x_row + col, mask=mask, other=0.0))
+        x = wide(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_last"))
         x_sum_tile, x_centered_squared_sum_tile = add_moments(
             x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS
         )
@@ -69,12 +70,12 @@ def fa_groupnorm_9c427d(
 
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
+        col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
-        x = wide(tl.load(x_row + col, mask=mask, other=0.0))
+        x = wide(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first"))
         x_centered = x - x_mean
-        part = (col // weight_extent).to(tl.int64)
-        weight = wide(tl.load(weight_ptr + part + i1 * weight_stride1, mask=mask, other=0.0))
-        bias = wide(tl.load(bias_ptr + part + i1 * bias_stride1, mask=mask, other=0.0))
+        part = tl.cast((start if WHOLE else col) // weight_extent, tl.int64)
+        weight = wide(tl.load(weight_ptr + part + i1 * weight_stride1, mask=row_mask if WHOLE else mask, other=0.0))
+        bias = wide(tl.load(bias_ptr + part + i1 * bias_stride1, mask=row_mask if WHOLE else mask, other=0.0))
         out = x_centered * inverse_deviation * weight + bias
         tl.store(out_row + col, out, mask=mask)

@@ -48,8 +48,9 @@ def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
 @triton.jit
 def fa_groupnorm_silu_e059e9(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
-    rows, size1, cols, x_stride0, x_stride1, weight_extent, weight_stride1, bias_stride1, out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    rows, size1, cols, x_stride0, x_stride1, weight_extent: tl.constexpr, weight_stride1, bias_stride1,
+    out_stride0, out_stride1,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr, WHOLE: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
@@ -63,7 +64,7 @@ def fa_groupnorm_silu_e059e9(
     x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
+        col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
         x = tl.load(x_row + col, mask=mask, other=0.0)
         x_sum_tile, x_centered_squared_sum_tile = add_moments(
@@ -78,13 +79,13 @@ def fa_groupnorm_silu_e059e9(
 
     for start in range(0, cols, BLOCK_COLS):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
-        col_mask = col < cols
+        col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
         x = tl.load(x_row + col, mask=mask, other=0.0)
         x_centered = x - x_mean
-        part = (col // weight_extent).to(tl.int64)
-        weight = tl.load(weight_ptr + part + i1 * weight_stride1, mask=mask, other=0.0)
-        bias = tl.load(bias_ptr + part + i1 * bias_stride1, mask=mask, other=0.0)
+        part = tl.cast((start if WHOLE else col) // weight_extent, tl.int64)
+        weight = tl.load(weight_ptr + part + i1 * weight_stride1, mask=row_mask if WHOLE else mask, other=0.0)
+        bias = tl.load(bias_ptr + part + i1 * bias_stride1, mask=row_mask if WHOLE else mask, other=0.0)
         total = x_centered * inverse_deviation * weight + bias
         out = total * sigmoid(total)
         tl.store(out_row + col, out, mask=mask)

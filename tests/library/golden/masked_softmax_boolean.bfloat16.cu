@@ -120,13 +120,13 @@ struct Max {
 template <typename Combine, int NUMBER, typename T>
 __device__ __forceinline__ T row_reduce(T value) {
     const Combine combine;
+    constexpr int lanes = THREADS < 32 ? THREADS : 32, warps = THREADS / lanes;
     #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    if (THREADS > 32) {
-        __shared__ T partial[THREADS / 32];
+    for (int distance = lanes / 2; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (warps > 1) {
+        __shared__ T partial[warps];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        constexpr int warps = THREADS / 32;
         if (warps >= 8 && (warps & (warps - 1)) == 0) {
             value = partial[threadIdx.x % warps];
             #pragma unroll
@@ -173,6 +173,7 @@ fa_masked_softmax_boolean_cc619c(
     }
 
     float chosen_max_part = -INF_VALUEF;
+    float chosen_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -184,11 +185,13 @@ fa_masked_softmax_boolean_cc619c(
             const float scores = wide(scores_packs[p], lane);
             const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
             chosen_max_part = nan_max(chosen_max_part, chosen);
+            chosen_columns[p][lane] = chosen;
         }
     }
     const float chosen_max = row_reduce<Max, 0>(chosen_max_part);
 
     float exp_chosen_shifted_sum_part = 0;
+    float exp_chosen_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -196,11 +199,10 @@ fa_masked_softmax_boolean_cc619c(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const bool mask_2 = mask_packs[p][lane];
-            const float scores = wide(scores_packs[p], lane);
-            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
+            const float chosen = chosen_columns[p][lane];
             const float exp_chosen_shifted = half_exp(chosen - chosen_max);
             exp_chosen_shifted_sum_part += exp_chosen_shifted;
+            exp_chosen_shifted_columns[p][lane] = exp_chosen_shifted;
         }
     }
     const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
@@ -214,10 +216,7 @@ fa_masked_softmax_boolean_cc619c(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const bool mask_2 = mask_packs[p][lane];
-            const float scores = wide(scores_packs[p], lane);
-            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
-            const float exp_chosen_shifted = half_exp(chosen - chosen_max);
+            const float exp_chosen_shifted = exp_chosen_shifted_columns[p][lane];
             const float out = exp_chosen_shifted * inverse_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }

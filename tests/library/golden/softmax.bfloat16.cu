@@ -120,13 +120,13 @@ struct Max {
 template <typename Combine, int NUMBER, typename T>
 __device__ __forceinline__ T row_reduce(T value) {
     const Combine combine;
+    constexpr int lanes = THREADS < 32 ? THREADS : 32, warps = THREADS / lanes;
     #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    if (THREADS > 32) {
-        __shared__ T partial[THREADS / 32];
+    for (int distance = lanes / 2; distance > 0; distance /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    if (warps > 1) {
+        __shared__ T partial[warps];
         if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
         __syncthreads();
-        constexpr int warps = THREADS / 32;
         if (warps >= 8 && (warps & (warps - 1)) == 0) {
             value = partial[threadIdx.x % warps];
             #pragma unroll
@@ -174,6 +174,7 @@ fa_softmax_44247d(
     const float x_max = row_reduce<Max, 0>(x_max_part);
 
     float exp_x_shifted_sum_part = 0;
+    float exp_x_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -184,6 +185,7 @@ fa_softmax_44247d(
             const float x = wide(x_packs[p], lane);
             const float exp_x_shifted = half_exp(x - x_max);
             exp_x_shifted_sum_part += exp_x_shifted;
+            exp_x_shifted_columns[p][lane] = exp_x_shifted;
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);
@@ -197,8 +199,7 @@ fa_softmax_44247d(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
-            const float exp_x_shifted = half_exp(x - x_max);
+            const float exp_x_shifted = exp_x_shifted_columns[p][lane];
             const float out = exp_x_shifted * inverse_sum;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
