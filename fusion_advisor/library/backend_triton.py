@@ -90,9 +90,7 @@ class TritonBackend:
             for function in functions:
                 own_plan = replace(function.plan, program=with_cdfs(function.plan.program))
                 writer = TritonWriter(own_plan, fast_math=fast_math, is_looped=is_looped)
-                bodies.append(
-                    _looped(own_plan, writer, tuning, is_cached=is_cached) if is_looped else _straight(own_plan, writer)
-                )
+                bodies.append(_looped(own_plan, writer, is_cached=is_cached) if is_looped else _straight(own_plan, writer))
                 helpers |= writer.helpers
                 is_float64, is_half = is_float64 or writer.is_float64, is_half or writer.is_half
         except Unsupported as error:
@@ -312,7 +310,7 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
-def _looped(plan: Schedule, writer: TritonWriter, tuning: Tuning, *, is_cached: bool) -> dict[str, Any]:
+def _looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
     before, passes = column_passes(plan, online_sums(plan.program), moments(plan.program))
@@ -369,10 +367,11 @@ def _looped(plan: Schedule, writer: TritonWriter, tuning: Tuning, *, is_cached: 
     stores = _stores(plan, writer, rows)
     first = writer.definitions(before)
     everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
-    at_once = tuning.packs or 1
     return {
         "place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores,
-        "walk": f"tl.range(0, cols, BLOCK_COLS, loop_unroll_factor={at_once})" if at_once > 1 else "range(0, cols, BLOCK_COLS)",
+        # Where rows are read twice, two steps at once let loads of the second go ahead: group norm of 40,960 columns 51.6 µs,
+        # one by one 64.5. One walk alone is as fast without.
+        "walk": "range(0, cols, BLOCK_COLS)" if len(steps) == 1 else "tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2)",
     }  # fmt: skip
 
 

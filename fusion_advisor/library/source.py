@@ -58,8 +58,7 @@ class Tuning:
     """Rows of a tile; in CUDA kernels that walk rows in parts, rows under way on a multiprocessor."""
     num_warps: int | None = None
     packs: int | None = None
-    """In CUDA kernels, 16-byte packs of a thread: unlike a number of warps it suits rows of any width. In Triton kernels that
-    walk rows in parts, steps of the loop that are written out one behind the other: loads of the second do not wait then."""
+    """CUDA only: 16-byte packs of a thread; unlike a number of warps it suits rows of any width."""
     cluster: int | None = field(default=None, repr=False)  # kernels without clusters are named after the rest of the repr
     """CUDA only, from compute capability 9.0 on: blocks that share a row; the row then stays in their registers."""
 

@@ -209,15 +209,12 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     is_looped = walks_columns(plan, Tuning())
 
     def shape_of(tuning: Tuning) -> str:
-        is_looped = walks_columns(plan, tuning)
-        at_once = f" {tuning.packs} steps at once" if is_looped and tuning.packs else ""
-        return choose_shape(plan, tuning, is_looped=is_looped).text + at_once
+        return choose_shape(plan, tuning, is_looped=walks_columns(plan, tuning)).text
 
     own = choose_shape(plan, Tuning(), is_looped=is_looped)
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
     if is_looped:
-        steps = ((4096, 8, 2), (4096, 16, 2), (2048, 4, None), (8192, 16, None), (2048, 8, None))
-        return shape_of, [Tuning(block_cols=c, num_warps=w, packs=n) for c, w, n in steps]
+        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((4096, 16), (2048, 8), (8192, 16), (2048, 4), (4096, 4))]
     if plan.kind == "flat":
         blocks = ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))
         tiny = ((256, 4), (128, 1), (128, 4), (512, 4), (256, 1))

@@ -152,6 +152,14 @@ def _functions():
             _floats(16, dtype=half),
             _floats(16, dtype=half),
         ),
+        # Channels that tiles of 2,048 columns lie inside of: their weights are one number for a tile.
+        "looped_group_norm_whole": (
+            lambda x, w, b: f.group_norm(x, 2, w, b),
+            _floats(2, 18, 32, 64, dtype=brain),
+            _floats(18, dtype=brain),
+            _floats(18, dtype=brain),
+        ),
+        "looped_group_norm_one": (lambda x, w: f.group_norm(x, 1, w), _floats(2, 9, 32, 64), _floats(9)),
         "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
     }
 

@@ -79,8 +79,8 @@ def test_every_op_compiles(op):
 
 
 def test_wide_rows_are_looped_and_narrow_ones_are_not():
-    assert "for start in range" not in render(p.rmsnorm(4, 16384)).source
-    assert "for start in range" in render(p.rmsnorm(4, 16385)).source
+    assert "for start in " not in render(p.rmsnorm(4, 16384)).source
+    assert "for start in " in render(p.rmsnorm(4, 16385)).source
     assert render(p.rmsnorm(4, 16384)).entry != render(p.rmsnorm(4, 16385)).entry
 
 
@@ -88,14 +88,14 @@ def test_a_tuning_may_walk_a_row_that_registers_would_hold():
     """The walks say what stays in the cache: the row until its last walk, the weight for all rows; a row of over 128 kB is not
     kept, and its kernel has a name of its own."""
     source = render(p.rmsnorm(4, 8192), Tuning(block_cols=4096)).source
-    assert source.count("for start in range") == 2
+    assert source.count("for start in ") == 2
     told = [line.split("evict_")[1][:5].strip('")') for line in source.splitlines() if "evict_" in line]
     assert told == ["last", "first", "last"]  # x, x again, the weight
     near, far = (render(p.rmsnorm(4, cols), Tuning(block_cols=4096)) for cols in (2**15, 2**15 + 1))
     assert "evict_" in near.source
     assert "evict_" not in far.source
     assert near.entry != far.entry
-    assert "for start in range" not in render(p.rmsnorm(4, 4096), Tuning(block_cols=4096)).source
+    assert "for start in " not in render(p.rmsnorm(4, 4096), Tuning(block_cols=4096)).source
 
 
 def test_tiles_are_compiled_for_every_size_but_the_outermost():

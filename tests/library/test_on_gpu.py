@@ -153,7 +153,11 @@ def test_exponentials_around_their_overflow(tmp_path, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
-    """Coarse: a fifth below the speed of a copy of as many bytes, measured in the same process."""
+    """Coarse: a fifth below the speed of a copy of as many bytes, measured in the same process.
+
+    Rows that are looked up in a table come no faster than a plain look-up of them, which says nothing to memory in order:
+    65,536 of 30,522 rows of 2 kB take F.embedding 66.8 µs, a copy of as many bytes as table and result have 47.5 (H200).
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = SPECS[name]
     case = max(spec.bench, key=lambda case: sum(math.prod(spec.shape_of(t, case)) for t in spec.inputs))
@@ -163,11 +167,19 @@ def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
     moved = made.program.moved_bytes
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda").fill_(1)
     target = torch.empty_like(source)
-    copy = seconds(lambda: target.copy_(source))
+    copy = max(seconds(lambda: target.copy_(source)), *(seconds(look_up) for look_up in look_ups(spec, inputs)), 0.0)
     ours = seconds(lambda: made.run(inputs, outputs))
     ratio = copy / ours
     print(f"{name} {backend}: {moved / ours / 1e12:.2f} TB/s, {ratio:.2f} of a copy")  # noqa: T201
     assert ratio >= 0.8
+
+
+def look_ups(spec, inputs):
+    """Plain look-ups of the rows that a kernel takes from tables."""
+    for ids, letter in ((tensor, given.below) for given, tensor in zip(spec.inputs, inputs, strict=True)):
+        for given, table in zip(spec.inputs, inputs, strict=True):
+            if isinstance(letter, str) and not ids.is_floating_point() and given.shape[0] == letter and table.ndim == 2:
+                yield lambda ids=ids, table=table: torch.nn.functional.embedding(ids, table)
 
 
 def seconds(call):

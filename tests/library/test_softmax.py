@@ -96,13 +96,13 @@ def test_on_the_device(tmp_path, backend):
 
 @pytest.mark.parametrize(
     ("backend", "loop"),
-    [("triton", "for start in range("), ("cuda", "for (index_t start = "), ("cpp", "for (int64_t start = 0;")],
+    [("triton", "for start in "), ("cuda", "for (index_t start = "), ("cpp", "for (int64_t start = 0;")],
 )
 def test_a_log_sum_of_exponentials_reads_a_wide_row_once(backend, loop):
     assert render(backend, p.logsumexp(4, 20000)).source.count(loop) == 1
 
 
-@pytest.mark.parametrize(("backend", "loop"), [("triton", "for start in range("), ("cuda", "for (index_t start = ")])
+@pytest.mark.parametrize(("backend", "loop"), [("triton", "for start in "), ("cuda", "for (index_t start = ")])
 def test_softmax_reads_a_wide_row_twice(backend, loop):
     assert render(backend, p.softmax(4, 20000)).source.count(loop) == 2
 

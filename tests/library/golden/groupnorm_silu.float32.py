@@ -62,7 +62,7 @@ def fa_groupnorm_silu_e059e9(
 
     x_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
     x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
-    for start in range(0, cols, BLOCK_COLS):
+    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
@@ -77,7 +77,7 @@ def fa_groupnorm_silu_e059e9(
     x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
     inverse_deviation = tl.rsqrt(x_variance + eps)
 
-    for start in range(0, cols, BLOCK_COLS):
+    for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
