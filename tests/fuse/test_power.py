@@ -132,6 +132,7 @@ class Gelus(torch.nn.Module):
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 def test_products_at_the_power_limit_feel_a_part_of_a_copy():
     import fusion_advisor as fa
 

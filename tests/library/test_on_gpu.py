@@ -150,6 +150,7 @@ def test_exponentials_around_their_overflow(tmp_path, dtype, backend):
     assert not wrong
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
