@@ -25,7 +25,8 @@ _CLUSTER_REGISTERS = 64
 """The same in the blocks of a cluster, up to 512 threads each, which have 128 registers."""
 _WARP = 32
 _NARROW_BLOCK = 128
-"""Threads of a block where several rows share a warp."""
+"""Threads of a block where several rows share a warp: QK-norm with rope, 8 packs to a row, takes 12.2 µs so and 26.9 with a warp
+for each row (2,048 tokens, 32 heads, bfloat16, H200)."""
 _MIN_BLOCKS = 512
 """Below this many blocks a 132-SM device has idle SMs, so rows are not grouped."""
 _MOST_ACROSS = 65535
