@@ -1,9 +1,17 @@
-"""Tests that need a CUDA device are not collected where there is none; the header says so."""
+"""Tests that need a CUDA device are not collected where there is none; the header says so. Of several, each worker has one."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+from tests.gpus import gpu_of_worker, visible_gpus
+
+_GPU = gpu_of_worker(os.environ.get("PYTEST_XDIST_WORKER", ""), visible_gpus())
+if _GPU is not None:  # before anything asks CUDA
+    os.environ["CUDA_VISIBLE_DEVICES"] = _GPU
 
 
 def pytest_report_header() -> str:
