@@ -95,6 +95,7 @@ class FusedModel:
         self.is_applied = False
         self._is_broken = False
         self._chosen = 0
+        self._device = -1
         self._add(regions, modules, args, kwargs)
 
     def _redirect(self, region: Region, module: GraphModule, *, is_whole: bool) -> None:
@@ -118,6 +119,7 @@ class FusedModel:
             self._modules_by_code[graph] = (module, region.names, is_whole)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
+        self._device = next((leaf.get_device() for leaf in leaves if leaf.is_cuda), self._device)
         self._in_place[key] = False
         if any(map(writes_to_inputs, regions)):
             self._writing[key] = sharing(leaves)
@@ -143,6 +145,9 @@ class FusedModel:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
+        if self._device >= 0 and torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):  # as every op of torch does: streams and CUDA graphs belong to it
+                return self.dispatch(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)

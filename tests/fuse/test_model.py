@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -43,6 +44,29 @@ def test_inside_the_block_the_call_is_fused_and_after_it_is_not(fused, x):
         assert is_fused(model, x) and is_fused(fused, x)
     assert not is_fused(model, x)
     assert fused.fallbacks == {}
+
+
+def test_a_call_makes_the_models_device_the_current_one(fused, x, monkeypatch):
+    """Two devices that are not there: the model's is 1, the caller's 0."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    fused._device = 1
+    run_compiled = fused._run_compiled
+    monkeypatch.setattr(fused, "_run_compiled", lambda *given: seen.append(current[-1]) or run_compiled(*given))
+    with fused, torch.no_grad():
+        want = fused(x)
+        assert seen == [1] and current == [0] and not fused.fallbacks
+        fused._device = 0
+        assert torch.equal(fused(x), want)
+    assert seen == [1, 0]
 
 
 def test_a_notebook_shows_the_report_and_how_things_stand(fused, x):
