@@ -17,7 +17,10 @@ if _GPU is not None:  # before anything asks CUDA
 def pytest_report_header() -> str:
     if torch.cuda.is_available():
         return ""
-    return "no CUDA device: tests marked `gpu` are left out; run `pytest -m gpu` on a machine that has one"
+    return (
+        "no CUDA device: tests marked `gpu` are left out; where there is one, run `pytest -n 8 -m 'gpu and not serial'`, then "
+        "`pytest -m 'gpu and serial'`"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

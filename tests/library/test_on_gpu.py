@@ -1,4 +1,4 @@
-"""The library on a CUDA device: ``pytest -m gpu tests/library/test_on_gpu.py``, two minutes on an H200.
+"""The library on a CUDA device: ``pytest -m gpu tests/library/test_on_gpu.py``; what is marked serial needs the GPU for itself.
 
 Every kernel, reference, dtype and case against fp64 with eager's own error beside it; layouts that vector loads dislike;
 addresses past 32 bits; streams and CUDA graphs; exponentials around their overflow; and whether memory is the limit.
