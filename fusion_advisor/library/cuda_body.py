@@ -51,7 +51,9 @@ def body(plan: Schedule, writer: CudaWriter, *, is_looped: bool) -> dict[str, An
         values = tuple(n for n in range(len(plan.program.values)) if plan.has_col(n))
         passes = (Pass(values=values, reductions=(), stores=tuple(range(len(plan.program.stores))), after=()),)
     numbers = itertools.count()
-    kept_values = () if is_looped or writer.is_clustered else carried(plan, passes)
+    # The blocks of a cluster have their registers full of packs; only a branch makes up for what a value per column takes.
+    has_room = not writer.is_clustered or all(hidden(plan, step) for step in passes)
+    kept_values = carried(plan, passes) if has_room and not is_looped else ()
     arrays = {n: _staged_name(writer, n) for n in staged_packs(plan, writer, passes)} if is_looped else {}
     early = {n: writer.fresh(f"{writer.text(n).code}_of") for n in shared_loads(plan, writer)} if writer.is_clustered else {}
     steps, written = [], set[int]()
