@@ -11,7 +11,8 @@ def visible_gpus() -> list[str]:
     """Return what ``CUDA_VISIBLE_DEVICES`` may be set to for each GPU that this process would see."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is not None:
-        return [gpu.strip() for gpu in asked.split(",") if gpu.strip()]
+        named = [gpu.strip() for gpu in asked.split(",") if gpu.strip()]
+        return named[: named.index("-1")] if "-1" in named else named  # CUDA sees none from there on
     return [str(n) for n, _ in enumerate(path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))]
 
 

@@ -95,7 +95,6 @@ class FusedModel:
         self.is_applied = False
         self._is_broken = False
         self._chosen = 0
-        self._device = -1
         self._add(regions, modules, args, kwargs)
 
     def _redirect(self, region: Region, module: GraphModule, *, is_whole: bool) -> None:
@@ -119,7 +118,6 @@ class FusedModel:
             self._modules_by_code[graph] = (module, region.names, is_whole)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
-        self._device = next((leaf.get_device() for leaf in leaves if leaf.is_cuda), self._device)
         self._in_place[key] = False
         if any(map(writes_to_inputs, regions)):
             self._writing[key] = sharing(leaves)
@@ -145,12 +143,13 @@ class FusedModel:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
-        if self._device >= 0 and torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):  # as every op of torch does: streams and CUDA graphs belong to it
-                return self.dispatch(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
+        device = _device_of(leaves) if key in self._in_place else -1
+        if device >= 0 and torch.cuda.current_device() != device:
+            with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
+                return self.dispatch(*args, **kwargs)
         refusal = self._refusal_at_once(key)
         if refusal is None and key in self._writing and sharing(leaves) != self._writing[key]:
             refusal = "its inputs share memory in another way than those that were verified, and the model writes to them"
@@ -392,3 +391,8 @@ def _input_layouts(values: Any) -> tuple[Any, ...]:
         (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else type(value)
         for value in values
     )
+
+
+def _device_of(leaves: Sequence[torch.Tensor]) -> int:
+    """Number of the GPU that a call's tensors lie on; -1 for a CPU."""
+    return next((leaf.get_device() for leaf in leaves if leaf.is_cuda), -1)

@@ -79,6 +79,7 @@ class TritonBackend:
         plan = calls[0].plan
         is_looped = walks_columns(plan, tuning)
         is_cached = is_looped and all(_row_bytes(call.plan) <= _CACHED_ROW_BYTES for call in calls)
+        is_cached = is_cached and any(len(_walks(call.plan)[1]) > 1 for call in calls)
         kinds = {"looped": is_looped, "cached": is_cached, "fast_math": fast_math}
         extra = ["triton", repr(tuning), *(name for name, is_one in kinds.items() if is_one)]
         entry = entry_name(program, f"{header.title[:54]}_fast" if fast_math else header.title, *extra)
@@ -313,7 +314,7 @@ def _straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
 def _looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
-    before, passes = column_passes(plan, online_sums(plan.program), moments(plan.program))
+    before, passes = _walks(plan)
     steps = []
     for place, step in enumerate(passes):
         writer.policies = _policies(plan, passes, place) if is_cached else {}
@@ -373,6 +374,11 @@ def _looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[st
         # one by one 64.5. One walk alone is as fast without.
         "walk": "range(0, cols, BLOCK_COLS)" if len(steps) == 1 else "tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2)",
     }  # fmt: skip
+
+
+def _walks(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+    """What is known before the first walk over the columns, and the walks."""
+    return column_passes(plan, online_sums(plan.program), moments(plan.program))
 
 
 def _policies(plan: Schedule, passes: Sequence[Pass], place: int) -> dict[int, str]:

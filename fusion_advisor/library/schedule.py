@@ -365,9 +365,16 @@ def parts_of(plan: Schedule) -> frozenset[int]:
             found.add(number)
     used = {arg for value in program.values if value.op in REDUCTIONS for arg in value.args}
     used |= {number for store in program.stores for number in store.needs}
-    others = [v for v in program.values if v.op == "load" and not set(v.args).isdisjoint(found)]
+    made = set(found)
+    for number, value in enumerate(program.values):
+        if not made.isdisjoint(value.args):
+            made.add(number)
     is_plain = all(col in plan.varies[number] for number in found) and used.isdisjoint(found)
-    return frozenset(found if is_plain and all(value.guard is None and value.strides[-1] == 0 for value in others) else ())
+    for number, value in enumerate(program.values):
+        if value.op == "load" and number not in found and not made.isdisjoint(value.args):
+            # Where nothing else moves it along the row, its address would be one number for a tile, and its mask would not.
+            is_plain = is_plain and value.strides[-1] != 0 and found.isdisjoint(value.args)
+    return frozenset(found if is_plain else ())
 
 
 def base_is_multiple(program: Program, number: int, of: int) -> bool:

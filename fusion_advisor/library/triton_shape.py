@@ -72,10 +72,7 @@ def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
         col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
         programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
         constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
-        if plan.kind == "rows":
-            constants["FULL"] = cols > 0 and cols % block_cols == 0
-        if is_looped and parts_of(plan):
-            constants["WHOLE"] = all(border % block_cols == 0 for border in _borders(plan))
+        constants |= _known([plan], block_cols, is_looped=is_looped)
     tile *= 2 if plan.has_pairs else 1
     if plan.numbers:
         constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
@@ -105,14 +102,12 @@ def choose_shapes(plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool)
         return shape, [shape.programs]
     fixed = replace(tuning, block_rows=rows, block_cols=cols, num_warps=shape.num_warps)
     shapes = [choose_shape(plan, fixed, is_looped=is_looped) for plan in plans]
-    constants = dict(shape.constants)
+    constants = {name: size for name, size in shape.constants.items() if name in ("INDEX", "BLOCK_ROWS", "BLOCK_COLS")}
     wide = [s.constants["INDEX"] for plan, s in zip(plans, shapes, strict=True) if plan.needs_int64]
     constants["INDEX"] = wide[0] if wide else constants["INDEX"]
+    constants |= _known(plans, cols, is_looped=is_looped)
     if any(plan.numbers for plan in plans):
         constants["BY_FOUR"] = all(s.constants.get("BY_FOUR", True) for s in shapes)
-    for known in ("FULL", "WHOLE"):
-        if any(known in s.constants for s in shapes):
-            constants[known] = all(s.constants.get(known, True) for s in shapes)
     counts = [s.programs for s in shapes]
     return replace(shape, constants=constants, programs=sum(counts)), counts
 
@@ -136,7 +131,7 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
     """One whole row, or as many narrow ones as make 1024 elements while enough programs are left for the device."""
     cols = max(plan.program.dims[-1], 1)
     if is_looped:
-        block_cols = next_power(min(tuning.block_cols or _LOOP_BLOCK, cols))
+        block_cols = max(8, next_power(min(tuning.block_cols or _LOOP_BLOCK, cols)))  # eight neighbours share a running maximum
         if parts_of(plan):
             # The largest power of two that divides a channel: no tile then lies in two, each of which has a weight of its own.
             shared = math.gcd(*_borders(plan))
@@ -147,6 +142,17 @@ def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
     while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
         block_rows //= 2
     return block_rows, block_cols
+
+
+def _known(plans: Sequence[Schedule], block_cols: int, *, is_looped: bool) -> dict[str, bool]:
+    """What a launch knows of the columns of all its nests: whether tiles are full, and each lies in one part of its row."""
+    found: dict[str, bool] = {}
+    if plans[0].kind == "rows":
+        found["FULL"] = all(plan.program.dims[-1] > 0 and plan.program.dims[-1] % block_cols == 0 for plan in plans)
+    divided = [plan for plan in plans if parts_of(plan)] if is_looped else []
+    if divided:
+        found["WHOLE"] = all(border % block_cols == 0 for plan in divided for border in _borders(plan))
+    return found
 
 
 def _borders(plan: Schedule) -> list[int]:

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 
+import fusion_advisor.fuse.model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from tests.report.fixtures import applied
@@ -46,8 +47,8 @@ def test_inside_the_block_the_call_is_fused_and_after_it_is_not(fused, x):
     assert fused.fallbacks == {}
 
 
-def test_a_call_makes_the_models_device_the_current_one(fused, x, monkeypatch):
-    """Two devices that are not there: the model's is 1, the caller's 0."""
+def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
+    """Two devices that are not there: the tensors are on 1, the caller on 0. The original ops stay with the caller."""
     current, seen = [0], []
 
     @contextlib.contextmanager
@@ -58,15 +59,19 @@ def test_a_call_makes_the_models_device_the_current_one(fused, x, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
-    fused._device = 1
-    run_compiled = fused._run_compiled
-    monkeypatch.setattr(fused, "_run_compiled", lambda *given: seen.append(current[-1]) or run_compiled(*given))
-    with fused, torch.no_grad():
+    monkeypatch.setattr(model_module, "_device_of", lambda leaves: 1)
+    for name in ("_run_compiled", "_original"):
+        own = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *given, _own=own, **named: seen.append(current[-1]) or _own(*given, **named))
+    with fused, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         want = fused(x)
         assert seen == [1] and current == [0] and not fused.fallbacks
-        fused._device = 0
+        current[0] = 1
         assert torch.equal(fused(x), want)
-    assert seen == [1, 0]
+        current[0] = 0
+        fused(x[:1])
+    assert seen == [1, 1, 0] and current == [0]
 
 
 def test_a_notebook_shows_the_report_and_how_things_stand(fused, x):

@@ -159,6 +159,20 @@ def _functions():
             _floats(18, dtype=brain),
             _floats(18, dtype=brain),
         ),
+        # Side by side, with channels of 2,048 and of 1,024 columns: one tile must lie inside of both.
+        "looped_group_norms": (
+            lambda x, y, w: (f.group_norm(x, 2, w), f.group_norm(y, 1, w)),
+            _floats(2, 32, 32, 64),
+            _floats(2, 32, 16, 64),
+            _floats(32),
+        ),
+        # A channel's weight is looked up in a table.
+        "looped_group_norm_table": (
+            lambda x, t, i: f.group_norm(x, 1, t[i]),
+            _floats(2, 9, 32, 64),
+            _floats(5),
+            _ids(5, 9),
+        ),
         "looped_group_norm_one": (lambda x, w: f.group_norm(x, 1, w), _floats(2, 9, 32, 64), _floats(9)),
         "looped_group_norm": (lambda x, w: f.group_norm(x, 2, w), _floats(1, 10, 52, 64, dtype=half), _floats(10, dtype=half)),
     }

@@ -17,8 +17,10 @@ from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
 
 from fusion_advisor.library.backend_triton import TritonBackend, assembly_for, compile_for
+from fusion_advisor.library.beside import calls_of
 from fusion_advisor.library.program import Program, Store
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
+from fusion_advisor.library.triton_shape import choose_shape, choose_shapes
 
 HERE = Path(__file__).parent
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
@@ -96,6 +98,29 @@ def test_a_tuning_may_walk_a_row_that_registers_would_hold():
     assert "evict_" not in far.source
     assert near.entry != far.entry
     assert "for start in " not in render(p.rmsnorm(4, 4096), Tuning(block_cols=4096)).source
+
+
+def test_constants_are_launched_in_the_order_of_the_signature():
+    """Launchers pass them by position; the interpreter, by name, would not notice."""
+    norm = p.renamed(CASES["looped_group_norm_one"], x="y", x2="scales", out="y_out")
+    beside = p.beside(p.dropout_add_rmsnorm(4, 18432), norm)
+    for name, program in {**CASES, "dropout beside parts": beside}.items():
+        rendered = render(program)
+        calls = calls_of(program, flatten_rows=False)
+        is_looped = "for start in " in rendered.source
+        shape, _ = choose_shapes([call.plan for call in calls], Tuning(), is_looped=is_looped)
+        signature = rendered.source[rendered.source.rindex("\ndef fa_") :].split("):\n")[0]
+        last = [line for line in signature.splitlines() if "INDEX: tl.constexpr" in line][-1]
+        assert [word.split(":")[0].strip() for word in last.split(",") if word.strip()] == list(shape.constants), name
+    assert {"WHOLE", "BY_FOUR"} <= set(shape.constants)
+
+
+def test_a_tile_of_a_walk_has_the_eight_neighbours_that_share_a_maximum():
+    program = p.softmax(4, 40)
+    (call,) = calls_of(program, flatten_rows=False)
+    shape = choose_shape(call.plan, Tuning(block_cols=4), is_looped=True)
+    assert shape.constants["BLOCK_COLS"] == 8
+    assert compile_for(program, render(program, Tuning(block_cols=4)), 90)
 
 
 def test_tiles_are_compiled_for_every_size_but_the_outermost():

@@ -1,8 +1,8 @@
 """Run the committed examples again, one at a time on each GPU: python -m tests.report.rerun_examples [--to DIR] [NAME ...]
 
-Each run is a process of its own with caches of its own, and takes the command that its report names; its output lies in a log
-beside it. Without --to, a run that ends well takes the place of the committed one, and the README's table is written anew; with
-it, DIR keeps the runs and nothing else is touched. On two H200s the fourteen take about twenty minutes.
+Each run is a process of its own with caches of its own, and takes the command that its report names; the end of what a failed
+one printed is shown. Without --to, a run that ends well takes the place of the committed one, and the README's table is written
+anew; with it, DIR keeps the runs and nothing else is touched. On two H200s the fourteen take about twenty minutes.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ def run(example: Example, gpu: str, to: Path) -> bool:
     name, started = example.folder.name, time.monotonic()
     caches = to / "caches" / name
     places = {"XDG_CACHE_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "TRITON_CACHE_DIR": caches / "triton"}
+    places["HF_HOME"] = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))  # what was downloaded stays there
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **{key: str(path) for key, path in places.items()}}
     command = [sys.executable, "-m", "fusion_advisor", *example.words, "-o", str(to / name)]
     with (to / f"{name}.log").open("w", encoding="utf-8") as log:
         code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     shutil.rmtree(caches, ignore_errors=True)
-    print(f"{name}: exit code {code}, {time.monotonic() - started:.0f} s on GPU {gpu}", flush=True)  # noqa: T201
+    said = f"{name}: exit code {code}, {time.monotonic() - started:.0f} s on GPU {gpu}"
+    if code:
+        said += "\n" + "\n".join((to / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+    print(said, flush=True)  # noqa: T201
     return code == 0
 
 

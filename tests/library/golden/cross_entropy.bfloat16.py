@@ -39,7 +39,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_cross_entropy_181f65(
+def fa_cross_entropy_229106(
     targets_ptr, logits_ptr, loss_ptr,
     rows, cols, logits_stride0, logits_extent, logits_stride0_2,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,

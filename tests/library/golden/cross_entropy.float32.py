@@ -42,7 +42,7 @@ def merge_exp_sums(highest, total):
 
 
 @triton.jit
-def fa_cross_entropy_ffeb38(
+def fa_cross_entropy_12433a(
     targets_ptr, logits_ptr, loss_ptr,
     rows, cols, logits_stride0, logits_extent, logits_stride0_2,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
