@@ -23,7 +23,7 @@ import torch
 
 from fusion_advisor.bench.plot import draw
 from fusion_advisor.bench.records import BenchRow, BenchRun, dump_run, read_run
-from fusion_advisor.bench.row import BenchOptions, Ceilings, bench_row, makers, release, set_up
+from fusion_advisor.bench.row import BenchOptions, Ceilings, bench_row
 from fusion_advisor.bench.run import bench, measure_ceilings
 from fusion_advisor.bench.view import bench_markdown
 from fusion_advisor.library.discover import list_kernels
@@ -67,17 +67,10 @@ def fill_caches(todo: Sequence[Job], counter: Path, ends_at: float) -> None:
     while (number := take(counter)) < len(todo) and time.time() < ends_at:
         spec, variant, case, dtype = todo[number]
         with tempfile.TemporaryDirectory() as folder:
-            # What is chosen while others use the GPU is of no use to anyone.
-            options = BenchOptions(device=device, store=TuningStore(Path(folder) / "tuning.json"))
-            try:
-                bed = set_up(spec, variant, case, dtype, options, ceilings, Path(folder))
-                for name, make in makers(spec, options):
-                    if name not in ("eager", "liger", "cublas"):
-                        make(bed.work)
-                del bed
-            except Exception as error:  # noqa: BLE001 - the timed run says what is wrong with a contender
-                print(f"{spec.name} {case}: {type(error).__name__}", flush=True)  # noqa: T201
-        release(device)
+            # What is chosen and timed while others use the GPU is of no use to anyone.
+            store = TuningStore(Path(folder) / "tuning.json")
+            options = BenchOptions(device=device, rounds=1, budget_s=0.0, store=store)
+            bench_row(spec, variant, case, dtype, options, ceilings)
 
 
 def measure(todo: Sequence[Job], counter: Path, part: Path, ends_at: float) -> None:
@@ -174,7 +167,7 @@ def main() -> int:
     (asked.to / "bench.json").write_text(dump_run(run), encoding="utf-8")
     (asked.to / "bench.md").write_text(bench_markdown(run), encoding="utf-8")
     draw(run, asked.to)
-    print(f"{len(run.rows)} rows in {(time.time() - begun) / 60:.1f} minutes")  # noqa: T201
+    print(f"{len(run.rows)} rows in {(time.time() - begun) / 60:.1f} minutes")
     return 0
 
 

@@ -72,7 +72,7 @@ def run(example: Example, gpu: str, to: Path) -> bool:
     said = f"{name}: exit code {code}, {time.monotonic() - started:.0f} s on GPU {gpu}"
     if code:
         said += "\n" + "\n".join((to / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-    print(said, flush=True)  # noqa: T201
+    print(said, flush=True)
     return code == 0
 
 
