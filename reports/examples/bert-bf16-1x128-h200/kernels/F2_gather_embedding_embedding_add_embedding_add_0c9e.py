@@ -22,12 +22,12 @@ def wide(x):
 def fa_gather_embedding_embedding_add_embedding_add_0c9e_69afd6(
     x_ptr, weight_ptr, x2_ptr, x3_ptr, weight2_ptr, weight3_ptr, weight4_ptr, bias_ptr, out_ptr,
     rows, cols, weight_extent, weight_step0, x3_extent, weight2_extent, weight2_step0, weight3_step0, out_stride0,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
     x = tl.load(x_ptr + row, mask=row_mask, other=0)

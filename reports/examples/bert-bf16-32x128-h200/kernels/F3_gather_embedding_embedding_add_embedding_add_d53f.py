@@ -23,14 +23,14 @@ def fa_gather_embedding_embedding_add_embedding_add_d53f_d67e33(
     x_ptr, weight_ptr, x2_ptr, x3_ptr, weight2_ptr, weight3_ptr, weight4_ptr, bias_ptr, out_ptr,
     rows, size1, cols, x_stride0, weight_extent, weight_step0, x3_extent, weight2_extent, weight2_step0,
     weight3_step0, out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
     i0 = row // size1
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
     x_row = x_ptr + i0 * x_stride0 + i1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1

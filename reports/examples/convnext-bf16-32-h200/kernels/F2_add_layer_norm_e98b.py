@@ -20,14 +20,14 @@ def wide(x):
 def fa_add_layer_norm_e98b_3bbaac(
     x_ptr, bias_ptr, weight_ptr, bias2_ptr, out_ptr,
     rows, size1, cols, x_stride0, x_stride2, out_stride0, out_stride1,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     i1 = row % size1
     i0 = row // size1
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
     x_row = x_ptr + i0 * x_stride0 + i1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1

@@ -21,12 +21,12 @@ def wide(x):
 def fa_mul_add_layer_norm_6941_e8b20c(
     x_ptr, x2_ptr, x3_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, x3_stride0, out_stride0,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
     row_mask = row < rows
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
     x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))

@@ -21,10 +21,10 @@ def wide(x):
 def fa_add_rmsnorm_469f1f(
     x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr,
     rows, cols,
-    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
 ):
     col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
-    col_mask = col < cols
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
 
     x = wide(tl.load(x_ptr + col, mask=col_mask, other=0.0))
     residual = wide(tl.load(residual_ptr + col, mask=col_mask, other=0.0))
