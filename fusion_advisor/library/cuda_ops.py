@@ -279,23 +279,6 @@ class CudaWriter(Writer):
         """The intrinsic that nvcc never contracts."""
         return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
-    def _scaled(self, value: Value) -> Text | None:
-        """A normalised element times the weight of its channel as ``element * (inverse_deviation * weight)``.
-
-        What a pack shares is multiplied once for it then, which saves one of three instructions of each element. An inverse
-        deviation is too small a number to overflow where the element times it does not. Kernels that walk rows in parts have no
-        register left for it: 512 threads would spill one.
-        """
-        values, (normed, weight) = self.plan.program.values, value.args
-        if values[normed].op != "mul" or self.is_named(normed) or weight not in self.per_pack:
-            return None
-        element, scale = values[normed].args
-        if not self.plan.has_col(element) or values[scale].op != "rsqrt":
-            return None
-        return Text(
-            f"{self.text(element).at(PRODUCT)} * ({self.text(scale).at(PRODUCT)} * {self.text(weight).at(UNARY)})", PRODUCT
-        )
-
     def normal_cdf(self, code: str) -> str:
         """A call of the helper, which is as good as the results' dtype asks for."""
         is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
@@ -323,7 +306,8 @@ class CudaWriter(Writer):
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """A function, a cast or a choice; empty for what is an infix operator."""
-        if value.op == "mul" and self.is_clustered and (scaled := self._scaled(value)) is not None:
+        # Kernels that walk rows in parts have no register left for it: 512 threads would spill one.
+        if value.op == "mul" and self.is_clustered and (scaled := self.scaled(value, self.per_pack)) is not None:
             return scaled
         op, code = value.op, ", ".join(a.code for a in args)
         is_float32, is_int = value.dtype == "float32", value.dtype == "int64"

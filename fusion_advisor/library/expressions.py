@@ -8,6 +8,7 @@ of the IR, and an operand of equal precedence on the right keeps its parentheses
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fusion_advisor.library.order import order_of
@@ -119,6 +120,26 @@ class Writer:
     def statement(self, number: int) -> tuple[str, str]:
         """Name and expression of a named value."""
         return self._texts[number].code, self._code[number]
+
+    def scaled(self, value: Value, shared: Collection[int]) -> Text | None:
+        """A normalised element times the weight of its channel as ``element * (inverse_deviation * weight)``; None if it is not.
+
+        What neighbours share is multiplied once for all of them then, which saves one of three instructions of each element. An
+        inverse deviation is too small a number to overflow where the element times it does not.
+
+        Args:
+            value: a product.
+            shared: the values that are one number for many columns.
+        """
+        values, (normed, weight) = self.plan.program.values, value.args
+        if values[normed].op != "mul" or self.is_named(normed) or weight not in shared:
+            return None
+        element, scale = values[normed].args
+        if not self.plan.has_col(element) or values[scale].op != "rsqrt":
+            return None
+        return Text(
+            f"{self.text(element).at(PRODUCT)} * ({self.text(scale).at(PRODUCT)} * {self.text(weight).at(UNARY)})", PRODUCT
+        )
 
     def operand_address(self, access: Access, *, col: str = "") -> str:
         """``x_ptr + row * x_stride0 + col``, leaving out what is zero.

@@ -70,9 +70,13 @@ def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str
             value = values[sums.total]
             total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
             both = f"{total}_tile, {squares}_tile"
-            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype})"
+            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.{value.dtype})"
             accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
-            added = f"{both}, {writer.text(sums.element).code}, col_mask, start // BLOCK_COLS"
+            element = writer.text(sums.element).code
+            if not plan.has_col(sums.element):
+                columns_of, element = element, writer.fresh(f"{element}_columns")
+                loop.append(f"{element} = tl.broadcast_to({columns_of}, [BLOCK_ROWS, BLOCK_COLS])")
+            added = f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL"
             call = [f"{both} = add_moments({added})"]
             loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
             after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")

@@ -261,6 +261,8 @@ class TritonWriter(Writer):
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
+        if value.op == "mul" and (scaled := self.scaled(value, self.parts)) is not None:
+            return scaled
         op, code = value.op, [a.code for a in args]
         is_float32 = value.dtype == "float32"
         if op == "size":

@@ -203,6 +203,7 @@ def _is_tiny(program: Program) -> bool:
 
 
 def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
+    from fusion_advisor.library.triton_body import rows_stay_cached
     from fusion_advisor.library.triton_shape import choose_shape, walks_columns
 
     plan = largest(calls_of(program, flatten_rows=False))
@@ -214,7 +215,10 @@ def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
     own = choose_shape(plan, Tuning(), is_looped=is_looped)
     warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
     if is_looped:
-        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in ((4096, 16), (2048, 8), (8192, 16), (2048, 4), (4096, 4))]
+        # Of rows that the L1 cache is to hold from walk to walk only a few may be under way: those of 80 kB two at a time.
+        few = ((4096, 32), (4096, 16), (8192, 32), (2048, 8), (4096, 4))
+        many = ((4096, 16), (2048, 8), (8192, 16), (2048, 4), (4096, 4))
+        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in (few if rows_stay_cached([plan]) else many)]
     if plan.kind == "flat":
         blocks = ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))
         tiny = ((256, 4), (128, 1), (128, 4), (512, 4), (256, 1))

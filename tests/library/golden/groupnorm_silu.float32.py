@@ -20,13 +20,20 @@ def exp(x):
 
 
 @triton.jit
-def add_moments(total, squares, x, mask, count):
-    # One more number for each lane, which has count so far: the squares about the new mean grow by count / (count + 1) times the
-    # squared distance from the old mean, by Youngs and Cramer (1971). No lane is past the end before the last step.
-    count = tl.cast(count, total.dtype)
-    apart = x - total * (1.0 / tl.maximum(count, 1.0))
-    squares += tl.where(mask, count / (count + 1.0) * apart * apart, 0.0)
-    return total + tl.where(mask, x, 0.0), squares
+def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
+    # Eight neighbours more for each lane, which has 8 * count numbers so far: their squares about their own mean, and what the
+    # distance of two means adds, by Chan, Golub and LeVeque (1979). No lane is past the end before the last step.
+    parts = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    is_in = tl.reshape(mask, [1, x.shape[1] // 8, 8])
+    before = tl.cast(8 * count, total.dtype)
+    inside = 8.0 if FULL else tl.sum(is_in.to(total.dtype), axis=2)
+    added = tl.sum(parts if FULL else tl.where(is_in, parts, 0.0), axis=2)
+    mean = added * 0.125 if FULL else added / tl.maximum(inside, 1.0)
+    apart = parts - mean[:, :, None]
+    apart = apart if FULL else tl.where(is_in, apart, 0.0)
+    between = added * before - total * inside
+    weight = 1.0 / (tl.maximum(before, 1.0) * tl.maximum(inside, 1.0) * tl.maximum(before + inside, 1.0))
+    return total + added, squares + tl.sum(apart * apart, axis=2) + weight * between * between
 
 
 @triton.jit
@@ -37,12 +44,11 @@ def sigmoid(x):
 
 @triton.jit
 def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
-    # Of each lane, about the row's mean: its squares about its own plus its count times the squared distance of the two means, by
-    # Chan, Golub and LeVeque (1979). Lanes past the end in the last step have one number less.
-    most = tl.cast(tl.cdiv(cols, BLOCK_COLS), total.dtype)
-    is_whole = tl.arange(0, BLOCK_COLS)[None, :] <= (cols - 1) % BLOCK_COLS
-    apart = total * tl.where(is_whole, 1.0 / most, 1.0 / tl.maximum(most - 1.0, 1.0)) - mean
-    return squares + tl.where(is_whole, most, most - 1.0) * apart * apart
+    # Of each lane, about the row's mean: its squares about its own plus its count times the squared distance of the two means.
+    rest = cols % BLOCK_COLS - 8 * tl.arange(0, BLOCK_COLS // 8)[None, :]
+    count = tl.cast(cols // BLOCK_COLS * 8 + tl.minimum(tl.maximum(rest, 0), 8), total.dtype)
+    apart = total / tl.maximum(count, 1.0) - mean
+    return squares + count * apart * apart
 
 
 @triton.jit
@@ -60,15 +66,15 @@ def fa_groupnorm_silu_e059e9(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
     eps = 1e-05
 
-    x_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
-    x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.float32)
+    x_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
+    x_centered_squared_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
     for start in tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2):
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
         x = tl.load(x_row + col, mask=mask, other=0.0)
         x_sum_tile, x_centered_squared_sum_tile = add_moments(
-            x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS
+            x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS, FULL
         )
     x_sum = tl.sum(x_sum_tile, axis=1, keep_dims=True)
     x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
@@ -86,6 +92,6 @@ def fa_groupnorm_silu_e059e9(
         part = tl.cast((start if WHOLE else col) // weight_extent, tl.int64)
         weight = tl.load(weight_ptr + part + i1 * weight_stride1, mask=row_mask if WHOLE else mask, other=0.0)
         bias = tl.load(bias_ptr + part + i1 * bias_stride1, mask=row_mask if WHOLE else mask, other=0.0)
-        total = x_centered * inverse_deviation * weight + bias
+        total = x_centered * (inverse_deviation * weight) + bias
         out = total * sigmoid(total)
         tl.store(out_row + col, out, mask=mask)
