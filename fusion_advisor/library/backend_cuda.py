@@ -116,7 +116,7 @@ class CudaBackend:
             source = environment().get_template(template).render(**context)
         else:
             for function, own in zip(functions, bodies, strict=True):
-                text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1], "divisors": ()})
+                text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1]})
                 own["text"] = text.replace("blockIdx.x", "block")
                 own["function"] = function.function
             source = environment().get_template("cuda/beside.cu.jinja").render(

@@ -323,7 +323,8 @@ def _early_loads(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> 
         quotient, last = split_quotient(writer, n), f"{plan.sizes[-1]} - 1"
         extent = writer.text(values[quotient].args[1]).at(ATOM)
         name = writer.text(quotient).code
-        channels[name] = f"const long long {name} = min(first / {extent} + side, ({last}) / {extent});"
+        kind = "index_t" if writer.is_only_addressed(quotient) else "long long"
+        channels[name] = f"const {kind} {name} = min(first / {extent} + side, ({last}) / {extent});"
     each = _loop("side", "2", [*channels.values(), *each])
     return [*lines, *_over_packs(plan, writer, each, is_looped=False, skips=False)]
 
@@ -439,7 +440,8 @@ def _declare(plan: Schedule, writer: CudaWriter, number: int, *, condition: str 
     name, code = writer.statement(number)
     if condition and plan.program.values[number].op == "load":
         code = f"{condition} ? {code} : 0"
-    kind = "index_t" if writer.is_only_compared(number) else COMPUTE[plan.program.values[number].dtype]
+    is_index = writer.is_only_compared(number) or writer.is_only_addressed(number)
+    kind = "index_t" if is_index else COMPUTE[plan.program.values[number].dtype]
     return f"const {kind} {name} = {code};"
 
 

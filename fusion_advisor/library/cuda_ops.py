@@ -302,6 +302,8 @@ class CudaWriter(Writer):
         text = super()._expression(number, value)
         if value.op == "load":
             return Text(text.code, LOOSE)
+        if value.op == "quotient" and not self.is_only_addressed(number):
+            return Text(f"(long long)({text.code})", UNARY)
         return text
 
     def call(self, value: Value, args: list[Text]) -> Text:
@@ -328,8 +330,8 @@ class CudaWriter(Writer):
             is_col = index.op == "index" and index.dim == self.plan.col_dim
             code, extent = "first" if is_col else args[0].at(SUM + 1), args[1].at(ATOM)
             if is_col and self.is_split:  # one division for a pack: it is no wider than a channel, and meets one border at most
-                return Text(f"(long long)(first / {extent} + (first % {extent} + lane >= {extent}))", UNARY)
-            return Text(f"(long long)({code} / {args[1].at(ATOM)})", UNARY)
+                return Text(f"first / {extent} + (first % {extent} + lane >= {extent})", SUM)
+            return Text(f"{code} / {args[1].at(ATOM)}", PRODUCT)
         if op == "where":
             return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
         if op == "not":

@@ -304,10 +304,15 @@ def divisors(plan: Schedule) -> dict[str, int]:
     """Sizes that a tiled kernel takes its row apart by, which is most of what it does before its first load.
 
     With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
-    and a thread of 16 elements has 159 instead of 204.
+    and a thread of 16 elements has 159 instead of 204. Rows whose columns are taken apart too, as into the channels of a group
+    norm, have few sizes in a model, and a division for each pack.
     """
-    inner = plan.sizes[1:-1] if plan.kind == "tiled" else ()
-    return {name: plan.program.dims[number] for number, name in enumerate(inner, start=1)}
+    values = plan.program.values
+    divided = [value for value in values if value.op == "quotient" and plan.kind == "rows"]
+    extents = {value.args[1] for value in divided} & plan.extents.keys()
+    inner = plan.sizes[1:-1] if plan.kind == "tiled" or extents else ()
+    found = {name: plan.program.dims[number] for number, name in enumerate(inner, start=1)}
+    return found | {plan.extents[number]: int(values[number].constant or 0) for number in sorted(extents)}
 
 
 def _registers(plan: Schedule, width: int) -> int:

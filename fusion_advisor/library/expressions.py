@@ -382,6 +382,15 @@ class Writer:
             )
         )
 
+    def is_only_addressed(self, number: int) -> bool:
+        """Whether a quotient of an index only moves addresses that are read: they fit an index where the schedule says so."""
+        values, stores = self.plan.program.values, self.plan.program.stores
+        return (
+            values[number].op == "quotient"
+            and all(values[user].op == "load" and number in values[user].args for user in self._users[number])
+            and not any(number in store.needs for store in stores)
+        )
+
     def _is_place(self, value: Value) -> bool:
         values = self.plan.program.values
         args = [values[arg] for arg in value.args]

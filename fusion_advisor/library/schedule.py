@@ -157,14 +157,20 @@ class Schedule:
 
     @property
     def needs_int64(self) -> bool:
-        """Whether an index or an address may pass 32 bits; what a gathered value adds to one is int64 in any case."""
+        """Whether an index or an address may pass 32 bits; what a gathered value adds to one is int64 in any case.
+
+        A quotient of an index is no such value: what it adds is counted.
+        """
         program = self.program
         extents = [prod(program.dims)]
-        places = [(v.strides, v.offset) for v in program.values if v.op in ADDRESSED]
-        places += [(s.strides, s.offset) for s in program.stores]
-        for strides, offset in places:
-            reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, strides, strict=True))
-            extents.append(abs(offset) + reach)
+        places: list[Value | Store] = [*(v for v in program.values if v.op in ADDRESSED), *program.stores]
+        for place in places:
+            reach = sum((size - 1) * abs(stride) for size, stride in zip(program.dims, place.strides, strict=True))
+            for number, step in zip(place.args, place.steps, strict=False):
+                if program.values[number].op == "quotient":
+                    index, extent = (program.values[arg] for arg in program.values[number].args)
+                    reach += abs(step) * ((program.dims[index.dim] - 1) // int(extent.constant or 1))
+            extents.append(abs(place.offset) + reach)
         return max(extents) >= _INT32_SAFE
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from dataclasses import replace
 
 import cuda_on_host
 import programs as p
@@ -210,6 +211,28 @@ def test_a_tiled_launch_knows_its_divisors_and_how_often_it_walks_the_columns():
     assert not any(name.startswith("SIZE") for name in macros_of(p.rope_qk(32, 8, 1, 64, 128, "bfloat16")))
     assert macros_of(p.bias_gelu_erf(3, 65536 * 2048 + 8, "bfloat16"), Tuning(num_warps=8))["ONCE"] == 0
     assert "ONCE" not in macros_of(p.bias_gelu_erf(3, 65535 * 2048, "bfloat16"), Tuning(num_warps=8))
+
+
+def test_a_launch_knows_what_channels_take_its_rows_apart_by():
+    def macros_of(program):
+        plans = [call.plan for call in calls_of(program, flatten_rows=True)]
+        return launch_shapes(plans, NO_TUNING, form=form_for(plans), width=pack_width(plans[0])[0])[0]
+
+    norm = macros_of(CASES["gathered_group_norm"])
+    assert norm["SIZE1"] == 3 and norm["X2_EXTENT"] == 4 * 8
+    assert "__builtin_assume(x2_extent == X2_EXTENT);" in render(CASES["gathered_group_norm"]).source
+    assert not any(name.startswith("SIZE") for name in macros_of(p.softmax(64, 64)))
+    assert not any(name.startswith("SIZE") for name in macros_of(CASES["looped_group_norms"]))  # functions that others share
+
+
+def test_what_a_channel_adds_to_an_address_counts_towards_32_bits():
+    program = CASES["gathered_group_norm"]
+    assert not schedule(program, flatten_rows=True).needs_int64
+    (place, load) = next((n, v) for n, v in enumerate(program.values) if v.op == "load" and v.args)
+    far = replace(load, steps=(2**31,))  # a channel's weight so far from the next one's
+    values = (*program.values[:place], far, *program.values[place + 1 :])
+    assert schedule(replace(program, values=values), flatten_rows=True).needs_int64
+    assert "const index_t part = " in render(program).source
 
 
 def test_packs_are_narrowed_to_what_is_asked():

@@ -321,6 +321,7 @@ def test_allocated_operands_hold_what_is_addressed_by_numbers():
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_tuning_takes_less_than_two_seconds(backend, tmp_path):
     store = TuningStore(tmp_path / "tuning.json", pytest.fail)

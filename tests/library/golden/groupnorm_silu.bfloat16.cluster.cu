@@ -186,6 +186,12 @@ fa_groupnorm_silu_a63ce4(
     index_t bias_stride1,
     index_t out_stride0,
     index_t out_stride1) {
+#ifdef SIZE1
+    __builtin_assume(size1 == SIZE1);  // dividing by what is known takes a few instructions, not twenty
+#endif
+#ifdef WEIGHT_EXTENT
+    __builtin_assume(weight_extent == WEIGHT_EXTENT);
+#endif
     const index_t row = (index_t)blockIdx.x / CLUSTER;
     if (FULL) __builtin_assume(cols == CLUSTER * PACKS * THREADS * VEC);  // a mean then takes no division
     const index_t begin = (index_t)blockIdx.x % CLUSTER * (PACKS * THREADS * VEC);
@@ -208,7 +214,7 @@ fa_groupnorm_silu_a63ce4(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = begin + ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        const long long part = (long long)(first / weight_extent);
+        const index_t part = first / weight_extent;
         weight_of[p] = is_inside ? wide(weight_ptr[part + i1 * weight_stride1]) : 0;
         bias_of[p] = is_inside ? wide(bias_ptr[part + i1 * bias_stride1]) : 0;
     }
