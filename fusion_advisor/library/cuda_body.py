@@ -508,8 +508,8 @@ def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
     order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
         load_pack_or_nan store_pack columns_inside load_part store_part nan_max nan_min half_exp2 half_exp half_sigmoid
-        half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt philox kept_bits
-        is_kept cluster row_reduce moments""".split()  # noqa: SIM905
+        half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt mean_of philox
+        kept_bits is_kept cluster row_reduce moments""".split()  # noqa: SIM905
     return [name for name in order if name in helpers]
 
 

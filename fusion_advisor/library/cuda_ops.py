@@ -114,7 +114,7 @@ class CudaWriter(Writer):
          "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of"}
     )  # fmt: skip
 
     def __init__(
@@ -342,6 +342,9 @@ class CudaWriter(Writer):
             return Text(f"{args[0].at(PRODUCT)} * (1.0f / {args[1].at(UNARY)})", PRODUCT)
         if op == "div" and is_float32 and self.fast_math:
             return Text(f"__fdividef({code})")
+        if op == "div" and is_float32 and self.plan.program.values[value.args[1]].op == "size":
+            self.helpers.add("mean_of")
+            return Text(f"mean_of({code})")
         if op == "reciprocal":
             one = "1.0f" if is_float32 else "1.0"
             return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 
 import cuda_on_host
@@ -233,6 +234,43 @@ def test_what_a_channel_adds_to_an_address_counts_towards_32_bits():
     values = (*program.values[:place], far, *program.values[place + 1 :])
     assert schedule(replace(program, values=values), flatten_rows=True).needs_int64
     assert "const index_t part = " in render(program).source
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
+def test_a_mean_is_rounded_as_a_division_rounds(tmp_path):
+    source = render(p.rmsnorm(4, 4096)).source
+    helper = source[source.index("__device__ __forceinline__ float mean_of") : source.index("struct Sum")]
+    # Counts of columns against sums of any size; infinities, NaN and zeros stay what they are.
+    program = f"""
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#define __device__
+#define __forceinline__
+using std::fmaf;
+{helper}
+int main() {{
+    unsigned bits = 12345, wrong = 0;
+    const float edges[] = {{0.0f, -0.0f, INFINITY, -INFINITY, NAN, 3.4e38f, -3.4e38f, 1.0f}};
+    for (int count = 1; count < 1 << 18; count += count < 5000 ? 1 : 37) {{
+        for (int n = 0; n < 400; ++n) {{
+            bits = bits * 1664525u + 1013904223u;
+            float total;
+            const unsigned tame = (bits & 0x807fffffu) | ((64 + (bits >> 9) % 128) << 23);  // 2^-63 to 2^64
+            std::memcpy(&total, &tame, 4);
+            if (n < 8) total = edges[n];
+            const float found = mean_of(total, (float)count), wanted = total / (float)count;
+            wrong += found != wanted && !(std::isnan(found) && std::isnan(wanted));
+        }}
+    }}
+    std::printf("%u", wrong);
+}}
+"""
+    path = tmp_path / "mean.cpp"
+    path.write_text(program, encoding="utf-8")
+    command = ["g++", "-O2", "-ffp-contract=off", str(path), "-o", str(tmp_path / "mean")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert subprocess.run([tmp_path / "mean"], check=True, capture_output=True, text=True).stdout == "0"
 
 
 def test_packs_are_narrowed_to_what_is_asked():

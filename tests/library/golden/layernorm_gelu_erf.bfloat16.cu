@@ -108,6 +108,14 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
     return x < 0.0f ? tail : 1.0f - tail;
 }
 
+// Rounded as IEEE division rounds, by Markstein (1990): the product with the reciprocal, which is a constant where the launch knows
+// the count, and a correction by what it leaves over. The division itself is 14 instructions and a call.
+__device__ __forceinline__ float mean_of(float total, float count) {
+    const float inverse = 1.0f / count, mean = total * inverse;
+    const float rounded = fmaf(fmaf(-mean, count, total), inverse, mean);
+    return mean - mean == 0.0f ? rounded : mean;  // infinity leaves NaN over
+}
+
 struct Sum {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
@@ -178,7 +186,7 @@ fa_layernorm_gelu_erf_6a6ab3(
         }
     }
     const float x_sum = row_reduce<Sum, 0>(x_sum_part);
-    const float x_mean = x_sum / (float)cols;
+    const float x_mean = mean_of(x_sum, (float)cols);
 
     float x_centered_squared_sum_part = 0;
     #pragma unroll
@@ -194,7 +202,8 @@ fa_layernorm_gelu_erf_6a6ab3(
         }
     }
     const float x_centered_squared_sum = row_reduce<Sum, 1>(x_centered_squared_sum_part);
-    const float inverse_deviation = rsqrtf(x_centered_squared_sum / (float)cols + eps);
+    const float x_variance_eps = mean_of(x_centered_squared_sum, (float)cols) + eps;
+    const float inverse_deviation = rsqrtf(x_variance_eps);
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
