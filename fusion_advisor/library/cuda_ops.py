@@ -67,7 +67,16 @@ def shared_loads(plan: Schedule, writer: CudaWriter) -> tuple[int, ...]:
         if value.op in REDUCTIONS or reduced & set(needs):
             reduced.add(number)
     shared = {n for n in range(len(values)) if writer.is_named(n) and split_quotient(writer, n) >= 0} | writer.per_pack
-    return tuple(n for n in sorted(shared - reduced) if values[n].op == "load" and writer.is_named(n))
+    early: list[int] = []
+    behind: set[int] = set()  # what is read at a place that is read early itself has no such place to be read at
+    for n in sorted(shared - reduced):
+        read_at = {*values[n].args, *(() if values[n].guard is None else (values[n].guard,))}
+        if not read_at.isdisjoint(behind):
+            behind.add(n)
+        elif values[n].op == "load" and writer.is_named(n):
+            early.append(n)
+            behind.add(n)
+    return tuple(early)
 
 
 def split_quotient(writer: CudaWriter, number: int) -> int:

@@ -135,7 +135,7 @@ class Writer:
         if values[normed].op != "mul" or self.is_named(normed) or weight not in shared:
             return None
         element, scale = values[normed].args
-        if not self.plan.has_col(element) or values[scale].op != "rsqrt":
+        if not self.plan.has_col(element) or self.plan.has_col(scale) or values[scale].op != "rsqrt":
             return None
         return Text(
             f"{self.text(element).at(PRODUCT)} * ({self.text(scale).at(PRODUCT)} * {self.text(weight).at(UNARY)})", PRODUCT

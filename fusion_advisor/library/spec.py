@@ -164,7 +164,7 @@ class _Reader:
         outputs = self._list("outputs", str)
         taken: set[str] = set()
         for item in (*(i.name for i in inputs), *outputs):
-            self._identifier("outputs", item)
+            self._variable("outputs", item)
             if item in taken:
                 self._refuse("outputs", f"`{item}` names two tensors")
             taken.add(item)
@@ -190,6 +190,12 @@ class _Reader:
                 near = difflib.get_close_matches(found, allowed, n=1)
                 meant = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(allowed)}"
                 self._refuse(f"{key}.{found}" if key else found, f"unknown key; {meant}")
+
+    def _variable(self, key: str, text: str) -> str:
+        """A name of one of a kernel's variables; those in capitals are of what it is compiled with (``CLUSTER``, ``SIZE1``)."""
+        if text != text.lower():
+            self._refuse(key, f"`{text}` must be in small letters; capitals name sizes, and what a kernel is compiled with")
+        return self._identifier(key, text)
 
     def _identifier(self, key: str, text: str) -> str:
         try:
@@ -246,7 +252,7 @@ class _Reader:
                 self._refuse(key, f"`{dtype}` is not one of {', '.join(ITEM_BYTES)}")
             found.append(
                 Input(
-                    name=self._identifier(key, name), shape=tuple(shape or []), order=order, dtype=dtype,
+                    name=self._variable(key, name), shape=tuple(shape or []), order=order, dtype=dtype,
                     below=self._below(key, table), planted=tuple(self._planted(key, table)),
                 )
             )  # fmt: skip
@@ -308,7 +314,7 @@ class _Reader:
         for name, value in self._table("constants").items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 self._refuse(f"constants.{name}", "needs a number: its default")
-            found.append((self._identifier(f"constants.{name}", name), float(value)))
+            found.append((self._variable(f"constants.{name}", name), float(value)))
         return tuple(found)
 
     def _tunables(self) -> tuple[Tuning, ...]:

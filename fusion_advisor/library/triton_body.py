@@ -74,8 +74,8 @@ def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str
             accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
             element = writer.text(sums.element).code
             if not plan.has_col(sums.element):
-                columns_of, element = element, writer.fresh(f"{element}_columns")
-                loop.append(f"{element} = tl.broadcast_to({columns_of}, [BLOCK_ROWS, BLOCK_COLS])")
+                one, element = element, writer.fresh(f"{total}_columns")
+                loop.append(f"{element} = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype}) + {one}")
             added = f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL"
             call = [f"{both} = add_moments({added})"]
             loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]

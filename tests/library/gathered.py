@@ -152,6 +152,7 @@ def _functions():
             _floats(16, dtype=half),
             _floats(16, dtype=half),
         ),
+        "group_norm_table": (lambda x, t, i: f.group_norm(x, 2, t[i]), _floats(2, 8, 4, 4), _floats(5), _ids(5, 8)),
         # Channels that tiles of 2,048 columns lie inside of: their weights are one number for a tile.
         "looped_group_norm_whole": (
             lambda x, w, b: f.group_norm(x, 2, w, b),

@@ -41,6 +41,10 @@ def std(x, _weight):
     return x.std(-1, correction=0)
 
 
+def of_a_constant(x, _weight):
+    return x - torch.full_like(x, 2.0).var(-1, correction=0, keepdim=True)
+
+
 def mean_where_no_variance(x, _weight):
     mean, variance = x.mean(-1), x.var(-1, correction=0)
     return torch.where(torch.isnan(variance), mean, variance)
@@ -53,12 +57,14 @@ CASES = {
         by_hand: (torch.float32,),
         std: (torch.float32,),
         mean_where_no_variance: (torch.float32,),
+        of_a_constant: (torch.float32,),
     }.items()
     for dtype in dtypes
 }
 
 INTERPRETED = (
     ("layernorm-float32", COLS), ("layernorm-float16", 16411), ("mean_where_no_variance-float32", COLS), ("std-float32", 20480),
+    ("of_a_constant-float32", 20480),
 )  # fmt: skip
 """With a row that ends among eight neighbours, and one of whole steps. No bfloat16: the interpreter truncates to it where the
 device rounds."""

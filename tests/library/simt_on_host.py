@@ -240,7 +240,7 @@ def _unit(number, launch):
     source = re.sub(r"    asm\(\"mma\.sync.*?\n}", mma, source, flags=re.DOTALL)
     assert not re.search(r"asm\(|asm volatile\(\"(?!griddep)", source.replace('asm("" :', "")), "PTX that the host does not know"
     signature = source[source.index(f"{rendered.entry}(") :]
-    kinds = re.findall(r"^    ((?:const )?\w+\*) (?:__restrict__ )?\w+[,)]", signature, re.MULTILINE)
+    kinds = re.findall(r"^    ((?:const )?[\w ]+\*) (?:__restrict__ )?\w+[,)]", signature, re.MULTILINE)
     assert all(len(kinds) == len(tensors) for tensors in launch.calls)
     given = [*(f"({kind})arguments[{n}]" for n, kind in enumerate(kinds)), *map(str, launch.scalars)]
     before = "\n".join(f"#define {name} {value}" for name, value in launch.macros.items())

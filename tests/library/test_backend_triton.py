@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import cases, distance, inputs
 from evaluate import allocate, evaluate
+from lowered import lower_function
 
 from fusion_advisor.library.backend_triton import TritonBackend, assembly_for, compile_for
 from fusion_advisor.library.beside import calls_of
@@ -135,6 +136,16 @@ def test_tiles_are_compiled_for_every_size_but_the_outermost():
     flat = render(p.gelu_tanh()).source
     assert "size," in flat
     assert "size: tl.constexpr" not in flat
+
+
+def test_what_a_channel_shares_is_multiplied_once_and_nothing_else():
+    def source(scale):
+        inputs = torch.randn(1, 40, 32, 32), torch.rand(1, 40, 32, 32), torch.randn(40)
+        lowered, _ = lower_function(lambda x, y, w: (x * scale(x, y) * w[None, :, None, None]).sum((1, 2, 3)), *inputs)
+        return render(lowered.program).source
+
+    assert "x * (rsqrt_total * x2)" in source(lambda x, _: torch.rsqrt(x.pow(2).mean((1, 2, 3), keepdim=True) + 1e-6))
+    assert "x * tl.rsqrt(x2) * x3" in source(lambda _, y: torch.rsqrt(y))
 
 
 def test_one_kernel_serves_every_width_with_the_same_key():

@@ -85,7 +85,13 @@ def test_softmax_on_the_host(tmp_path):
 
 @needs_compiler
 def test_sums_of_8_bytes_nests_side_by_side_and_groups_on_the_host(tmp_path):
-    names = ("add_layernorm-float64", "looped_beside", "gathered_group_norm", "gathered_group_norm_split")
+    names = (
+        "add_layernorm-float64",
+        "looped_beside",
+        "gathered_group_norm",
+        "gathered_group_norm_split",
+        "looped_group_norm_table",
+    )
     launches = [(CASES[name], inputs(name, CASES[name]), allocate(CASES[name])) for name in names]
     simt_on_host.run_all([launch(program, [*given, *out], 2) for program, given, out in launches], tmp_path)
     for name, (program, given, outputs) in zip(names, launches, strict=True):

@@ -71,6 +71,8 @@ def test_a_check_case_may_lay_its_inputs_out_in_another_order(tmp_path):
         ('"bfloat16"]', '"fp8"]', "dtypes", "`fp8`"),
         ("has_backward = false", 'has_backward = "no"', "has_backward", "true or false"),
         ('["total", "out"]', "[]", "outputs", "needs a name"),
+        ('["total", "out"]', '["total", "SIZE1"]', "outputs", "small letters"),
+        ("eps = 1e-5", "EPS = 1e-5", "constants.EPS", "small letters"),
         ('["total", "out"]', '["out", "out"]', "outputs", "two tensors"),
         ('["total", "out"]', '["x", "out"]', "outputs", "two tensors"),
         ('order = ["B", "S", "H"]', 'order = ["B", "S"]', "inputs.x", "order"),
