@@ -177,7 +177,9 @@ def _with_small_ones(
     for candidate in small:
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
         little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
-        changed[candidate.id] = replace(own, status=joint.status, reason=f"{little}; together with {others}: {joint.reason}")
+        # Each was faster by itself: where all of them are slower, none of them is known to be.
+        status = Status.KEPT if joint.status is Status.KEPT else Status.WITHIN_NOISE
+        changed[candidate.id] = replace(own, status=status, reason=f"{little}; together with {others}: {joint.reason}")
     return {**verdicts, **changed}
 
 

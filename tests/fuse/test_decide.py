@@ -33,7 +33,8 @@ class Machine:
 
     def run(self, variant):
         self.runs += 1
-        cost = STEP_NS + sum(self.effects[name] for name in variant)
+        effects = (self.effects[name] for name in variant)
+        cost = STEP_NS + sum(effect(variant) if callable(effect) else effect for effect in effects)
         cost *= self.random.gauss(1.0, self.noise) + 0.05 * (self.runs % 400 < 200)
         if self.random.random() < 0.03:
             cost *= 1.5
@@ -133,6 +134,17 @@ def test_small_gains_stay_together_or_go_together(clock):
         assert ("together with small2" in found["small"].reason) == (status is Status.KEPT)
         assert found["small"].delta_ns == pytest.approx(effect, rel=0.3)  # its own
         assert units.delta(2 * effect)[:2] in found["small"].reason or status is not Status.KEPT
+
+
+def test_small_gains_that_are_a_loss_together_are_not_called_slower_each(clock):
+    """They gain on top of a rewrite that does not stay, and lose without it."""
+
+    def gain(variant):
+        return -7_000 if "slow" in variant else 30_000
+
+    found = decided(clock, {"slow": 40_000, "small": gain, "small2": gain}, noise=0.0001, min_gain=0.01).verdicts
+    assert [found[name].status for name in found] == [Status.SLOWER, Status.WITHIN_NOISE, Status.WITHIN_NOISE]
+    assert all("the step became slower" in found[name].reason for name in ("small", "small2"))
 
 
 def test_one_small_gain_is_timed_once_more_by_itself(clock):
