@@ -247,6 +247,7 @@ def test_a_mean_is_rounded_as_a_division_rounds(tmp_path):
 #include <cstring>
 #define __device__
 #define __forceinline__
+#define __fmul_rn(a, b) ((a) * (b))
 using std::fmaf;
 {helper}
 int main() {{

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 // Rounded as IEEE division rounds, by Markstein (1990): the product with the reciprocal, which is a constant where the launch knows
 // the count, and a correction by what it leaves over. The division itself is 14 instructions and a call.
 __device__ __forceinline__ float mean_of(float total, float count) {
-    const float inverse = 1.0f / count, mean = total * inverse;
+    const float inverse = 1.0f / count, mean = __fmul_rn(total, inverse);  // no fused difference may take it unrounded
     const float rounded = fmaf(fmaf(-mean, count, total), inverse, mean);
     return mean - mean == 0.0f ? rounded : mean;  // infinity leaves NaN over
 }
