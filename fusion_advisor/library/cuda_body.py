@@ -32,6 +32,13 @@ from fusion_advisor.library.schedule import (
 )
 from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
+_HELPERS_IN_ORDER = (
+    "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "half", "bfloat16", "narrow", "narrow_half", "narrow_bfloat16",
+    "pack", "wide_pack", "load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part",
+    "nan_max", "nan_min", "half_exp2", "half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16",
+    "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
+    "row_reduce", "moments",
+)  # fmt: skip
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
 """The lowest finite number, where a running maximum starts."""
@@ -506,11 +513,7 @@ def _signature(plan: Schedule) -> list[str]:
 
 def ordered(helpers: set[str]) -> list[str]:
     """Helpers in an order in which each is defined before it is used."""
-    order = """INF_VALUEF INF_VALUE NAN_VALUEF NAN_VALUE half bfloat16 narrow narrow_half narrow_bfloat16 pack wide_pack load_pack
-        load_pack_or_nan store_pack columns_inside load_part store_part nan_max nan_min half_exp2 half_exp half_sigmoid
-        half_tanh_cdf normal_cdf_half normal_cdf_bfloat16 sigmoid remainder_of sign_of fast_tanh fast_sqrt mean_of philox
-        kept_bits is_kept cluster row_reduce moments""".split()  # noqa: SIM905
-    return [name for name in order if name in helpers]
+    return [name for name in _HELPERS_IN_ORDER if name in helpers]
 
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
