@@ -197,7 +197,8 @@ BackendOpt = Annotated[
     BackendChoice | None,
     typer.Option(
         "--backend",
-        help="The device decides when left out; fastest tries Triton and CUDA C++.",
+        help="By default C++ on a CPU, Triton on a GPU, with CUDA C++ beside it for group norms and very wide rows; "
+        "fastest tries both for each kernel.",
         rich_help_panel=_ADVISE,
     ),
 ]

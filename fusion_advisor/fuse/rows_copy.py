@@ -7,7 +7,6 @@ results out.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.copies import rows_copy
+from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.records import TensorMeta
@@ -53,8 +53,7 @@ def copy_for(layout: TensorMeta) -> RowsCopy | None:
     """Return the kernel for a tensor on a CUDA device; None on others, or where the rows are not what it copies."""
     if layout.device != "cuda" or not is_rows(layout):
         return None
-    has_cuda_core = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
-    return build(layout, "cuda" if has_cuda_core else "triton")
+    return build(layout, "cuda" if has_cuda_core() else "triton")
 
 
 @functools.cache

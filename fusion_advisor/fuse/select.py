@@ -16,7 +16,9 @@ from fusion_advisor.fuse.passes.fold import held_bytes
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trial import Trial, try_fusion
-from fusion_advisor.library.tuning import MUST_GAIN
+from fusion_advisor.library.nvrtc import has_cuda_core
+from fusion_advisor.library.program import Program
+from fusion_advisor.library.tuning import MUST_GAIN, is_outdone_by_cuda
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 
 FASTEST = "fastest"
@@ -31,20 +33,21 @@ def try_all(
     Args:
         bench: the live capture; observes the fusions' sites first.
         plan: what to try.
-        options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++.
+        options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++,
+            None those that Triton is known to be slower at.
         progress: told about each.
         so_far: given all fusions tried, after each.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
     """
-    backends = backends_of(options.backend, on_cuda=bench.on_cuda)
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
     built: list[BuiltFusion] = []
     with kernel_dir_of(options) as kernel_dir:
         for number, planned in enumerate(plan.fusions):
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
+            backends = backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)
             trials = [
                 try_fusion(
                     bench,
@@ -71,15 +74,18 @@ def try_all(
     return fusions, built
 
 
-def backends_of(asked: str | None, *, on_cuda: bool) -> tuple[str, ...]:
-    """Return the languages that each kernel is tried in, the preferred one first.
+def backends_of(asked: str | None, program: Program, *, on_cuda: bool) -> tuple[str, ...]:
+    """Return the languages that a kernel is tried in, the preferred one first.
 
     Args:
-        asked: for ``triton``, ``cuda``, ``cpp`` or ``fastest``; None leaves it to the device.
-        on_cuda: whether that is a GPU.
+        asked: for ``triton``, ``cuda``, ``cpp`` or ``fastest``; None leaves it to the device and the kernel.
+        program: what the kernel computes.
+        on_cuda: whether the device is a GPU.
     """
     if not on_cuda and asked in (None, FASTEST):
         return ("cpp",)
+    if asked is None and has_cuda_core() and is_outdone_by_cuda(program):
+        return GPU_BACKENDS
     return GPU_BACKENDS if asked == FASTEST else (asked or GPU_BACKENDS[0],)
 
 

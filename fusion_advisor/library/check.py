@@ -317,12 +317,11 @@ def _mode(backend: str) -> str:
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
         return "run" if has_device or os.environ.get("TRITON_INTERPRET") == "1" else "interpret"
-    has_nvrtc = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
-    if has_device:
-        return "run" if has_nvrtc else "cuda-core is not installed; pip install 'fusion-advisor[cuda]'"
-    from fusion_advisor.library.nvrtc import find_nvcc
+    from fusion_advisor.library.nvrtc import find_nvcc, has_cuda_core
 
-    return "compile" if has_nvrtc or find_nvcc() else "neither cuda-core nor nvcc was found, so nothing was compiled"
+    if has_device:
+        return "run" if has_cuda_core() else "cuda-core is not installed; pip install 'fusion-advisor[cuda]'"
+    return "compile" if has_cuda_core() or find_nvcc() else "neither cuda-core nor nvcc was found, so nothing was compiled"
 
 
 def _row(case: str, backend: str, dtype: str, result: str, detail: str) -> CheckRow:

@@ -7,7 +7,6 @@ the crossover that is declared in ``library.gemv`` decides.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from fusion_advisor.library.gemv import (
 )
 from fusion_advisor.library.gemv_around import around_launcher
 from fusion_advisor.library.gemv_torch import torch_launcher
+from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.tuning import MUST_GAIN, time_launchers, version
@@ -105,7 +105,7 @@ def choose(
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
-    backends = tuple(name for name in backends if name != "cuda" or _has_cuda_core())[:1]
+    backends = tuple(name for name in backends if name != "cuda" or has_cuda_core())[:1]
     ours = candidates(problem, backends)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
     theirs = [CUBLAS] if with_cublas else []
@@ -195,7 +195,3 @@ def _bytes(problem: GemvProblem) -> tuple[int, int]:
     item = ITEM_BYTES[problem.dtype]
     sizes = [item * torch.Size(shape).numel() for _, shape in problem.operands]
     return sum(sizes[:-1]), sizes[-1]
-
-
-def _has_cuda_core() -> bool:
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None

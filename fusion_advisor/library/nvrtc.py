@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,11 @@ from typing import Any
 
 from fusion_advisor.library.source import KernelBuildFailed, Rendered
 from fusion_advisor.library.staging import SharedMemory
+
+
+def has_cuda_core() -> bool:
+    """Whether kernels can be compiled and launched in this process."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 
 def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:

@@ -47,7 +47,7 @@ def straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
 def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
     values = plan.program.values
-    before, passes = _walks(plan)
+    before, passes = walks(plan)
     steps = []
     for place, step in enumerate(passes):
         writer.policies = _policies(plan, passes, place) if is_cached else {}
@@ -113,7 +113,7 @@ def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str
     }  # fmt: skip
 
 
-def _walks(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
+def walks(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
     """What is known before the first walk over the columns, and the walks."""
     return column_passes(plan, online_sums(plan.program), moments(plan.program))
 
@@ -133,7 +133,7 @@ def _policies(plan: Schedule, passes: Sequence[Pass], place: int) -> dict[int, s
 def rows_stay_cached(plans: Sequence[Schedule]) -> bool:
     """Whether rows that are walked more than once stay in the L1 cache from walk to walk."""
     is_small = all(_row_bytes(plan) <= _CACHED_ROW_BYTES for plan in plans)
-    return is_small and any(len(_walks(plan)[1]) > 1 for plan in plans)
+    return is_small and any(len(walks(plan)[1]) > 1 for plan in plans)
 
 
 def _row_bytes(plan: Schedule) -> int:

