@@ -133,11 +133,12 @@ class Gelus(torch.nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.serial
-def test_products_at_the_power_limit_feel_a_part_of_a_copy():
+def test_products_at_the_power_limit_feel_a_copy_or_a_part_of_it():
+    """All of it on an H200 (products 20.17 ms at 690 W, with copies of 1.53 ms 21.70); Qwen2.5-7B's prefill feels 0.9 there."""
     import fusion_advisor as fa
 
     model = Gelus().to("cuda", torch.bfloat16).eval()
     report = fa.apply(model, (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16),), compile=False).report
     assert report.bandwidth.copy_bytes_per_s == pytest.approx(measure_bandwidth("cuda").copy_bytes_per_s, rel=0.1)
-    at_limit = is_at_power_limit(report.after.wall.clocks)
-    assert 0.2 < report.copy_cost_share < 0.97 if at_limit else report.copy_cost_share == 1.0
+    least = 0.2 if is_at_power_limit(report.after.wall.clocks) else 1.0
+    assert least <= report.copy_cost_share <= 1.0
