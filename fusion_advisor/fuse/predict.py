@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from fusion_advisor.capture.bias import RUNS_AS
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
@@ -34,6 +35,7 @@ _BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
 _STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
+_SHARED_MASKS = "share_masks"
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
@@ -83,7 +85,9 @@ def price_passes(
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
     one over patches, is expected to be as quick per multiplication as the quickest of the step's other products; the result of
     the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
-    save that copy and to launch its products in its stead.
+    save that copy and to launch its products in its stead. What an op makes of a boolean mask, besides attention's own kernels,
+    is expected to be made once. Nothing is expected of biases that stay apart: how long the op with its bias takes is not in the
+    trace.
 
     Args:
         rewrites: of a run.
@@ -108,6 +112,12 @@ def price_passes(
         now = removed_ops(bench, variant)
         saved = [launch for launch in capture.launches if launch.op_index in now - gone]
         saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
+        if name == _BIASES:
+            priced.append(row)
+            gone = now
+            continue
+        if name == _SHARED_MASKS:
+            saving_ns += _repeated_masks_ns(capture, now, row.sites, cost_ns)
         if name == _MASKS:
             saving_ns += _unmasked_saving_ns(capture, now, cost_ns)
         if name == _PADS:
@@ -138,6 +148,13 @@ def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int
     eager = [launch for launch in capture.eager_launches if launch.category == OpClass.ATTENTION]
     beyond_ns = sum(launch.duration_ns for launch in traced) - sum(launch.duration_ns for launch in eager)
     return max(0, beyond_ns + (len(traced) - len(eager)) * cost_ns)
+
+
+def _repeated_masks_ns(capture: Capture, removed: Collection[int], sites: int, cost_ns: int) -> int:
+    """What attention launches beside its own kernels, but for one call of those whose mask is shared."""
+    attending = {launch.op_index for launch in capture.launches if launch.category == OpClass.ATTENTION} - set(removed)
+    beside = [launch for launch in capture.launches if launch.op_index in attending and launch.category != OpClass.ATTENTION]
+    return round(sum(launch.duration_ns + cost_ns for launch in beside) * (1 - 1 / max(sites, 1)))
 
 
 def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
@@ -200,6 +217,6 @@ def removed_ops(bench: Bench, variant: Variant) -> set[int]:
     """Return the indices of the captured ops that a variant no longer runs."""
     removed: set[int] = set()
     for region, index_of, module in zip(bench.live.regions, bench.index_of, variant.modules, strict=True):
-        left = {node.name for node in module.graph.nodes}
+        left = {name for node in module.graph.nodes for name in (node.name, *node.meta.get(RUNS_AS, ()))}
         removed |= {index_of[node] for node in region.graph.graph.nodes if node.name not in left}
     return removed

@@ -163,12 +163,16 @@ def warm_up_line(report: Report) -> str:
 
 
 def prediction_error(report: Report) -> tuple[float, int] | None:
-    """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are."""
+    """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are.
+
+    A rewrite of which nothing was expected, and which saved something, counts as a whole error.
+    """
     errors = []
     rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
     for row in rows:
-        if row.status is Status.KEPT and row.step_delta_ns and row.predicted_saving_ns:
-            errors.append(abs(row.predicted_saving_ns + row.step_delta_ns) / abs(row.step_delta_ns))
+        expected_ns = predicted_ns(row)
+        if row.status is Status.KEPT and row.step_delta_ns and expected_ns is not None:
+            errors.append(abs(expected_ns + row.step_delta_ns) / abs(row.step_delta_ns))
     return (statistics.median(errors), len(errors)) if errors else None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import split_bias
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse.bench import PASSES, Bench
@@ -111,25 +112,29 @@ def test_a_weight_that_is_written_to_is_seen():
 class Patches(nn.Module):
     """Patches, and a linear after them."""
 
-    def __init__(self):
+    def __init__(self, has_bias):
         super().__init__()
-        self.cut = nn.Conv2d(3, 8, 4, stride=4, bias=False)
+        self.cut = nn.Conv2d(3, 8, 4, stride=4, bias=has_bias)
         self.head = nn.Linear(8, 16)
 
     def forward(self, x):
         return self.head(self.cut(x).flatten(2).transpose(1, 2))
 
 
-def test_it_is_expected_to_take_as_long_as_the_best_linear_and_two_copies():
-    capture, live = profile_live(Patches().eval(), (torch.randn(2, 3, 16, 8),))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_is_expected_to_take_as_long_as_the_best_linear_and_two_copies(monkeypatch, has_bias):
+    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)  # as ATen does on a GPU
+    capture, live = profile_live(Patches(has_bias).eval(), (torch.randn(2, 3, 16, 8),))
     bench = Bench(live, on_cuda=False)
     (cut,) = (op for op in bench.ops if op.target == "aten.conv2d.default")
     (head,) = (op for op in bench.ops if op.target == "aten.linear.default")
-    launches = tuple(Launch(kernel_name="k", op_index=op.index, duration_ns=ns) for op, ns in ((cut, 99_000), (head, 2_048)))
+    took = [(cut, 99_000), (head, 2_048), *((op, 4_000) for op in bench.ops if op.target == "aten.add.Tensor")]
+    assert len(took) == 2 + has_bias
+    launches = tuple(Launch(kernel_name="k", op_index=op.index, duration_ns=ns) for op, ns in took)
     capture = replace(
         capture, launches=launches, ops=tuple(bench.ops), bandwidth=replace(capture.bandwidth, copy_bytes_per_s=10**9)
     )
     row = GraphRewrite(id="R6", name=PASSES["patches_as_gemm"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], bench, capture, 100)
     # 2 x 8 windows: 16 x 8 x 16 products of the linear in 2048 ns, 16 x 8 x 48 here; 3072 and 512 bytes, read and written.
-    assert priced.predicted_saving_ns == 99_100 - 3 * 2_048 - 2 * (3_072 + 512) - 300
+    assert priced.predicted_saving_ns == 99_100 + has_bias * 4_100 - 3 * 2_048 - 2 * (3_072 + 512) - 300

@@ -146,3 +146,41 @@ def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
     row = GraphRewrite(id="R1", name=PASSES["drop_masks"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], Bench(live, on_cuda=False), capture, 500)
     assert priced.predicted_saving_ns == 0
+
+
+def test_nothing_is_expected_of_biases_that_stay_apart(monkeypatch):
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+    capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
+    rows = [
+        GraphRewrite(id=name, name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+        for name in ("split_gemm_biases", "fold_constants")
+    ]
+    bench = Bench(live, on_cuda=False)
+    made = [op.index for op in capture.ops if op.target in ("aten.ones.default", "aten.tril.default")]
+    product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
+    launches = [launch(product, 70_000), launch(total, 4_000), *(launch(index, 1_000) for index in made)]
+    apart, folded = price_passes(rows, bench, replace(capture, launches=tuple(launches), eager_launches=()), 500)
+    assert apart.predicted_saving_ns is None
+    assert folded.predicted_saving_ns == len(made) * 1500 > 0
+
+
+class SharedMask(torch.nn.Module):
+    def forward(self, x, keep):
+        mask = keep.expand(1, 1, 8, 8)
+        for _ in range(3):
+            x = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return x
+
+
+def test_a_mask_that_calls_share_is_expected_to_be_made_once():
+    capture, live = profile_live(SharedMask(), (torch.randn(1, 2, 8, 16), torch.arange(8) < 5))
+    bench = Bench(live, on_cuda=False)
+    calls = [op.index for op in bench.ops if "scaled_dot_product" in op.target]
+    of_each = [("attention", 7_000), ("attention", 2_000), ("memory", 1_000), ("memory", 1_100), ("pointwise", 1_500)]
+    launches = tuple(launch(index, ns, category) for index in calls for category, ns in of_each)
+    row = GraphRewrite(id="R3", name=PASSES["share_masks"][0], status=Status.KEPT, reason="", sites=3, step_delta_ns=-1)
+    (priced,) = price_passes([row], bench, replace(capture, launches=launches, eager_launches=()), 500)
+    assert priced.predicted_saving_ns == 2 * (1_000 + 1_100 + 1_500 + 3 * 500)
+    math = tuple(launch(index, 7_000, "attention") for index in calls)  # all of it in kernels of attention's own
+    (priced,) = price_passes([row], bench, replace(capture, launches=math, eager_launches=()), 500)
+    assert priced.predicted_saving_ns == 0
