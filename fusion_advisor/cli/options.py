@@ -197,7 +197,7 @@ BackendOpt = Annotated[
     BackendChoice | None,
     typer.Option(
         "--backend",
-        help="By default C++ on a CPU, Triton on a GPU, with CUDA C++ beside it for group norms and very wide rows; "
+        help="By default C++ on a CPU, Triton on a GPU, with CUDA C++ beside it for group norms, very wide rows and tanh; "
         "fastest tries both for each kernel.",
         rich_help_panel=_ADVISE,
     ),

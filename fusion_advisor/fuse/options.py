@@ -29,7 +29,7 @@ class ProfileOptions:
         skip: Patterns; a chain that matches one is left alone.
         kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
         backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
-            device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where rows are shared by channels or too wide.
+            device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where Triton is known to be slower.
         fast_math: Whether kernels may use approximate instructions.
         nvtx: Whether NVTX ranges are opened in timed runs.
         command: The command line that repeats this run.
