@@ -15,6 +15,7 @@ from typing import Literal
 from fusion_advisor import units
 from fusion_advisor.records import COMPILED, Fusion, Gate, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.report import clocks, view
+from fusion_advisor.report.headline import kept_count
 
 COMPARE_SCHEMA = "fusion-advisor-compare/1"
 TRACE_TOLERANCE_SHARE = 0.02
@@ -222,7 +223,7 @@ def _side(report: Report, state: State) -> Side:
         context=view.context_line(report),
         command=report.command,
         noise_share=report.noise_share,
-        kept=view.kept_count(report) if state == "applied" else 0,
+        kept=kept_count(report) if state == "applied" else 0,
         numerics=numerics,
         is_checked=state == "eager" or (state == "applied" and (check is not None or view.is_unchanged(report))),
         wrong=tuple(wrong) if state == "applied" else (),

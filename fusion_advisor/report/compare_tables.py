@@ -18,6 +18,7 @@ from fusion_advisor.report.compare import (
     TimeChange,
     Verdict,
 )
+from fusion_advisor.report.headline import Headline
 from fusion_advisor.report.text import plural, visible
 
 
@@ -28,7 +29,7 @@ def title(shown: Comparison) -> str:
     return f"{models}: two {'steps of one run' if a.run_id == b.run_id else 'runs'}"
 
 
-def headline(shown: Comparison) -> view.Headline:
+def headline(shown: Comparison) -> Headline:
     """The comparison in one sentence, and what must be said beside it."""
     failed = [gate.rule for gate in shown.gates if gate.state == "failed"]
     tone, text = _result(shown)
@@ -40,8 +41,8 @@ def headline(shown: Comparison) -> view.Headline:
         if side.numerics:
             points.append(f"{label} numerics {side.numerics}")
     if failed:
-        return view.Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
-    return view.Headline(tone, text, tuple(points))
+        return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
+    return Headline(tone, text, tuple(points))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from fusion_advisor.report import charts, others, redact, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.embed import EmbeddedTrace
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.roofline import roofline
 from fusion_advisor.report.text import plural, visible
 from fusion_advisor.serialize import dump_report
@@ -69,7 +70,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
     page = environment().get_template("report.html.jinja")
     html = page.render(
         report=report,
-        headline=view.headline(report),
+        headline=headline(report),
         generation=view.step_lines(report),
         modules=view.module_rows(report, MAX_MODULES),
         caveats=view.caveats(report),

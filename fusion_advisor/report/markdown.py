@@ -15,6 +15,7 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
 from fusion_advisor.report import others, view
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 LIMIT = 60_000
@@ -93,7 +94,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
         .get_template("report.md.jinja")
         .render(
             report=report,
-            headline=view.headline(report),
+            headline=headline(report),
             generation=view.step_lines(report),
             modules=view.module_rows(report, MAX_ROWS),
             caveats=view.caveats(report),

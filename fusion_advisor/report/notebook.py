@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Fusion, GraphRewrite, Report
 from fusion_advisor.report import others, tables, terminal, view
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import environment
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def to_html(report: Report, *notes: str) -> str:
         .get_template("notebook.html.jinja")
         .render(
             report=report,
-            headline=view.headline(report),
+            headline=headline(report),
             context=view.context_line(report),
             caveats=(*view.caveats(report), *view.quality_warnings(report)[:_MOST_WARNINGS]),
             notes=(*view.step_lines(report), *notes),

@@ -18,6 +18,7 @@ from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Si
 from fusion_advisor.report import clocks, compare_tables, others, view
 from fusion_advisor.report import gate as gates
 from fusion_advisor.report.compare import Comparison
+from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.text import plural, visible, visible_lines
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
@@ -48,11 +49,11 @@ def profile_table(report: Report, console: Console) -> RenderableType:
     """Return the chains of a profile, the sum below them, and what limits the figures."""
     lines = [*_caveats(report, console)]
     if report.training is not None:
-        return Group(*lines, *_training(report, report.training, console), _line(view.headline(report).text, console))
+        return Group(*lines, *_training(report, report.training, console), _line(headline(report).text, console))
     table = _table(_chain_columns(report), console) if report.chains else Text("")
     if report.chains:
         lines.append(table)
-    lines.append(_line(view.headline(report).text, console))
+    lines.append(_line(headline(report).text, console))
     if "Save" in table.plain.partition("\n")[0]:  # a narrow terminal drops the column
         lines.append(_line("Save is an upper bound; bounds of different chains do not add up.", console, "dim"))
     return Group(*lines, *_launches(report, console), *_findings(report, console))
@@ -88,7 +89,7 @@ def _module_columns(report: Report, limit: int) -> list[Column]:
 
 def apply_table(report: Report, console: Console) -> RenderableType:
     """Return what each rewrite bought, the step before and after, and the numerics."""
-    head = view.headline(report)
+    head = headline(report)
     lines = [*_caveats(report, console)]
     if report.fusions or report.rewrites:
         lines += [_table(_fusion_columns(report), console), Text("")]
@@ -443,7 +444,7 @@ def _fitted(text: str, width: int, console: Console, *, is_right: bool, is_last:
 
 def summary_line(report: Report) -> str:
     """Return the one line that ``-q`` leaves."""
-    return f"{view.headline(report).text} {plural(view.kept_count(report), 'rewrite')} kept."
+    return f"{headline(report).text} {plural(kept_count(report), 'rewrite')} kept."
 
 
 def column_table(columns: Sequence[Column], console: Console) -> Text:

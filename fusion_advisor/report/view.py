@@ -1,4 +1,4 @@
-"""The sentences and rows that every view of a report shares, so that headline and tables cannot disagree.
+"""The rows and sentences that every view of a report shares, so that its tables cannot disagree.
 
 Nothing is measured or judged here: ratios of two figures of the report, sums that a chart needs, and words for a status.
 """
@@ -21,7 +21,6 @@ from fusion_advisor.records import (
     Status,
     StepProfile,
     Timing,
-    Training,
 )
 from fusion_advisor.report import clocks, others
 from fusion_advisor.report.text import plural, visible
@@ -50,15 +49,6 @@ VERDICTS = {
     Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
     Status.ABSORBED: Verdict("→", "part of a larger kernel", "plain"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The run in one sentence, and what must be said beside it."""
-
-    tone: str
-    text: str
-    points: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,106 +220,6 @@ def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
         before.ci_low_ns / max(after.ci_high_ns, 1),
         before.ci_high_ns / max(after.ci_low_ns, 1),
     )
-
-
-def kept_count(report: Report) -> int:
-    """How many rewrites of either kind stayed in the model."""
-    statuses = [fusion.status for fusion in report.fusions] + [rewrite.status for rewrite in report.rewrites]
-    return statuses.count(Status.KEPT)
-
-
-def headline(report: Report) -> Headline:
-    """The verdict: bad news first, then what was gained, then what was found."""
-    tone, text = _result(report)
-    points: list[str] = []
-    if report.fusions or report.rewrites:
-        tried = len(report.fusions) + len(report.rewrites)
-        points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
-    if report.model_check is not None:
-        passed = report.model_check.is_passed
-        whose = "the limit" if report.tolerance is None else "--rtol and --atol"
-        points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
-    elif report.after is not None and not is_unchanged(report):
-        points.append("whole-model numerics were not checked")
-    points += others.against_others(report)
-    if report.noise_share is not None:
-        points.append(f"A/A noise {units.share(report.noise_share)}")
-    if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
-        return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
-    if report.model_check is not None and not report.model_check.is_passed:
-        return Headline("loss", f"The numbers changed. {text}", tuple(points))
-    if report.status == "failed":
-        return Headline("loss", f"The run failed. {text}", tuple(points))
-    if report.status == "interrupted":
-        return Headline("warn", f"The run was interrupted. {text}", tuple(points))
-    return Headline(tone, text, tuple(points))
-
-
-def _result(report: Report) -> tuple[str, str]:
-    if report.training is not None:
-        return "plain", _training_sentence(report, report.training)
-    better = others.faster_compile(report)
-    if better is not None:
-        mode, wall = better
-        own, (_, text) = others.own_wall(report), _compared_with(report)
-        ours = "" if own is None or is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
-        return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
-    return _compared_with(report)
-
-
-def _training_sentence(report: Report, training: Training) -> str:
-    kernels = (
-        f"kernels of the forward pass {units.duration(training.forward_ns)}, of the backward pass "
-        f"{units.duration(training.backward_ns)}"
-    )
-    wall = report.before.wall
-    return (
-        f"A training step takes {units.duration(wall.median_ns)} (wall time): {kernels}."
-        if wall
-        else f"{kernels[:1].upper()}{kernels[1:]}."
-    )
-
-
-def _compared_with(report: Report) -> tuple[str, str]:
-    """The sentence on the step, against what the run was asked to compare with; that is named in any case."""
-    pair = step_pair(report)
-    if pair is None:
-        with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
-        if not report.chains:
-            return "plain", "No chain of pointwise or reduction ops was found that could be fused."
-        inside = sum(chain.share for chain in report.chains)
-        matched = sum(chain.share for chain in report.chains if chain.id in with_kernel)
-        text = (
-            f"{units.share(inside)} of {device_word(report)} time is in {plural(len(report.chains), 'fusible chain')}; "
-            f"{len(with_kernel)} of them, {units.share(matched)}, have a kernel."
-        )
-        return "plain", text
-    what, before, after = pair
-    if is_unchanged(report):
-        return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
-    against_eager = _against("eager", "", what, before, after)
-    if report.baseline == "eager":
-        return against_eager
-    compiled = others.best_compile(report)
-    if compiled is None or what != "wall time":
-        return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
-    against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
-    if report.baseline == "compile":
-        return against_compile
-    tones = {against_eager[0], against_compile[0]}
-    tone = next(tone for tone in ("loss", "warn", "gain") if tone in tones)
-    return tone, f"{against_eager[1]} {against_compile[1]}"
-
-
-def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
-    ratio, low, high = speedup_bounds(before, after)
-    times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
-    spread = units.speedup_interval(low, high)
-    if low > 1:
-        return "gain", f"{units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
-    if high < 1:
-        return "loss", f"Slower: {units.speedup(ratio)} {rival}'s speed{mode} {spread}: {times}."
-    return "warn", f"No measurable change against {rival}{mode}, {units.speedup(ratio)} {spread}: {times}."
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fusion_advisor.records import Status
 from fusion_advisor.report import others, view
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal import result_table
@@ -54,7 +55,7 @@ def test_the_headline_says_when_torch_compile_is_the_better_choice(text):
 )
 def test_the_headline_names_what_it_compares_with(baseline, compiled_ns, tone, sentences):
     report = replace(applied(), baseline=baseline, baselines=baselines(compiled_ns=compiled_ns))
-    head = view.headline(report)
+    head = headline(report)
     assert head.tone == tone
     for text in (head.text, *every_view(report)):
         assert all(sentence in text for sentence in sentences), text
@@ -62,7 +63,7 @@ def test_the_headline_names_what_it_compares_with(baseline, compiled_ns, tone, s
 
 
 def test_a_headline_without_a_time_of_torch_compile_says_so():
-    head = view.headline(replace(applied(), baseline="compile", baselines=()))
+    head = headline(replace(applied(), baseline="compile", baselines=()))
     assert head.text.startswith("1.19× eager's speed ")
     assert head.text.endswith("There is no time of torch.compile to compare with.")
 
@@ -71,13 +72,13 @@ def test_a_mode_within_the_noise_of_ours_is_not_recommended():
     report = applied()
     near = replace(report, baselines=baselines(compiled_ns=15_510_000))
     assert others.faster_compile(near) is None
-    assert "Just use" not in view.headline(near).text
+    assert "Just use" not in headline(near).text
 
 
 def test_torch_compile_is_recommended_too_where_nothing_of_ours_paid():
     report = applied()
     unchanged = replace(report, after=replace(report.before, label=view.UNCHANGED), baselines=baselines(13_000_000)[:4])
-    head = view.headline(unchanged)
+    head = headline(unchanged)
     assert head.text.startswith("Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time). Nothing paid, ")
     assert head.tone == "warn"
 
@@ -110,7 +111,7 @@ def test_the_prediction_error_is_the_median_over_kept_rewrites():
 def test_without_other_ways_there_is_no_table():
     report = replace(applied(), baselines=tuple(row for row in baselines() if row.name in ("eager", "ours")))
     assert others.baseline_rows(report) == ()
-    assert "torch.compile was not measured" in view.headline(report).points
+    assert "torch.compile was not measured" in headline(report).points
     assert others.best_peer(report) is None
 
 

@@ -18,6 +18,7 @@ from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Timeline
 from fusion_advisor.report import view
 from fusion_advisor.report.code import panel
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import MAX_KERNELS, SECTIONS, render_html
 from fusion_advisor.report.text import visible
 from fusion_advisor.serialize import load_report
@@ -164,7 +165,7 @@ def test_figures_are_the_reports_own(make: Callable[[], Report]) -> None:
             assert units.delta_interval(*fusion.step_delta_ci_ns) in words
         assert fusion.reason in words
         assert f"{fusion.receipt.sites_replaced} of {fusion.receipt.sites_found}" in words
-    assert view.headline(report).text in words
+    assert headline(report).text in words
     for row in view.comparisons(report):
         assert row.before in words
         assert row.after in words
@@ -250,7 +251,7 @@ def test_empty_parts_are_sentences() -> None:
 
 def test_bad_news_comes_first() -> None:
     report = failed_numbers()
-    assert view.headline(report).text.startswith("The numbers changed.")
+    assert headline(report).text.startswith("The numbers changed.")
     words = Page(render_html(report)).words
     assert "✗ Failed" in words
     assert "nan" in words

@@ -10,6 +10,7 @@ import pytest
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Report
 from fusion_advisor.report import tables, view
+from fusion_advisor.report.headline import headline
 from tests.report.fixtures import ALL, applied, failed_numbers, hostile, profiled, real
 from tests.report.test_html import Page
 
@@ -43,7 +44,7 @@ def test_the_view_is_whole_html_that_runs_and_fetches_nothing(make: Callable[[],
 def test_it_says_what_the_other_views_say() -> None:
     report = real()
     words = Page(report._repr_html_()).words
-    assert view.headline(report).text in words
+    assert headline(report).text in words
     for row in view.comparisons(report):
         assert f"{row.before} {row.after} {row.change} {row.speedup}" in re.sub(r"\s+", " ", words)
     for fusion in report.fusions:

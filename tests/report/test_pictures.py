@@ -6,7 +6,7 @@ import html
 import re
 from xml.etree import ElementTree
 
-from fusion_advisor.report import view
+from fusion_advisor.report.headline import headline
 from fusion_advisor.serialize import read_report
 from tests.report.make_pictures import PICTURES, ROOT, RUN
 
@@ -17,7 +17,7 @@ def test_the_terminals_picture_holds_the_runs_figures_and_loads_nothing() -> Non
     assert not re.search(r"url\((?!#)|@import|<script|<image|href=", svg)
     words = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", "", svg)).replace("\xa0", " "))
     report = read_report(RUN / "report.json")
-    assert view.headline(report).text in words, "python -m tests.report.make_pictures draws it again"
+    assert headline(report).text in words, "python -m tests.report.make_pictures draws it again"
     for fusion in report.fusions:
         assert fusion.kernel in words
     assert f"fusion-advisor report {RUN.relative_to(ROOT)}" in words

@@ -10,6 +10,7 @@ from rich.console import Console
 from fusion_advisor import units
 from fusion_advisor.records import GenerationCheck, Tolerance
 from fusion_advisor.report import view
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal import Column, column_table, result_table, simple_table, summary_line
@@ -137,7 +138,7 @@ def test_an_unchanged_model_has_no_speedup() -> None:
     """Before and after are one measurement then; a ratio of it with itself would look like a result."""
     report = applied()
     report = replace(report, after=replace(report.before, label=view.UNCHANGED), model_check=None, baselines=())
-    assert view.headline(report).text.startswith("Nothing paid, so the model was left as it was: ")
+    assert headline(report).text.startswith("Nothing paid, so the model was left as it was: ")
     assert view.comparisons(report) == ()
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as captured:
