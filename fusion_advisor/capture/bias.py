@@ -25,7 +25,7 @@ from fusion_advisor.capture import torch_internals
 CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default)
 _LINEAR, _ADDMM, _MM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default
 WRITTEN_OUT = "is_written_out_bias"
-RUNS_AS = "launches_of"
+LAUNCHES_OF = "launches_of"
 """Where a node has its bias back: names of the captured nodes whose launches are its own."""
 _FEWEST_ROWS = 32
 """Below, a GEMM is a matrix-vector product: it reads its weight once, whatever is done with the sums."""
@@ -96,7 +96,7 @@ def join_bias(graph: Graph) -> None:
         with graph.inserting_before(bare):
             whole = graph.call_function(bare.target, (*bare.args[:2], shown.args[0], *bare.args[3:]))
         whole.meta = {key: value for key, value in total.meta.items() if key != WRITTEN_OUT}
-        whole.meta[RUNS_AS] = (bare.name, total.name)  # ATen adds the bias with a kernel of its own
+        whole.meta[LAUNCHES_OF] = (bare.name, total.name)  # ATen adds the bias with a kernel of its own
         total.replace_all_uses_with(whole)
         for node in (total, bare, shown):
             if not node.users:
@@ -142,7 +142,7 @@ def _join_gemm(graph: Graph, total: Node) -> None:
         arguments = (x, weight, bias) if bare.target is _LINEAR else (bias, x, weight)
         whole = graph.call_function(_LINEAR if bare.target is _LINEAR else _ADDMM, arguments)
     whole.meta = {key: value for key, value in total.meta.items() if key != WRITTEN_OUT}
-    whole.meta[RUNS_AS] = (bare.name,)  # the epilogue adds the bias
+    whole.meta[LAUNCHES_OF] = (bare.name,)  # the epilogue adds the bias
     total.replace_all_uses_with(whole)
     for node in (total, bare):
         graph.erase_node(node)

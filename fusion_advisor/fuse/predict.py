@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from fusion_advisor.capture.bias import RUNS_AS
+from fusion_advisor.capture.bias import LAUNCHES_OF
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
@@ -86,8 +86,7 @@ def price_passes(
     one over patches, is expected to be as quick per multiplication as the quickest of the step's other products; the result of
     the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
     save that copy and to launch its products in its stead. What an op makes of a boolean mask, besides attention's own kernels,
-    is expected to be made once. Nothing is expected of biases that stay apart: how long the op with its bias takes is not in the
-    trace.
+    is expected to be made once. Biases that stay apart get no figure: how long the op with its bias takes is not in the trace.
 
     Args:
         rewrites: of a run.
@@ -110,12 +109,12 @@ def price_passes(
         placed.append(name)
         variant = bench.build((), placed)
         now = removed_ops(bench, variant)
-        saved = [launch for launch in capture.launches if launch.op_index in now - gone]
-        saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
         if name == _BIASES:
             priced.append(row)
             gone = now
             continue
+        saved = [launch for launch in capture.launches if launch.op_index in now - gone]
+        saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
         if name == _SHARED_MASKS:
             saving_ns += _repeated_masks_ns(capture, now, row.sites, cost_ns)
         if name == _MASKS:
@@ -151,10 +150,15 @@ def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int
 
 
 def _repeated_masks_ns(capture: Capture, removed: Collection[int], sites: int, cost_ns: int) -> int:
-    """What attention launches beside its own kernels, but for one call of those whose mask is shared."""
-    attending = {launch.op_index for launch in capture.launches if launch.category == OpClass.ATTENTION} - set(removed)
-    beside = [launch for launch in capture.launches if launch.op_index in attending and launch.category != OpClass.ATTENTION]
+    """What attention with a boolean mask launches beside its own kernels, but for one call of those that share it."""
+    boolean = {op.index for op in capture.ops if op.target == _ATTENTION and _reads_bool(capture, op)} - set(removed)
+    beside = [launch for launch in capture.launches if launch.op_index in boolean and launch.category != OpClass.ATTENTION]
     return round(sum(launch.duration_ns + cost_ns for launch in beside) * (1 - 1 / max(sites, 1)))
+
+
+def _reads_bool(capture: Capture, op: OpNode) -> bool:
+    sources = [value for value in (*op.args, *(value for _, value in op.kwargs)) if isinstance(value, Ref)]
+    return any(capture.ops[source.index].outputs[0].dtype == "bool" for source in sources)
 
 
 def _padded_ns(capture: Capture, removed: Collection[int]) -> int:
@@ -217,6 +221,6 @@ def removed_ops(bench: Bench, variant: Variant) -> set[int]:
     """Return the indices of the captured ops that a variant no longer runs."""
     removed: set[int] = set()
     for region, index_of, module in zip(bench.live.regions, bench.index_of, variant.modules, strict=True):
-        left = {name for node in module.graph.nodes for name in (node.name, *node.meta.get(RUNS_AS, ()))}
+        left = {name for node in module.graph.nodes for name in (node.name, *node.meta.get(LAUNCHES_OF, ()))}
         removed |= {index_of[node] for node in region.graph.graph.nodes if node.name not in left}
     return removed

@@ -18,7 +18,7 @@ from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trial import Trial, try_fusion
 from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.program import Program
-from fusion_advisor.library.tuning import MUST_GAIN, is_outdone_by_cuda
+from fusion_advisor.library.tuning import MUST_GAIN, is_faster_in_cuda
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 
 FASTEST = "fastest"
@@ -84,7 +84,7 @@ def backends_of(asked: str | None, program: Program, *, on_cuda: bool) -> tuple[
     """
     if not on_cuda and asked in (None, FASTEST):
         return ("cpp",)
-    if asked is None and has_cuda_core() and is_outdone_by_cuda(program):
+    if asked is None and has_cuda_core() and is_faster_in_cuda(program):
         return GPU_BACKENDS
     return GPU_BACKENDS if asked == FASTEST else (asked or GPU_BACKENDS[0],)
 

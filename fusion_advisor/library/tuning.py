@@ -165,8 +165,8 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
     return "|".join(parts)
 
 
-def is_outdone_by_cuda(program: Program) -> bool:
-    """Whether a Program is one that CUDA C++ computes faster than Triton, so that it is worth building in both.
+def is_faster_in_cuda(program: Program) -> bool:
+    """Whether a Program is of a kind that CUDA C++ was faster at than Triton, so that it is worth building in both.
 
     These are rows too wide for Triton's registers and walked more than once, which the blocks of a cluster share in CUDA, and
     rows that channels divide, for whose number CUDA's kernels are compiled. On an H200 group norm takes Triton 1.3 to 1.6 times

@@ -165,17 +165,20 @@ def test_nothing_is_expected_of_biases_that_stay_apart(monkeypatch):
 
 
 class SharedMask(torch.nn.Module):
+    """Three calls that read one boolean mask, and one without a mask."""
+
     def forward(self, x, keep):
         mask = keep.expand(1, 1, 8, 8)
         for _ in range(3):
             x = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-        return x
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 def test_a_mask_that_calls_share_is_expected_to_be_made_once():
     capture, live = profile_live(SharedMask(), (torch.randn(1, 2, 8, 16), torch.arange(8) < 5))
     bench = Bench(live, on_cuda=False)
     calls = [op.index for op in bench.ops if "scaled_dot_product" in op.target]
+    assert len(calls) == 4
     of_each = [("attention", 7_000), ("attention", 2_000), ("memory", 1_000), ("memory", 1_100), ("pointwise", 1_500)]
     launches = tuple(launch(index, ns, category) for index in calls for category, ns in of_each)
     row = GraphRewrite(id="R3", name=PASSES["share_masks"][0], status=Status.KEPT, reason="", sites=3, step_delta_ns=-1)

@@ -115,9 +115,8 @@ def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="builds kernels in two languages, and this machine has no CUDA device")
+@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
 def test_a_group_norm_is_tried_in_both_languages_unasked():
-    if not has_cuda_core():
-        pytest.skip("compiles with NVRTC, and cuda-core is missing")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.GroupNorm(32, 320), torch.nn.SiLU(), torch.nn.LayerNorm(64)).cuda().bfloat16().eval()
     x = torch.randn(4, 320, 64, 64, dtype=torch.bfloat16, device="cuda")

@@ -4,7 +4,6 @@ cuda_on_host.py), and on a CUDA device the real thing.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
 from fusion_advisor.library.beside import calls_of
 from fusion_advisor.library.cuda_shape import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
 from fusion_advisor.library.heading import tuning_of
-from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc
+from fusion_advisor.library.nvrtc import compile_cubin, find_nvcc, has_cuda_core
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 from fusion_advisor.library.staging import shared_memory_of
@@ -30,10 +29,7 @@ NO_TUNING = Tuning()
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
 CASES = cases()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
-needs_nvrtc = pytest.mark.skipif(
-    not importlib.util.find_spec("cuda") or not importlib.util.find_spec("cuda.core"),
-    reason="compiles with NVRTC, and cuda-core is missing",
-)
+needs_nvrtc = pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="compiles with nvcc, and there is none")
 
 

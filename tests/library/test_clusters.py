@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 
 import moments_rows
@@ -18,16 +17,14 @@ from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
 from fusion_advisor.library.beside import calls_of, starts
 from fusion_advisor.library.cuda_shape import form_for, form_of, launch_shape, pack_width
 from fusion_advisor.library.heading import tuning_of
+from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.schedule import schedule
 from fusion_advisor.library.source import Header, KernelBuildFailed, Tuning
 
 CASES = cases()
 HEADER = Header(title="case", summary="a test", origin="a test")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
-needs_nvrtc = pytest.mark.skipif(
-    not importlib.util.find_spec("cuda") or not importlib.util.find_spec("cuda.core"),
-    reason="compiles with NVRTC, and cuda-core is missing",
-)
+needs_nvrtc = pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
 needs_clusters = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="runs kernels on a GPU with clusters"
 )

@@ -8,15 +8,13 @@ so that a failure names its source. CUDA C++ goes through NVRTC where cuda-core 
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from fusion_advisor.library import backend_cuda, backend_triton
 from fusion_advisor.library.build import backend as backend_of
 from fusion_advisor.library.discover import list_kernels, load_references
-from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.library.source import Tuning
 from fusion_advisor.library.source_of import header_of, named_program, render_kernel
@@ -24,7 +22,6 @@ from fusion_advisor.library.source_of import header_of, named_program, render_ke
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
 SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
-HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 
 def is_wide(case):
@@ -73,7 +70,7 @@ def test_triton(name):
     compile_all(sources(SPECS[name], "triton"), "triton")
 
 
-@pytest.mark.skipif(not HAS_NVRTC, reason="compiles with NVRTC, and cuda-core is not installed")
+@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is not installed")
 @pytest.mark.parametrize("name", SPECS)
 def test_cuda_with_nvrtc(name):
     compile_all(sources(SPECS[name], "cuda"), "nvrtc")
@@ -85,7 +82,7 @@ def test_cuda_with_nvcc(name):
     # nvcc takes ten times as long as NVRTC: where both are here, one source per kernel shows that it agrees, and where it is
     # alone, each spelling is compiled once, for one generation: the next test says why for one.
     first, *rest = sources(SPECS[name], "cuda")
-    for dtype, rendered, program, architectures in [first] if HAS_NVRTC else [first, *rest]:
+    for dtype, rendered, program, architectures in [first] if has_cuda_core() else [first, *rest]:
         if dtype == first[0] and architectures == MIDDLE:
             assert compiles(rendered, program, *MIDDLE, "nvcc").startswith(b"\x7fELF")
 

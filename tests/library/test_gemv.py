@@ -5,7 +5,6 @@ CUDA kernels run on the host, all threads of a block (see simt_on_host.py), Trit
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -38,14 +37,13 @@ from fusion_advisor.library.gemv_choose import choose, launcher_for, operands, t
 from fusion_advisor.library.gemv_cuda import GemvCuda
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.gemv_triton import GemvTriton
-from fusion_advisor.library.nvrtc import find_nvcc
+from fusion_advisor.library.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.library.tuning_store import TuningStore
 
 HERE = Path(__file__).parent
 PROBLEMS = problems()
 CUDA = [(name, config) for name, problem in PROBLEMS.items() for config in candidates(problem, ("cuda",))]
-HAS_NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 needs_gpp = pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
 
 
@@ -109,7 +107,7 @@ def test_compiles_without_a_gpu(name, arch):
     for config in candidates(problem, ("triton",)):
         rendered = GemvTriton().render(problem, HEADER, config=config)
         assert gemv_triton.compile_for(problem, rendered, arch, config=config).startswith(b"\x7fELF")
-    if not HAS_NVRTC and find_nvcc() is None:
+    if not has_cuda_core() and find_nvcc() is None:
         pytest.skip("neither cuda-core nor nvcc is here")
     for config in candidates(problem, ("cuda",)):
         rendered = GemvCuda().render(problem, HEADER, config=config)
@@ -144,7 +142,7 @@ def test_the_declared_crossover_where_nothing_is_measured():
 
 
 def available():
-    return ("cuda", "triton") if HAS_NVRTC else ("triton",)
+    return ("cuda", "triton") if has_cuda_core() else ("triton",)
 
 
 def test_tensors_that_are_not_the_problem_s_are_refused():
@@ -330,7 +328,7 @@ class TestOnAGpu:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize("name", surrounded())
     def test_kernels_around_cublas(self, tmp_path, backend, dtype, name):
-        if backend == "cuda" and not HAS_NVRTC:
+        if backend == "cuda" and not has_cuda_core():
             pytest.skip("cuda-core is not here")
         problem, store = replace(surrounded()[name], dtype=dtype), TuningStore(tmp_path / "tuning.json")
         launch = launcher_for(problem, around(problem, backend), header=HEADER, folder=tmp_path, store=store)

@@ -16,7 +16,7 @@ from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import lower_reference
 from fusion_advisor.library.source import Header, Tuning
 from fusion_advisor.library.staging import shared_memory_of
-from fusion_advisor.library.tuning import MOST_TRIALS, allocate, best_tuning, candidates, is_outdone_by_cuda, tuning_key
+from fusion_advisor.library.tuning import MOST_TRIALS, allocate, best_tuning, candidates, is_faster_in_cuda, tuning_key
 from fusion_advisor.library.tuning_store import SCHEMA, TuningStore
 
 HEADER = Header(title="rmsnorm", summary="a test", origin="a test")
@@ -165,15 +165,15 @@ def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_cluster
 
 
 def test_cuda_is_worth_building_for_rows_read_twice_or_divided_by_channels_and_for_tanh():
-    assert is_outdone_by_cuda(programs.softmax(64, 16385, "bfloat16"))
-    assert not is_outdone_by_cuda(programs.softmax(64, 16384, "bfloat16"))
-    assert not is_outdone_by_cuda(programs.rope(1, 32, 2048, 64, "bfloat16"))
+    assert is_faster_in_cuda(programs.softmax(64, 16385, "bfloat16"))
+    assert not is_faster_in_cuda(programs.softmax(64, 16384, "bfloat16"))
+    assert not is_faster_in_cuda(programs.rope(1, 32, 2048, 64, "bfloat16"))
     found = set()
     for spec in list_kernels():
         if spec.gemv is None:
             reference = load_kernel(spec.name).references[0][1]
             made = (next(lower_reference(spec, reference, dict(case.sizes), dtype=torch.bfloat16)) for case in spec.bench)
-            found |= {spec.name for lowered in made if is_outdone_by_cuda(lowered.program)}
+            found |= {spec.name for lowered in made if is_faster_in_cuda(lowered.program)}
     assert found == {"groupnorm", "groupnorm_silu", "log_softmax", "softcap"}  # cross-entropy walks a row once, however wide
 
 
