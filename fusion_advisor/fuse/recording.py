@@ -140,9 +140,10 @@ class Recording:
         slots: places of the inputs that are used where they are, ``addresses`` their addresses.
         read: the memory of those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep the next one
             from getting the same addresses.
-        watched: those of them that are written to or that a product behind the graph reads, by place: their addresses are
-            compared in front of the launch.
-        layouts: of those that a product behind the graph reads, by place; in front of the guards nothing else vouches for them.
+        watched: those of them that are written to or that a product behind the graph reads: their addresses are compared in front
+            of the launch. ``watched_slots`` are their places.
+        layouts: of those that a product behind the graph reads, by place in ``watched``; in front of the guards nothing else
+            vouches for them.
         gone: what was freed since, of ``read`` and ``watched``.
         others: inputs that are no tensors, by place.
         folded_from: what folded values were computed from, with the version count of then.
@@ -160,7 +161,8 @@ class Recording:
     play: Callable[[], None]
     copies: tuple[InputCopy, ...]
     read: tuple[weakref.ref[torch.UntypedStorage], ...]
-    watched: tuple[tuple[int, weakref.ref[torch.Tensor]], ...]
+    watched: tuple[weakref.ref[torch.Tensor], ...]
+    watched_slots: tuple[int, ...]
     watched_addresses: torch_internals.Addresses
     layouts: Mapping[int, Layout]
     gone: list[weakref.ref[Any]]
@@ -178,20 +180,17 @@ class Recording:
     replays: int = 0
 
     def is_in_place(self) -> bool:
-        """Whether it may be launched: nothing that it reads was freed, what is watched is as it was, flags are the same."""
-        if self.gone:
+        """Whether it may be launched: nothing that it reads was freed, and what is watched lies where it lay."""
+        watched: list[Any] = list(map(operator.call, self.watched))
+        if self.gone:  # asked behind the references: where there is none, no tensor is None
             return False
-        known = self.known_inputs()
-        return (
-            self.watched_addresses.are_of(list(known.values()))
-            and all(layout_of(known[slot]) == layout for slot, layout in self.layouts.items())
-            and self.is_unwritten()
-            and backend_flags() == self.flags
+        return self.watched_addresses.are_of(watched) and all(
+            layout_of(watched[place]) == layout for place, layout in self.layouts.items()
         )
 
-    def known_inputs(self) -> dict[int, torch.Tensor]:
-        """Return the inputs that are watched, by place, as far as they still exist."""
-        return {slot: tensor for slot, reference in self.watched if (tensor := reference()) is not None}
+    def known_inputs(self) -> dict[int, Any]:
+        """Return the inputs that are watched, by place among the region's; None for one that was freed."""
+        return dict(zip(self.watched_slots, map(operator.call, self.watched), strict=True))
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
         """Whether it may be launched before the guards have held, by a call that passes these objects."""

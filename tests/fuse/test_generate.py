@@ -144,7 +144,7 @@ def test_a_decode_step_is_recorded_once_and_replayed_for_every_token(monkeypatch
         assert (recorder.recorded, recorder.replayed) == (1, NEW - 2)
         (recording,) = fused.graphs.recordings
         # A finished call's cache is freed.
-        assert {type(reference) for reference in (*recording.read, *(one for _, one in recording.watched))} == {weakref.ref}
+        assert {type(reference) for reference in (*recording.read, *recording.watched)} == {weakref.ref}
         held = [*(copy.static for copy in recording.copies), *(memory.tensor for memory in recording.memories)]
         assert not {*map(id, held)} & {*map(id, tensors_of(seen[-1]))}
         # Another call brings another cache: recorded once more, at its first step, and dynamo traces nothing anew.
