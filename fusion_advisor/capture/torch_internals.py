@@ -325,6 +325,11 @@ def storage_reference(tensor: torch.Tensor, freed: Callable[[Any], object]) -> w
     return weakref.ref(tensor.untyped_storage(), freed)
 
 
+def current_device_number() -> int:
+    """Return the current device's number once CUDA is in use, without the questions whether it is."""
+    return int(torch._C._cuda_getDevice())
+
+
 def current_stream_number(device: int) -> int:
     """Return the driver's handle of a device's current stream, without an object around it."""
     return int(torch._C._cuda_getCurrentRawStream(device))

@@ -133,7 +133,7 @@ class Graphs:
         """Run one call of the model.
 
         Args:
-            key: its signature.
+            key: stands for its signature: equal, and quickly hashed, for calls that are alike.
             leaves: the tensors that it passes, in the signature's order.
             call: runs it through dynamo, which calls the region below if the guards hold.
             objects: what was read of the objects that it passes; the same ones as long as they hold the same.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -27,6 +28,20 @@ from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.records import Report
+
+
+@dataclass(slots=True, eq=False)
+class _Verified:
+    """A call that was verified.
+
+    Attributes:
+        sharing: which of its tensors share memory, where its graphs write to what they are given (a KV cache): such a call cannot
+            be started over, and what it reads before a write must not lie in what is written.
+        is_in_place: dynamo has handed over its graphs.
+    """
+
+    sharing: tuple[int, ...] | None
+    is_in_place: bool = False
 
 
 class FusedModel:
@@ -72,11 +87,8 @@ class FusedModel:
         self._kept = kept
         self._on_first_use = on_first_use
         self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
-        self._in_place: dict[Any, bool] = {}
-        """The signatures that were verified, and whether dynamo has handed over their graphs yet."""
-        self._writing: dict[Any, tuple[int, ...]] = {}
-        """The signatures whose graphs write to what they are given (a KV cache), and which of their tensors share memory: such a
-        call cannot be started over, and what it reads before a write must not lie in what is written."""
+        self._verified: dict[Any, _Verified] = {}
+        """By signature."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, Seen] = {}
         self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
@@ -118,9 +130,7 @@ class FusedModel:
             self._modules_by_code[graph] = (module, region.names, is_whole)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
-        self._in_place[key] = False
-        if any(map(writes_to_inputs, regions)):
-            self._writing[key] = sharing(leaves)
+        self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
@@ -146,28 +156,29 @@ class FusedModel:
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
-        device = _device_of(leaves) if key in self._in_place else -1
-        if device >= 0 and torch.cuda.current_device() != device:
+        verified = self._verified.get(key)
+        device = -1 if verified is None else _device_of(leaves)
+        if device >= 0 and torch_internals.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
-        refusal = self._refusal_at_once(key)
-        if refusal is None and key in self._writing and sharing(leaves) != self._writing[key]:
-            refusal = "its inputs share memory in another way than those that were verified, and the model writes to them"
+        refusal = self._refusal_at_once(verified, leaves)
         if refusal is None:
+            assert verified is not None  # any other is refused
+            call = verified
 
             def run() -> Any:
                 later = self._refusal()
                 if later is not None:
                     raise _Refused(later)
-                return self._run_compiled(key, args, kwargs)
+                return self._run_compiled(call, args, kwargs)
 
             try:
-                return run() if self.graphs is None else self.graphs.run(key, leaves, run, objects)
+                return run() if self.graphs is None else self.graphs.run(call, leaves, run, objects)
             except _Refused as refused:
                 refusal = refused.reason
             except LayoutChanged as change:
                 self._is_broken = True
-                if key in self._writing:
+                if call.sharing is not None:
                     reason = f"{change}; the call had begun to write to its cache: reset the cache and repeat"
                     raise HalfWritten(reason) from change
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
@@ -182,19 +193,19 @@ class FusedModel:
         self._say(refusal)
         return self._original(*args, **kwargs)
 
-    def _run_compiled(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._in_place[key]:
+    def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if verified.is_in_place:
             return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._chosen
         with torch_internals.raise_recompile_limit(1024):
             result = self._compiled(*args, **kwargs)
-        self._in_place[key] = self._chosen > before
-        if not self._in_place[key]:
+        verified.is_in_place = self._chosen > before
+        if not verified.is_in_place:
             self._say("dynamo did not hand over the graphs that were verified")
         return result
 
-    def _refusal_at_once(self, key: Any) -> str | None:
+    def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor]) -> str | None:
         """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
         if self._is_broken:
             return "a value inside the model was laid out differently than when it was verified"
@@ -204,7 +215,11 @@ class FusedModel:
             return _TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        return None if key in self._in_place else self._refusal() or _UNSEEN
+        if verified is None:
+            return self._refusal() or _UNSEEN
+        if verified.sharing is not None and sharing(leaves) != verified.sharing:
+            return "its inputs share memory in another way than those that were verified, and the model writes to them"
+        return None
 
     def _look_at_parts(self) -> None:
         """Note which modules the model is made of, and where their hooks would be registered."""
@@ -271,7 +286,7 @@ class FusedModel:
                 things pay: that takes a plan of its own), or a kernel's numbers do not pass.
             CannotCapture: dynamo captured nothing.
         """
-        if signature(args, kwargs) in self._in_place:
+        if signature(args, kwargs) in self._verified:
             return None
         regions, modules, made = specialise(self.model, args, kwargs, self._kept)
         self._add(regions, modules, args, kwargs)
@@ -290,8 +305,7 @@ class FusedModel:
             raise ValueError("both must have been made from one model")
         other.revert()
         self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
-        self._in_place = {**dict.fromkeys(other._in_place, False), **self._in_place}
-        self._writing = {**other._writing, **self._writing}
+        self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
 
     def _may_learn(self, key: Any) -> bool:
@@ -395,4 +409,7 @@ def _input_layouts(values: Any) -> tuple[Any, ...]:
 
 def _device_of(leaves: Sequence[torch.Tensor]) -> int:
     """Number of the GPU that a call's tensors lie on; -1 for a CPU."""
-    return next((leaf.get_device() for leaf in leaves if leaf.is_cuda), -1)
+    for leaf in leaves:
+        if leaf.is_cuda:
+            return leaf.get_device()
+    return -1

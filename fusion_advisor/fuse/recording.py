@@ -54,7 +54,7 @@ class CudaRecorder:
 
     def refusal(self) -> str | None:
         """Graphs share memory: they run one after the other on one stream, and never inside another capture."""
-        if torch.cuda.current_device() != self._device:
+        if torch_internals.current_device_number() != self._device:
             return f"the current device is not cuda:{self._device}, where it was recorded"
         if torch.cuda.is_current_stream_capturing():
             return "the call is itself being recorded into a CUDA graph"

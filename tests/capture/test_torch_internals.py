@@ -340,6 +340,7 @@ def test_addresses_and_streams_on_a_gpu():
     addresses = torch_internals.Addresses(tensors)
     assert addresses._at_once is not None
     assert addresses.are_of(tensors) and not addresses.are_of([*tensors[:2], tensors[2].clone()])
+    assert torch_internals.current_device_number() == torch.cuda.current_device()
     other = torch.cuda.Stream()
     assert torch_internals.current_stream_number(0) == torch.cuda.current_stream(0).cuda_stream
     with torch.cuda.stream(other):

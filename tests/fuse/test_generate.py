@@ -70,7 +70,7 @@ def test_fused_tokens_are_eagers_and_every_step_was_fused(name):
     assert torch.equal(found.sequences, expected.sequences) and torch.equal(again.sequences, expected.sequences)
     for ours, theirs in zip(found.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert fused.fallbacks == {} and list(fused._in_place.values()) == [True, True]
+    assert fused.fallbacks == {} and [call.is_in_place for call in fused._verified.values()] == [True, True]
 
 
 def test_a_prompt_of_another_length_is_prefilled_by_the_original_and_decoded_fused():
@@ -220,7 +220,7 @@ def test_apply_holds_both_regimes_and_reports_the_tokens(monkeypatch):
         check = run.report.generation
         assert check.is_same and check.original_calls == 0 and check.logit_gap is None
         assert check.prefill_after_ns and check.decode_after_ns and check.after is not None
-        assert run.fused.is_applied and len(run.fused._in_place) == 2
+        assert run.fused.is_applied and len(run.fused._verified) == 2
         assert run.report.workload.phase == "generate" and run.report.workload.new_tokens == NEW
         name, part, _ = run.parts[0]
         assert (name, part.workload.phase, part.workload.new_tokens) == ("prefill", "prefill", 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.model as model_module
+from fusion_advisor.capture import torch_internals
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from tests.report.fixtures import applied
@@ -57,7 +58,7 @@ def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch_internals, "current_device_number", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(model_module, "_device_of", lambda leaves: 1)
     for name in ("_run_compiled", "_original"):
