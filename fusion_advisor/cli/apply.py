@@ -46,7 +46,7 @@ def apply(
     min_time: options.MinTimeOpt = "0s",
     steps: options.StepsOpt = 3,
     nvtx: options.NvtxOpt = False,
-    min_share: options.MinShareOpt = "0.5%",
+    min_share: options.MinShareOpt = "0.1%",
     top: options.TopOpt = 20,
     only: options.OnlyOpt = None,
     skip: options.SkipOpt = None,

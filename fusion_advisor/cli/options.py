@@ -172,7 +172,7 @@ NvtxOpt = Annotated[
 ]
 
 MinShareOpt = Annotated[
-    str, typer.Option("--min-share", metavar="SHARE", help="Leave smaller chains out.", rich_help_panel=_ADVISE)
+    str, typer.Option("--min-share", metavar="SHARE", help="No kernel for smaller chains.", rich_help_panel=_ADVISE)
 ]
 TopOpt = Annotated[int, typer.Option("--top", metavar="N", min=1, help="At most N chains.", rich_help_panel=_ADVISE)]
 OnlyOpt = Annotated[

@@ -12,6 +12,10 @@ from fusion_advisor.records import Tolerance
 
 BASELINES = ("eager", "compile", "both")
 """What the headline may compare with."""
+MIN_SHARE = 0.001
+"""A chain's share is of the captured step, and what it saves is of the step that is left: on an H200, GPT-2's (bf16, 8 × 512)
+shrinks from 6.8 to 2.3 ms, and two chains of 0.4 and 0.2 % of the first, its embeddings and its last norm, can save 1.3 % of the
+second. Small gains that pay only together are judged together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class ProfileOptions:
         runs: Timed steps; fewer where they would take more than a few seconds.
         min_time_s: Where steps are counted by ``runs``, time them for at least so many seconds, however many runs that takes.
         steps: Traced steps; the median one is shown.
-        min_share: Chains below this share of device time are not listed.
+        min_share: Chains below this share of the captured step's device time get no kernel.
         top: At most so many chains.
         only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
         skip: Patterns; a chain that matches one is left alone.
@@ -42,7 +46,7 @@ class ProfileOptions:
     runs: int = 50
     min_time_s: float = 0.0
     steps: int = 3
-    min_share: float = 0.005
+    min_share: float = MIN_SHARE
     top: int = 20
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()

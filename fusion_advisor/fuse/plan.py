@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.fuse.options import MIN_SHARE
 from fusion_advisor.library.alike import lower_sites
 from fusion_advisor.library.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
@@ -58,7 +59,7 @@ def make_plan(
     capture: Capture,
     patterns: Sequence[Pattern],
     *,
-    min_share: float = 0.005,
+    min_share: float = MIN_SHARE,
     top: int = 20,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),

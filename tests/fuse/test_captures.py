@@ -57,6 +57,19 @@ def test_gpt2_s_gelu_is_one_chain_of_eight_kernels_at_twelve_sites():
     assert gelu.floor_ns < gelu.device_ns / 4
 
 
+def test_small_chains_get_kernels_too_down_to_a_thousandth_of_the_step():
+    """What they save is of the step that is left when the passes and the large chains are done."""
+    for name, small in (
+        (GPT2, {("embedding_embedding_add_layer_norm_8d2f", 1, 4)}),
+        (QWEN, {("add_rmsnorm", 1, 9), ("embedding_rmsnorm", 1, 9)}),
+    ):
+        plan = make_plan(read_capture(CAPTURES / f"{name}.json.gz"), patterns())
+        assert kernels(plan) - kernels(plan_of(name)) == small
+        assert {fusion.match.kernel for fusion in plan.fusions} >= {kernel for kernel, _, _ in small}
+        (left,) = [answer for answer in plan.answers if not isinstance(answer, Match)]
+        assert left.code == "FA605" and "below the 0.10% that is tried" in left.reason
+
+
 def test_qwen_s_chains_match_the_library_at_every_layer():
     assert kernels(plan_of(QWEN)) == {("add_rmsnorm", 55, 495), ("rope_qk", 28, 280), ("swiglu", 28, 56)}
 
