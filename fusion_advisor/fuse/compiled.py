@@ -92,7 +92,7 @@ def _opaque(
         if isinstance(original.target, RowsCopy):  # a copy that Inductor writes as well
             node.target, node.kwargs = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
             continue
-        if isinstance(original.target, OddRows):  # so many products into one tensor are no op; Inductor pads by itself
+        if isinstance(original.target, OddRows):  # products into parts of a tensor are no op; Inductor pads by itself
             node.target = torch.ops.aten.linear.default
             continue
         if not all(source in given for source in original.all_input_nodes):

@@ -359,8 +359,8 @@ def test_small_results_stay_inside():
 
 @pytest.fixture
 def odd(small, recorder):
-    """A model whose head of 13 words stores odd rows in place."""
-    model = Head(bias=False).eval()
+    """A model whose head of 77 words stores odd rows in place."""
+    model = Head(bias=False, rows=77).eval()
     leave_room(model)
     x = torch.randn(LEAST_ROWS * 8, 16, dtype=torch.bfloat16)
     live = capture_regions(model, (x,), {})

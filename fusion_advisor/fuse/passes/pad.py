@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.held import extended
-from fusion_advisor.fuse.odd_rows import LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.odd_rows import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
 from fusion_advisor.fuse.rows_copy import copy_for
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.workload.adjacent import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
@@ -66,7 +66,7 @@ def store_odd_rows(graph: Graph, region: Region, constants: dict[str, torch.Tens
         x, padded, *biases = wide.all_input_nodes
         (weight,) = padded.all_input_nodes
         *outer, columns = out.meta["val"].shape
-        is_short = columns < GEMM_MULTIPLE or math.prod(outer) < LEAST_ROWS * period_of(columns)
+        is_short = columns < LEAST_COLUMNS or math.prod(outer) < LEAST_ROWS * period_of(columns)
         is_cast = x.meta["val"].dtype != given[weight].dtype  # in autocast, which does not reach products into given memory
         if biases or is_short or is_cast or not has_room(given[weight], roomy_rows(columns)):
             continue
