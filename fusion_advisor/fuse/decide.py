@@ -28,6 +28,7 @@ from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval
+from fusion_advisor.timing.watch import held_down
 
 PATIENCE = 2.0
 """How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain. At an H200's
@@ -56,6 +57,8 @@ class Decision:
     method: str
     untouched_ns: int = 0
     """The step without any rewrite, in the run that timed each of them."""
+    turn_s: float = 0.0
+    """How long each set of rewrites ran at its turn, where the power limit sets the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +95,10 @@ def decide(
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     rewind = bench.live.written.rewind
+    turn_s = runner.turn_s([calls[0], calls[-1]])
     times = measure.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
-        is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+        turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
     )  # fmt: skip
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
@@ -114,7 +118,7 @@ def decide(
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     confirm = measure.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, on_cuda=bench.on_cuda, before=rewind
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, turn_s=turn_s, on_cuda=bench.on_cuda, before=rewind
     )
     return Decision(
         verdicts=verdicts,
@@ -123,6 +127,7 @@ def decide(
         after=as_timing(confirm[1], runner.method),
         method=runner.method,
         untouched_ns=round(untouched_ns),
+        turn_s=turn_s,
     )
 
 
@@ -236,7 +241,8 @@ def _once_on_top(
     calls = runner.recorded([before, before, after])
     control, without, together = measure.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
-        is_settled=measure.is_quiet(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind,
+        turn_s=runner.turn_s(calls[-1:]), is_settled=measure.is_quiet(min_gain, confidence),
+        on_cuda=runner.on_cuda, before=runner.rewind,
     )  # fmt: skip
     del calls
     runner.forget()
@@ -250,7 +256,9 @@ def confirmed(
 ) -> Decision:
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
     calls = runner.recorded([original, after])
-    times = measure.interleave(calls, rounds=100, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind)
+    times = measure.interleave(
+        calls, rounds=100, budget_s=budget_s, turn_s=runner.turn_s(calls), on_cuda=runner.on_cuda, before=runner.rewind
+    )
     return replace(
         decision,
         before=as_timing(times[0], runner.method),
@@ -272,6 +280,7 @@ class StepRunner:
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.method = "cuda_graph" if bench.on_cuda else "wall"
+        self._turn_s: float | None = None
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
         """Return one call per set of rewrites."""
@@ -294,6 +303,16 @@ class StepRunner:
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain
+
+    def turn_s(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Return how long each call runs at its turn to be timed; they are looked at once, the first time that this is asked.
+
+        Args:
+            calls: made by this runner; one that the power limit holds down is enough.
+        """
+        if self._turn_s is None:
+            self._turn_s = measure.TURN_S if held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+        return self._turn_s
 
     def forget(self) -> None:
         """Free the graphs of the tournament before the confirmation records its own."""

@@ -15,6 +15,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import median_interval, nothing
+from fusion_advisor.timing.watch import held_down
 
 TITLE = GRAPHED
 
@@ -45,6 +46,7 @@ def choose_graph(
     budget_s: float,
     least_s: float = 0.0,
     wait: Callable[[], None],
+    on_cuda: bool,
     rewind: Callable[[], object] = nothing,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
@@ -60,6 +62,7 @@ def choose_graph(
         budget_s: seconds of timing.
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
+        on_cuda: whether that is a GPU, which may be held down by its power limit.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
     """
     graphs = fused.graphs
@@ -83,10 +86,12 @@ def choose_graph(
         graphs.is_on = False
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
+    # The graph is still on: queued runs are replays.
+    turn_s = measure.TURN_S if held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
     with torch.no_grad():
         times = measure.interleave(
             [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, most_s=PATIENCE * budget_s,
-            is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+            turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
         )  # fmt: skip
     control, before, after = times
     verdict = verdict_of(

@@ -129,7 +129,7 @@ def install(
                 graph = choose_graph(
                     fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
-                    least_s=options.min_time_s, wait=bench.wait, rewind=rewind,
+                    least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=rewind,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
@@ -361,8 +361,13 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         "The call runs Python of the model's own between its captured graphs: verdicts on single rewrites time the graphs alone, "
         "one after the other; the headline times the whole call, and what was kept stays only if that is measurably faster."
     )
+    at_limit = (
+        f"The device's power limit set its clock: each step ran for {decision.turn_s} s at its turn, and a time is the mean of "
+        "the middle half of those runs."
+    )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
+        *([at_limit] if decision.turn_s else []),
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it). Several that are faster for "
         "certain, but each too little, are timed once more, as one, by the same rule.",

@@ -19,12 +19,9 @@ import torch
 
 from fusion_advisor.fuse.bench import Bench, Variant, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
-from fusion_advisor.records import Clocks
-from fusion_advisor.timing.measure import difference, interleave
+from fusion_advisor.timing.measure import TURN_S, difference, interleave
 from fusion_advisor.timing.stopwatch import median_interval
-from fusion_advisor.timing.watch import watching
 
-_POWER_LIMIT = "sw_power_cap"
 _READ_ROUNDS, _READ_S = 9, 1.0
 _BUDGET_S = 8.0
 _LEAST_SHARE, _MOST_SHARE = 0.05, 0.3
@@ -73,12 +70,6 @@ def put_between(variant: Variant, copies: Copies) -> None:
         module.recompile()
 
 
-def is_at_power_limit(clocks: Clocks | None) -> bool:
-    """Whether the device was held down by its power limit in most of what was read."""
-    samples = clocks.samples if clocks is not None else ()
-    return 2 * sum(_POWER_LIMIT in (sample.reasons or ()) for sample in samples) > len(samples)
-
-
 def copy_cost_share(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, copy_bytes_per_s: float) -> float:
     """Measure how much longer the step takes for each nanosecond of copying in it.
 
@@ -97,27 +88,13 @@ def copy_cost_share(bench: Bench, build: Callable[[], Variant], *, saving_ns: in
         return 1.0
     runner = StepRunner(bench)
     (step,) = runner.recorded([lambda: bench.run(variant)])
-    step_ns = _ns_at_power_limit(runner, step)
-    if step_ns is None or not _has_room():
+    if not runner.turn_s([step]) or not _has_room():
         return 1.0
+    with torch.no_grad():
+        (times_ns,) = interleave([step], rounds=_READ_ROUNDS, budget_s=_READ_S, on_cuda=True, before=runner.rewind)
+    step_ns = median_interval(times_ns)[0]
     wanted_ns = min(max(saving_ns, _LEAST_SHARE * step_ns), _MOST_SHARE * step_ns)
     return measured_share(runner, step, bench, build(), wanted_ns=wanted_ns, copy_bytes_per_s=copy_bytes_per_s)
-
-
-def _ns_at_power_limit(runner: StepRunner, step: Callable[[], Any]) -> float | None:
-    """Return the step's time; None where the power limit does not hold it down."""
-
-    def again() -> None:
-        runner.rewind()
-        step()
-
-    with torch.no_grad(), watching(on_cuda=True) as watch:
-
-        def read(number: int, _: int, last_ns: int) -> None:
-            watch.sample(number, 0, again, last_ns)
-
-        (times_ns,) = interleave([step], rounds=_READ_ROUNDS, budget_s=_READ_S, on_cuda=True, before=runner.rewind, after=read)
-        return median_interval(times_ns)[0] if is_at_power_limit(watch.clocks()) else None
 
 
 def _has_room() -> bool:
@@ -153,7 +130,9 @@ def measured_share(
     put_between(variant, copies)
     (longer,) = runner.recorded([lambda: bench.run(variant)])
     with torch.no_grad():
-        times = interleave([step, longer], rounds=200, budget_s=budget_s, on_cuda=runner.on_cuda, before=runner.rewind)
+        times = interleave(
+            [step, longer], rounds=200, budget_s=budget_s, turn_s=TURN_S, on_cuda=runner.on_cuda, before=runner.rewind
+        )
     runner.forget()
     return share_of(times[0], times[1], calls * 2 * copies.each_bytes * 1e9 / copy_bytes_per_s)
 

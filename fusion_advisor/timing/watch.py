@@ -5,18 +5,23 @@ A reading takes up to milliseconds and a lock in the driver, so none lies within
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import nvml
+from fusion_advisor.timing.stopwatch import nothing
 
 _QUEUED_NS = 5_000_000
 _MOST_QUEUED = 16
 _LONG_NS = 1_000_000_000
 """Longer runs (a whole ``generate``) are sampled once: each sample takes a run more."""
+_LOOK_S = 0.6
+"""Of running before the power limit is believed or not; it shows within 0.2 s (ViT-B/16, batch 64, H200)."""
+_POWER_LIMIT = "sw_power_cap"
 
 
 class Watch:
@@ -43,9 +48,35 @@ class Watch:
         is_long = last_ns > _LONG_NS and number > 0
         if self._read is None or number & (number - 1) or is_long:
             return
-        for _ in range(min(_MOST_QUEUED, _QUEUED_NS // max(last_ns, 1) + 1)):
+        self._samples.setdefault(position, []).append(self._at_work(self._read, queue, last_ns))
+
+    def is_held_down(self, queue: Callable[[], object], wait: Callable[[], object]) -> bool:
+        """Run a step again and again for a while; return whether the power limit holds it down then.
+
+        Args:
+            queue: starts one run of the step and does not wait for it.
+            wait: returns when the device has nothing left to do.
+        """
+        if self._read is None:
+            return False
+        wait()
+        start = time.perf_counter_ns()
+        queue()
+        wait()
+        step_ns = time.perf_counter_ns() - start
+        late: list[ClockSample] = []
+        while (taken_ns := time.perf_counter_ns() - start) < 1e9 * _LOOK_S or not late:
+            sample = self._at_work(self._read, queue, step_ns)
+            if taken_ns > 1e9 * _LOOK_S / 2:
+                late.append(sample)
+            wait()
+        return is_at_power_limit(Clocks(samples=tuple(late)))
+
+    @staticmethod
+    def _at_work(read: Callable[[], ClockSample], queue: Callable[[], object], step_ns: int) -> ClockSample:
+        for _ in range(min(_MOST_QUEUED, _QUEUED_NS // max(step_ns, 1) + 1)):
             queue()
-        self._samples.setdefault(position, []).append(self._read())
+        return read()
 
     def clocks(self, position: int = 0) -> Clocks | None:
         """Return what was seen of a candidate; None where there is nothing that has clocks."""
@@ -67,3 +98,29 @@ def watching(*, on_cuda: bool) -> Iterator[Watch]:
         except nvml.NoNvml as error:
             watch = Watch(None, missing=str(error))
         yield watch
+
+
+def held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> bool:
+    """Return whether the device's power limit holds down any of some steps that run again and again; a CPU has none.
+
+    Args:
+        calls: warm; each starts one run.
+        on_cuda: whether they run on the current CUDA device.
+        before: called ahead of each run.
+    """
+
+    def queued(call: Callable[[], object]) -> Callable[[], None]:
+        def queue() -> None:
+            before()
+            call()
+
+        return queue
+
+    with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
+        return any(watch.is_held_down(queued(call), torch.cuda.synchronize) for call in calls)
+
+
+def is_at_power_limit(clocks: Clocks | None) -> bool:
+    """Whether the device was held down by its power limit in most of what was read."""
+    samples = clocks.samples if clocks is not None else ()
+    return 2 * sum(_POWER_LIMIT in (sample.reasons or ()) for sample in samples) > len(samples)

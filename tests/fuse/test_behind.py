@@ -400,7 +400,7 @@ def test_the_report_says_what_runs_behind(fused):
     x = values(1)[0]
     row = choose_graph(
         fused, lambda: fused.dispatch(x), lambda: fused.dispatch(x), name="R9", min_gain=0.005, confidence=0.95, rounds=4,
-        budget_s=0.1, wait=lambda: None,
+        budget_s=0.1, wait=lambda: None, on_cuda=False,
     )  # fmt: skip
     assert "`head` runs behind it" in row.reason
 

@@ -40,7 +40,16 @@ def chosen(monkeypatch):
             clock.now_ns += graph_ns if replays() > before else plain_ns
 
         row = choose_graph(
-            fused, call, call, name="R9", min_gain=0.005, confidence=0.95, rounds=20, budget_s=1.0, wait=lambda: None
+            fused,
+            call,
+            call,
+            name="R9",
+            min_gain=0.005,
+            confidence=0.95,
+            rounds=20,
+            budget_s=1.0,
+            wait=lambda: None,
+            on_cuda=False,
         )
         return fused, row
 

@@ -10,8 +10,9 @@ import fusion_advisor.fuse.power as power
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
-from fusion_advisor.fuse.power import Copies, copy_cost_share, is_at_power_limit, measured_share, put_between, share_of
-from fusion_advisor.records import Clocks, ClockSample
+from fusion_advisor.fuse.power import Copies, copy_cost_share, measured_share, put_between, share_of
+from fusion_advisor.timing.measure import TURN_S
+from fusion_advisor.timing.watch import is_at_power_limit
 from tests.tiny import bench_of, planned, profiled
 
 CPU = torch.device("cpu")
@@ -32,25 +33,6 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def readings(*reasons):
-    return Clocks(samples=tuple(ClockSample(reasons=one) for one in reasons))
-
-
-@pytest.mark.parametrize(
-    ("clocks", "is_held"),
-    [
-        (None, False),
-        (Clocks(missing="no driver"), False),
-        (readings(None, None), False),
-        (readings((), ("sw_power_cap",)), False),
-        (readings((), ("sw_power_cap",), ("sw_power_cap", "hw_slowdown")), True),
-        (readings(("sw_thermal_slowdown",)), False),
-    ],
-)
-def test_most_readings_must_name_the_power_limit(clocks, is_held):
-    assert is_at_power_limit(clocks) == is_held
 
 
 def test_each_call_copies_another_part_of_the_buffer():
@@ -109,8 +91,10 @@ def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
 @pytest.mark.parametrize(("free_bytes", "share"), [(2**30, 0.5), (2**30 - 1, 1.0)])
 def test_nothing_is_copied_where_the_device_is_nearly_full(monkeypatch, free_bytes, share):
     bench, build = fused_step()
-    monkeypatch.setattr(power, "StepRunner", lambda _: StepRunner(bench))
-    monkeypatch.setattr(power, "_ns_at_power_limit", lambda *_: 1e6)
+    runner = StepRunner(bench)
+    monkeypatch.setattr(runner, "turn_s", lambda _: TURN_S)
+    monkeypatch.setattr(power, "StepRunner", lambda _: runner)
+    monkeypatch.setattr(power, "interleave", lambda *_, **__: [[1_000_000] * 9])
     monkeypatch.setattr(power, "measured_share", lambda *_, **__: 0.5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
     found = copy_cost_share(Bench(bench.live, on_cuda=True), build, saving_ns=1000, copy_bytes_per_s=10**11)

@@ -123,6 +123,51 @@ def test_what_ran_before_changes_no_difference(clock, shares):
     assert difference(before, after) == measure.Difference(median_ns=change, low_ns=change, high_ns=change)
 
 
+def test_a_turn_lasts_as_long_as_asked_behind_untimed_runs(clock):
+    seen, ends = [], []
+    costs = {"short": 5_000_000, "middle": 100_000_000, "long": 900_000_000}
+    calls = [taking(clock, cost, seen, name) for name, cost in costs.items()]
+    times = interleave(
+        calls, rounds=4, budget_s=1e9, turn_s=0.35, on_cuda=False, before=lambda: seen.append("back"),
+        after=lambda number, position, ns: ends.append((number, position, ns)),
+    )  # fmt: skip
+    assert times == [[cost] * 4 for cost in costs.values()]
+    runs = seen[1::2]
+    assert set(seen[::2]) == {"back"} and runs[:6] == ["short"] * 2 + ["middle"] * 2 + ["long"] * 2
+    turns = [(name, len(list(group))) for name, group in itertools.groupby(runs[6:])]
+    assert set(turns) <= {("short", 80), ("middle", 5), ("long", 2), ("short", 160), ("middle", 10), ("long", 4)}
+    assert Counter(runs[6:]) == {"short": 320, "middle": 20, "long": 8}
+    assert len(ends) == 12 and {position for _, position, _ in ends} == {0, 1, 2}
+
+
+def test_what_disturbs_a_few_runs_of_a_turn_is_left_out(clock):
+    number = itertools.count()
+
+    def disturbed():
+        return 10_000_000 + (500_000_000 if next(number) % 6 == 3 else 0) - (9_000_000 if next(number) % 7 == 5 else 0)
+
+    ((first, *_),) = interleave([taking(clock, disturbed)], rounds=1, budget_s=1e9, turn_s=0.3, on_cuda=False)
+    assert first == 10_000_000
+
+
+@pytest.mark.parametrize(("turn_s", "is_found"), [(0.0, False), (0.35, True)])
+def test_a_turn_lasts_until_the_clock_is_where_a_step_keeps_it(clock, turn_s, is_found):
+    """Steps of 50 ms on a device whose clock follows what their energy allows within 60 ms."""
+    level = [1.0]
+
+    def step(energy):
+        def call():
+            target = 1 / energy
+            level[0] = target + (level[0] - target) * math.exp(-50 / 60)
+            clock.now_ns += round(50e6 / level[0])
+
+        return call
+
+    before, after = interleave([step(1.0), step(1.04)], rounds=8, budget_s=1e9, turn_s=turn_s, on_cuda=False)
+    found = difference(before, after).median_ns
+    assert (found == pytest.approx(0.04 * 50e6, rel=0.08)) == is_found and found < 0.04 * 50e6
+
+
 def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
     assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False)[0]) == 6

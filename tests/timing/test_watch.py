@@ -10,7 +10,7 @@ import torch
 from fusion_advisor.fuse import steps
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import measure, nvml, stopwatch, watch
-from fusion_advisor.timing.watch import Watch, watching
+from fusion_advisor.timing.watch import Watch, is_at_power_limit, watching
 
 
 def reader(seen=None):
@@ -82,6 +82,83 @@ def test_no_reading_lies_within_a_timed_run(monkeypatch):
     times = stopwatch.wall_times(run, runs=6, budget_s=1.0, on_cuda=False, after=lambda n, ns: seen.sample(n, 0, run, ns))
     assert times == [1_000_000] * 6
     assert order.count("read") == 12
+
+
+def readings(*reasons):
+    return Clocks(samples=tuple(ClockSample(reasons=one) for one in reasons))
+
+
+@pytest.mark.parametrize(
+    ("clocks", "is_held"),
+    [
+        (None, False),
+        (Clocks(missing="no driver"), False),
+        (readings(None, None), False),
+        (readings((), ("sw_power_cap",)), False),
+        (readings((), ("sw_power_cap",), ("sw_power_cap", "hw_slowdown")), True),
+        (readings(("sw_thermal_slowdown",)), False),
+    ],
+)
+def test_most_readings_must_name_the_power_limit(clocks, is_held):
+    assert is_at_power_limit(clocks) == is_held
+
+
+class Slow:
+    """Stands for ``time`` in ``watch``: every queued step makes it go on."""
+
+    def __init__(self, step_ns):
+        self.step_ns, self.now_ns, self.steps = step_ns, 0, 0
+
+    def perf_counter_ns(self):
+        return self.now_ns
+
+    def step(self):
+        self.now_ns += self.step_ns
+        self.steps += 1
+
+
+@pytest.mark.parametrize("step_ns", [50_000_000, 2_000_000, 700_000_000])
+@pytest.mark.parametrize("from_ns", [0, 250_000_000, 10**12])
+def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(monkeypatch, step_ns, from_ns):
+    clock = Slow(step_ns)
+    monkeypatch.setattr(watch, "time", clock)
+
+    def read():
+        return ClockSample(reasons=("sw_power_cap",) if clock.now_ns >= from_ns else ())
+
+    assert Watch(read).is_held_down(clock.step, wait=lambda: None) == (from_ns < 10**12)
+    assert 600_000_000 <= clock.now_ns <= 600_000_000 + 3 * max(step_ns, 5_000_000)
+
+
+def test_nothing_is_run_to_look_for_a_limit_that_nobody_can_tell():
+    assert not Watch(None).is_held_down(lambda: pytest.fail("a run for nothing"), lambda: None)
+    assert not watch.held_down([lambda: pytest.fail("a run for nothing")], on_cuda=False)
+
+
+def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch):
+    clock, order = Slow(100_000_000), []
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = Watch(lambda: ClockSample(reasons=("sw_power_cap",) if order[-1] == "second" else ()))
+    monkeypatch.setattr(watch, "watching", lambda *, on_cuda: contextlib.nullcontext(seen))
+
+    def step(name):
+        return lambda: (order.append(name), clock.step())
+
+    assert watch.held_down([step("first"), step("second"), step("third")], on_cuda=True, before=lambda: order.append("back"))
+    assert order[1::2] == sorted(order[1::2]) and set(order[1::2]) == {"first", "second"} and set(order[::2]) == {"back"}
+
+
+def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn(monkeypatch):
+    asked = []
+    held = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
+    monkeypatch.setattr(held, "is_held_down", lambda queue, wait: asked.append(queue) or True)
+    monkeypatch.setattr(steps, "watching", lambda *, on_cuda: contextlib.nullcontext(held))
+    monkeypatch.setattr(steps, "interleave", lambda *_, turn_s, **__: [[round(turn_s * 1e9)]])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for on_cuda, turn_ns in ((True, 350_000_000), (False, 0)):
+        (timing,) = steps.walls([lambda: None], on_cuda=on_cuda, runs=6, budget_s=0.0)
+        assert timing.times_ns == (turn_ns,) and len(asked) == 1
 
 
 def test_a_cpu_has_no_clocks_and_a_missing_library_is_a_sentence(monkeypatch):
