@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.nodes import module_path, storages, written_storages
 from fusion_advisor.fuse.odd_rows import OddRows
-from fusion_advisor.fuse.rows_copy import RowsCopy
+from fusion_advisor.fuse.plain_copy import PlainCopy
 
 LEAST_BYTES = 4 << 20
 """A copy of fewer takes under 2 µs on an H200, hardly longer than the smallest kernel, and a product that is launched by itself
@@ -81,12 +81,12 @@ def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
 def _last_copy(module: GraphModule, result: Node, theirs: set[int]) -> LeftOut | None:
     """A copy to plain strides of the region's own memory, which is not written to later."""
     is_clone = result.target is _aten.clone.default and result.kwargs == {"memory_format": torch.contiguous_format}
-    if not (isinstance(result.target, RowsCopy) or is_clone):
+    if not (isinstance(result.target, PlainCopy) or is_clone):
         return None
     (source,) = result.all_input_nodes
     if (theirs | _written_behind(module.graph, result)).intersection(storages(source)):
         return None
-    return LeftOut(make=result.target if isinstance(result.target, RowsCopy) else contiguous, stand_ins={result: source})
+    return LeftOut(make=result.target if isinstance(result.target, PlainCopy) else contiguous, stand_ins={result: source})
 
 
 def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: Mapping[Node, int]) -> LeftOut | None:

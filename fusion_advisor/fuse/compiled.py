@@ -20,7 +20,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.liger import NotAvailable
 from fusion_advisor.fuse.odd_rows import OddRows
-from fusion_advisor.fuse.rows_copy import RowsCopy
+from fusion_advisor.fuse.plain_copy import PlainCopy
 
 _NAMESPACE = "fusion_advisor_rest"
 
@@ -89,7 +89,7 @@ def _opaque(
                 raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor would have to be told")
             _call_op(graph, original, node, library, f"{name}_{number}")
             continue
-        if isinstance(original.target, RowsCopy):  # a copy that Inductor writes as well
+        if isinstance(original.target, PlainCopy):  # a copy that Inductor writes as well
             node.target, node.kwargs = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
             continue
         if isinstance(original.target, OddRows):  # products into parts of a tensor are no op; Inductor pads by itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import split_bias
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse.bench import PASSES, Bench
+from fusion_advisor.fuse.passes import patches
 from fusion_advisor.fuse.passes.patches import CONVOLUTIONS, patches_as_gemm
+from fusion_advisor.fuse.plain_copy import PlainCopy, build, is_permuted
 from fusion_advisor.fuse.predict import price_passes
 from fusion_advisor.fuse.rewrite import rewrite_region
 from fusion_advisor.records import GraphRewrite, Launch, Status
@@ -72,6 +75,25 @@ def test_channels_last_needs_no_second_copy():
     x = torch.randn(2, 3, 16, 8).to(memory_format=torch.channels_last)
     module, count = rewritten(nn.Conv2d(3, 8, 4, stride=4), x)
     assert count == 1
+    assert sum(node.target is torch.ops.aten.clone.default for node in module.graph.nodes) == 1  # what the GEMM reads
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles kernels for the host, and there is no g++")
+@pytest.mark.parametrize("is_channels_last", [False, True])
+def test_the_copies_are_kernels_where_those_are_faster(monkeypatch, is_channels_last):
+    asked = []
+
+    def found(layout):
+        asked.append(layout)
+        return build(layout, "cpp")
+
+    monkeypatch.setattr(patches, "copy_for", found)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, 8)
+    module, count = rewritten(nn.Conv2d(3, 8, 4, stride=4), x.to(memory_format=torch.channels_last) if is_channels_last else x)
+    copies = [node for node in module.graph.nodes if isinstance(node.target, PlainCopy)]
+    assert count == 1 and len(copies) == len(asked) == (1 if is_channels_last else 2)
+    assert all(is_permuted(layout) for layout in asked)
     assert not any(node.target is torch.ops.aten.clone.default for node in module.graph.nodes)
 
 

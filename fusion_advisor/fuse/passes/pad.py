@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.held import extended
 from fusion_advisor.fuse.odd_rows import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
-from fusion_advisor.fuse.rows_copy import copy_for
+from fusion_advisor.fuse.plain_copy import copy_for
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.workload.adjacent import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
 

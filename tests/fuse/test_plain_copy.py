@@ -1,4 +1,4 @@
-"""Rows cut out of wider ones: every element of every row, in all three languages, inside and outside a CUDA graph."""
+"""Copies to plain strides: every element of every row, in all three languages, inside and outside a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph import capture_regions, describe
-from fusion_advisor.fuse import rows_copy
+from fusion_advisor.fuse import plain_copy
 from fusion_advisor.fuse.behind import left_out
 from fusion_advisor.fuse.compiled import compile_rest
 from fusion_advisor.fuse.passes import pad
 from fusion_advisor.fuse.rewrite import LayoutChanged, rewrite_region
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.library.backend_cuda import CudaBackend, compile_for
+from fusion_advisor.library.copies import permuted_copy
 from fusion_advisor.library.copies import rows_copy as rows_copy_program
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.timing.stopwatch import as_timing
 from fusion_advisor.workload.adjacent import leave_room
 from tests.fuse.test_pad import Head, X
 
@@ -30,6 +32,15 @@ ROOT = Path(__file__).parents[2]
 HEADER = Header(title="case", summary="a test", origin="a test")
 SHAPES = [(5, 13, 16), (8, 251, 256), (1, 7, 9), (16, 8, 11), (3, 1, 4)]
 """Rows, columns, distance of the rows; counts that packs divide and others, rows shorter than a pack."""
+PERMUTED = [
+    ((2, 3, 8, 8), (0, 2, 3, 1)),
+    ((2, 5, 12), (0, 2, 1)),
+    ((1, 3, 2, 4, 3, 4), (0, 2, 4, 1, 3, 5)),
+    ((2, 3, 2, 16, 3, 16), (0, 2, 4, 1, 3, 5)),
+    ((70, 33), (1, 0)),
+    ((6, 1, 4, 1), (2, 3, 0, 1)),
+]
+"""Shapes and the order that their dims get: channels last, transposes, pictures cut into patches, dims of size one."""
 needs_gpp = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles kernels for the host, and there is no g++")
 
 
@@ -41,6 +52,13 @@ def wide_rows(rows, cols, stride, dtype, device="cpu"):
     return memory.to(device)[:, :cols]
 
 
+def permuted(shape, order, dtype, device="cpu"):
+    """A tensor whose dims are permuted; NaN and Inf are among the elements."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
+    x.view(-1)[0], x.view(-1)[-1] = float("inf"), float("nan")
+    return x.to(device).permute(order)
+
+
 def same(found, expected):
     return found.dtype == expected.dtype and torch.equal(found.nan_to_num(5.0), expected.nan_to_num(5.0))
 
@@ -49,13 +67,22 @@ def same(found, expected):
 def test_every_element_is_copied_and_nothing_else():
     for dtype in (torch.bfloat16, torch.float32):
         part = wide_rows(8, 251, 256, dtype)
-        copy = rows_copy.build(layout_of(part), "cpp")
+        copy = plain_copy.build(layout_of(part), "cpp")
         found = copy(part)
         assert same(found, part) and found.is_contiguous()
         with pytest.raises(LayoutChanged):
             copy(part.contiguous())
     cube = wide_rows(6, 251, 256, torch.float16).unflatten(0, (2, 3))
-    assert same(rows_copy.build(layout_of(cube), "cpp")(cube), cube)
+    assert same(plain_copy.build(layout_of(cube), "cpp")(cube), cube)
+
+
+@needs_gpp
+@pytest.mark.parametrize(("shape", "order"), PERMUTED)
+def test_permuted_dims_are_copied(shape, order):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = permuted(shape, order, dtype)
+        found = plain_copy.build(layout_of(x), "cpp")(x)
+        assert same(found, x) and found.stride() == torch.empty(x.shape).stride()
 
 
 @needs_gpp
@@ -72,6 +99,13 @@ def test_the_cuda_kernel_on_the_host(tmp_path, dtype, monkeypatch):
         out = torch.full((rows, cols), 3.0, dtype=dtype)
         launches.append(cuda_on_host.Launch(rendered=rendered, program=program, inputs=(part,), outputs=(out,)))
         asked.append((part, out))
+    for shape, order in PERMUTED:
+        x = permuted(shape, order, dtype)
+        program = permuted_copy(tuple(x.shape), x.stride(), str(dtype).removeprefix("torch."))
+        rendered = CudaBackend().render(program, HEADER, tuning=Tuning(), fast_math=False)
+        out = torch.full(x.shape, 3.0, dtype=dtype)
+        launches.append(cuda_on_host.Launch(rendered=rendered, program=program, inputs=(x,), outputs=(out,)))
+        asked.append((x, out))
     cuda_on_host.run_all(launches, tmp_path)
     assert all(same(out, part) for part, out in asked)
 
@@ -79,20 +113,23 @@ def test_the_cuda_kernel_on_the_host(tmp_path, dtype, monkeypatch):
 def test_the_triton_kernel_in_the_interpreter():
     code = (
         "import json, torch\n"
-        "from tests.fuse.test_rows_copy import SHAPES, same, wide_rows\n"
-        "from fusion_advisor.fuse import rows_copy\n"
+        "from tests.fuse.test_plain_copy import PERMUTED, SHAPES, permuted, same, wide_rows\n"
+        "from fusion_advisor.fuse import plain_copy\n"
         "from fusion_advisor.fuse.verify import layout_of\n"
         "found = []\n"
         "for dtype in (torch.float16, torch.float32):\n"
         "    for shape in SHAPES:\n"
         "        part = wide_rows(*shape, dtype)\n"
-        "        found.append(same(rows_copy.build(layout_of(part), 'triton')(part), part))\n"
+        "        found.append(same(plain_copy.build(layout_of(part), 'triton')(part), part))\n"
+        "    for shape, order in PERMUTED:\n"
+        "        x = permuted(shape, order, dtype)\n"
+        "        found.append(same(plain_copy.build(layout_of(x), 'triton')(x), x))\n"
         "print(json.dumps(found))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [True] * 2 * len(SHAPES)
+    assert json.loads(done.stdout.splitlines()[-1]) == [True] * 2 * len([*SHAPES, *PERMUTED])
 
 
 def test_it_stores_whole_packs_where_rows_are_odd():
@@ -118,16 +155,56 @@ def test_it_stores_whole_packs_where_rows_are_odd():
     ],
 )
 def test_which_layouts_are_rows(shape, stride, is_copied):
-    assert rows_copy.is_rows(layout_of(torch.empty(1000).as_strided(shape, stride))) == is_copied
+    assert plain_copy.is_rows(layout_of(torch.empty(1000).as_strided(shape, stride))) == is_copied
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "is_copied"),
+    [
+        ((4, 13), (1, 4), True),
+        ((2, 3, 4), (12, 1, 3), True),
+        ((2, 1, 3, 4), (12, 99, 1, 3), True),  # the stride of a dim of size one says nothing
+        ((4, 13), (13, 1), False),  # plain already
+        ((4, 1), (1, 4), False),
+        ((4, 13), (1, 5), False),  # gaps
+        ((4, 13), (0, 1), False),  # one row, again and again
+        ((0, 13), (1, 0), False),
+        ((), (), False),
+    ],
+)
+def test_which_layouts_are_permuted(shape, stride, is_copied):
+    assert plain_copy.is_permuted(layout_of(torch.empty(1000).as_strided(shape, stride))) == is_copied
+
+
+@pytest.mark.parametrize(("cpp_ns", "found"), [(80, True), (99, False), (120, False)])
+def test_a_kernel_that_is_no_faster_than_the_ops_is_not_taken(monkeypatch, cpp_ns, found):
+    def timings(original, ours, *, on_cuda):
+        assert original().is_contiguous() and torch.equal(ours(), original())
+        return as_timing([100, 98, 102], "wall"), as_timing([cpp_ns] * 3, "wall")
+
+    monkeypatch.setattr(plain_copy, "compare_alone", timings)
+    copy = plain_copy.fastest.__wrapped__(layout_of(permuted(*PERMUTED[0], torch.float32)), ("cpp",))
+    assert (copy is not None) == found
+
+
+def test_the_fastest_language_is_taken(monkeypatch):
+    ours_ns = iter([90, 70, 80])
+    monkeypatch.setattr(plain_copy, "build", lambda _, backend: None if backend == "none" else backend)
+    monkeypatch.setattr(
+        plain_copy, "compare_alone", lambda *_, on_cuda: (as_timing([100] * 3, "wall"), as_timing([next(ours_ns)] * 3, "wall"))
+    )
+    layout = layout_of(permuted(*PERMUTED[0], torch.float32))
+    assert plain_copy.fastest.__wrapped__(layout, ("first", "none", "second", "third")) == "second"
 
 
 def test_a_cpu_keeps_its_own_copy():
-    assert rows_copy.copy_for(layout_of(wide_rows(4, 13, 16, torch.bfloat16))) is None
+    assert plain_copy.copy_for(layout_of(wide_rows(4, 13, 16, torch.bfloat16))) is None
+    assert plain_copy.copy_for(layout_of(permuted(*PERMUTED[0], torch.bfloat16))) is None
 
 
 @needs_gpp
 def test_a_padded_head_gives_the_models_tensor_by_the_kernel(monkeypatch):
-    monkeypatch.setattr(pad, "copy_for", lambda layout: rows_copy.build(layout, "cpp"))
+    monkeypatch.setattr(pad, "copy_for", lambda layout: plain_copy.build(layout, "cpp"))
     model = Head().eval()
     leave_room(model)
     with torch.no_grad():
@@ -139,12 +216,12 @@ def test_a_padded_head_gives_the_models_tensor_by_the_kernel(monkeypatch):
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     # A CUDA graph leaves it to the copy that hands the result out.
     ((place, last),) = left_out(module, ()).items()
-    assert place == 0 and isinstance(last.make, rows_copy.RowsCopy)
+    assert place == 0 and isinstance(last.make, plain_copy.PlainCopy)
     # Inductor gets a copy that it writes itself.
     with torch.no_grad():
         (rest,) = compile_rest([region], [module], compiler=lambda graph_module, inputs: graph_module.forward)
         (compiled,) = rest(*region.example_args)
-    assert not any(isinstance(node.target, rows_copy.RowsCopy) for node in rest.graph.nodes)
+    assert not any(isinstance(node.target, plain_copy.PlainCopy) for node in rest.graph.nodes)
     assert torch.equal(compiled, ours) and compiled.stride() == ours.stride()
 
 
@@ -157,4 +234,16 @@ def test_on_a_gpu(shape, dtype, backend):
     if backend == "cuda":
         pytest.importorskip("cuda.core")
     part = wide_rows(*shape, dtype, device="cuda")
-    assert same(rows_copy.build(layout_of(part), backend)(part), part)
+    assert same(plain_copy.build(layout_of(part), backend)(part), part)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "order"), [*PERMUTED, ((8, 196, 768), (0, 2, 1))], ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_permuted_dims_on_a_gpu(shape, order, dtype, backend):
+    if backend == "cuda":
+        pytest.importorskip("cuda.core")
+    x = permuted(shape, order, dtype, device="cuda")
+    assert same(plain_copy.build(layout_of(x), backend)(x), x)
