@@ -24,7 +24,6 @@ from fusion_advisor.library.copies import permuted_copy
 from fusion_advisor.library.copies import rows_copy as rows_copy_program
 from fusion_advisor.library.nvrtc import find_nvcc
 from fusion_advisor.library.source import Header, Tuning
-from fusion_advisor.timing.stopwatch import as_timing
 from fusion_advisor.workload.adjacent import leave_room
 from tests.fuse.test_pad import Head, X
 
@@ -176,25 +175,29 @@ def test_which_layouts_are_permuted(shape, stride, is_copied):
     assert plain_copy.is_permuted(layout_of(torch.empty(1000).as_strided(shape, stride))) == is_copied
 
 
-@pytest.mark.parametrize(("cpp_ns", "found"), [(80, True), (99, False), (120, False)])
-def test_a_kernel_that_is_no_faster_than_the_ops_is_not_taken(monkeypatch, cpp_ns, found):
-    def timings(original, ours, *, on_cuda):
-        assert original().is_contiguous() and torch.equal(ours(), original())
-        return as_timing([100, 98, 102], "wall"), as_timing([cpp_ns] * 3, "wall")
-
-    monkeypatch.setattr(plain_copy, "compare_alone", timings)
-    copy = plain_copy.fastest.__wrapped__(layout_of(permuted(*PERMUTED[0], torch.float32)), ("cpp",))
-    assert (copy is not None) == found
+def pictures(batch, channels, size, window, *, is_channels_last=False):
+    x = torch.empty(batch, channels, size, size)
+    x = x.to(memory_format=torch.channels_last) if is_channels_last else x
+    parts = size // window
+    return x.view(batch, channels, parts, window, parts, window).permute(0, 2, 4, 1, 3, 5)
 
 
-def test_the_fastest_language_is_taken(monkeypatch):
-    ours_ns = iter([90, 70, 80])
-    monkeypatch.setattr(plain_copy, "build", lambda _, backend: None if backend == "none" else backend)
-    monkeypatch.setattr(
-        plain_copy, "compare_alone", lambda *_, on_cuda: (as_timing([100] * 3, "wall"), as_timing([next(ours_ns)] * 3, "wall"))
-    )
-    layout = layout_of(permuted(*PERMUTED[0], torch.float32))
-    assert plain_copy.fastest.__wrapped__(layout, ("first", "none", "second", "third")) == "second"
+@pytest.mark.parametrize(
+    ("tensor", "with_cuda", "without"),
+    [
+        (wide_rows(4, 13, 16, torch.bfloat16), "cuda", "triton"),
+        (pictures(2, 3, 32, 16), "cuda", "triton"),
+        (torch.empty(2, 14 * 14, 64).transpose(1, 2), "triton", "triton"),
+        (torch.empty(2, 14, 14, 64).permute(0, 3, 1, 2), "triton", "triton"),  # 14 x 14 are one run
+        (pictures(2, 8, 4, 2), "cuda", None),
+        (pictures(2, 8, 4, 2, is_channels_last=True), "cuda", None),
+        (torch.empty(2, 5, 3), None, None),
+        (torch.empty(2, 5, 3)[:, ::2], None, None),
+    ],
+)
+def test_which_language_copies_what(tensor, with_cuda, without):
+    assert plain_copy.backend_for(layout_of(tensor), has_cuda=True) == with_cuda
+    assert plain_copy.backend_for(layout_of(tensor), has_cuda=False) == without
 
 
 def test_a_cpu_keeps_its_own_copy():
