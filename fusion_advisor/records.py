@@ -755,6 +755,8 @@ class Report:
     copy_cost_share: float = 1.0
     """What the step takes longer for a nanosecond of copies in it, measured at the device's power limit, where their time is
     partly won back in higher clocks; 1 elsewhere. What memory-bound kernels save is expected to count for so much."""
+    short_launch_cost_share: float = 1.0
+    """As that, for launches of the smallest kernel; launches that are saved are expected to count for so much."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None

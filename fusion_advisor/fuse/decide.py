@@ -177,7 +177,7 @@ def _with_small_ones(
     joint, _ = _once_on_top(runner, before, after, "", min_gain=min_gain, confidence=confidence, budget_s=budget_s)
     names = [candidate.id for candidate in small]
     if len(small) == 1:  # the second run is of it alone, so that its figures are that rewrite's own
-        return {**verdicts, names[0]: _once_more(verdicts[names[0]], joint)}
+        return {**verdicts, names[0]: once_more(verdicts[names[0]], joint)}
     changed = {}
     for candidate in small:
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
@@ -188,10 +188,15 @@ def _with_small_ones(
     return {**verdicts, **changed}
 
 
-def _once_more(first: Verdict, second: Verdict) -> Verdict:
+def once_more(first: Verdict, second: Verdict) -> Verdict:
     """Return the verdict of the second run of a rewrite, which decides, in words that name the first one too."""
     reason = f"{_span(first.delta_ns, first.interval_ns)}, too little to tell; once more: {second.reason}"
     return replace(second, id=first.id, reason=reason)
+
+
+def is_unclear(verdict: Verdict, step_ns: float, min_gain: float) -> bool:
+    """Whether a rewrite is faster for certain and by more than it must be, but within noise: worth a longer look."""
+    return is_small_gain(verdict) and -verdict.delta_ns > min_gain * step_ns
 
 
 def is_small_gain(verdict: Verdict) -> bool:
@@ -221,10 +226,10 @@ def on_top(
         budget_s: seconds; twice as many for the second run.
     """
     first, step_ns = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=budget_s)
-    if not is_small_gain(first) or -first.delta_ns <= min_gain * step_ns:
+    if not is_unclear(first, step_ns, min_gain):
         return first
     second, _ = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=2 * budget_s)
-    return _once_more(first, second)
+    return once_more(first, second)
 
 
 def _once_on_top(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.decide import PATIENCE, verdict_of
+from fusion_advisor.fuse.decide import PATIENCE, Verdict, is_unclear, once_more, verdict_of
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
@@ -59,7 +59,7 @@ def choose_graph(
         min_gain: share of the step that must be saved.
         confidence: of the interval.
         rounds: the most rounds.
-        budget_s: seconds of timing.
+        budget_s: seconds of timing; twice as many once more where that is too little to tell.
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
         on_cuda: whether that is a GPU, which may be held down by its power limit.
@@ -88,19 +88,20 @@ def choose_graph(
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     # The graph is still on: queued runs are replays.
     turn_s = measure.TURN_S if held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
-    with torch.no_grad():
-        times = measure.interleave(
-            [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, most_s=PATIENCE * budget_s,
-            turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
-        )  # fmt: skip
-    control, before, after = times
-    verdict = verdict_of(
-        name,
-        measure.difference(before, after, confidence),
-        step_ns=median_interval(before)[0],
-        noise_ns=measure.noise_ns(control, before, confidence),
-        min_gain=min_gain,
-    )
+
+    def look(budget_s: float) -> tuple[Verdict, float]:
+        with torch.no_grad():
+            control, before, after = measure.interleave(
+                [plain, plain, with_graph], rounds=rounds, budget_s=budget_s, least_s=3 * least_s, most_s=PATIENCE * budget_s,
+                turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+            )  # fmt: skip
+        step_ns = median_interval(before)[0]
+        change, noise_ns = measure.difference(before, after, confidence), measure.noise_ns(control, before, confidence)
+        return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
+
+    verdict, step_ns = look(budget_s)
+    if is_unclear(verdict, step_ns, min_gain):
+        verdict = once_more(verdict, look(2 * budget_s)[0])
     graphs.is_on = verdict.status is Status.KEPT
     held = graphs.pool_bytes()
     behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)

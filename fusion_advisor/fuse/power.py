@@ -1,24 +1,27 @@
-"""What a step feels of memory traffic at the device's power limit.
+"""What a step feels of memory traffic and of launches at the device's power limit.
 
 There the clock is what the energy allows. A copy draws less power than a GEMM; while it runs the device saves what lets the GEMMs
-run faster, so taking away 1 ms of copies takes less than 1 ms off the step. How much less depends on the voltage, which no driver
-tells, so it is measured: the step with copies of a known time in it, against the step as it is. Before that was known, savings of
-Qwen2.5-7B (2,048 tokens, H200, 700 W) were expected 1.6 times too large: without its chains the GEMMs ran at 1,500 MHz instead of
-1,680.
+run faster, so taking away 1 ms of copies takes less than 1 ms off the step. A short launch draws less still: for most of its time
+blocks start and end. How much less depends on the voltage, which no driver tells, so it is measured: the step with copies, and
+with launches of next to nothing, of a known time in it, against the step as it is. Before that was known, savings of Qwen2.5-7B
+(2,048 tokens, H200, 700 W) were expected 1.6 times too large: without its chains the GEMMs ran at 1,500 MHz instead of 1,680. And
+with copies alone those of its 512 tokens were: there chains are many launches of 5 µs.
 
-The copies stand where the fused kernels do, so that the clock, which follows within milliseconds, meets the mixture that it met
-before the fusions.
+What is put in stands where the fused kernels do, so that the clock, which follows within a fraction of a second, meets the
+mixture that it met before the fusions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion_advisor.fuse.bench import Bench, Variant, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
+from fusion_advisor.records import Bandwidth
 from fusion_advisor.timing.measure import TURN_S, difference, interleave
 from fusion_advisor.timing.stopwatch import median_interval
 
@@ -29,6 +32,7 @@ _LEAST_SHARE, _MOST_SHARE = 0.05, 0.3
 _BUFFER_BYTES = 2**28
 """Read, and as many written: several times any cache."""
 _SECTOR_BYTES = 32
+_DEVICE = torch.device("cuda")
 
 
 class Copies:
@@ -60,41 +64,95 @@ class Copies:
         self._at += self._count
 
 
-def put_between(variant: Variant, copies: Copies) -> None:
-    """Let a variant's graphs copy behind each fused kernel."""
+class Launches:
+    """Launches kernels of one element at each call.
+
+    Attributes:
+        count: of them in a call.
+    """
+
+    __name__ = "launch_some"
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._one = torch.zeros(1, device=device)
+        self.count = count
+
+    def __call__(self) -> None:
+        """Launch."""
+        for _ in range(self.count):
+            self._one.add_(1)  # the kernel whose time was measured, see ``measure_bandwidth``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Felt:
+    """By how much a step gets longer for what is put into it, between 0 and 1 of the time that this takes by itself.
+
+    Attributes:
+        copies: for copies.
+        launches: for launches, and for as much of every kernel as the smallest one takes.
+        launch_ns: that: from its start to the start of the next one.
+    """
+
+    copies: float = 1.0
+    launches: float = 1.0
+    launch_ns: int = 0
+
+    def of(self, kernels_ns: float, count: int, cost_ns: int) -> float:
+        """Return what is felt of so many kernels, their launches included.
+
+        Args:
+            kernels_ns: of all of them, beside ``cost_ns``.
+            count: of launches.
+            cost_ns: of each launch beside its kernel.
+        """
+        short_ns = min(kernels_ns, count * self.launch_ns)
+        return self.copies * (kernels_ns - short_ns) + self.launches * (short_ns + count * cost_ns)
+
+
+def put_between(variant: Variant, extra: Callable[[], None]) -> None:
+    """Let a variant's graphs do more behind each fused kernel."""
     for module in variant.modules:
         for node in list(module.graph.nodes):
             if "fusion_id" in node.meta:
                 with module.graph.inserting_after(node):
-                    module.graph.call_function(copies)
+                    module.graph.call_function(extra)
         module.recompile()
 
 
-def copy_cost_share(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, copy_bytes_per_s: float) -> float:
-    """Measure how much longer the step takes for each nanosecond of copying in it.
+def what_is_felt(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, bandwidth: Bandwidth) -> Felt:
+    """Measure how much longer the step takes for each nanosecond of copies and of short launches in it.
 
     Args:
         bench: of the captured step.
-        build: makes the step with what was kept: savings lead to this one, so traffic is given back to it.
-        saving_ns: that was expected of kernels bound by memory; about so much is copied.
-        copy_bytes_per_s: read plus written.
+        build: makes the step with what was kept: savings lead to this one, so traffic and launches are given back to it.
+        saving_ns: that was expected of kernels bound by memory; about so much is copied, and launched for half of it.
+        bandwidth: of the device.
 
     Returns:
-        1 where no power limit holds the step down, or where the device's memory is too full for copies: what a prediction needs
-        must not end a run.
+        all of both where no power limit holds the step down, or where the device's memory is too full for copies: what a
+        prediction needs must not end a run.
     """
     variant = build()
-    if not bench.on_cuda or not calls_in_step(variant, bench.live.runs_of_regions()):
-        return 1.0
+    calls = sum(calls_in_step(variant, bench.live.runs_of_regions()).values())
+    if not bench.on_cuda or not calls:
+        return Felt()
     runner = StepRunner(bench)
     (step,) = runner.recorded([lambda: bench.run(variant)])
     if not runner.turn_s([step]) or not _has_room():
-        return 1.0
+        return Felt()
     with torch.no_grad():
         (times_ns,) = interleave([step], rounds=_READ_ROUNDS, budget_s=_READ_S, on_cuda=True, before=runner.rewind)
     step_ns = median_interval(times_ns)[0]
     wanted_ns = min(max(saving_ns, _LEAST_SHARE * step_ns), _MOST_SHARE * step_ns)
-    return measured_share(runner, step, bench, build(), wanted_ns=wanted_ns, copy_bytes_per_s=copy_bytes_per_s)
+    copies = Copies(round(wanted_ns * bandwidth.copy_bytes_per_s / 2e9 / calls), _DEVICE)
+    copies_ns = calls * 2 * copies.each_bytes * 1e9 / bandwidth.copy_bytes_per_s
+    launches = Launches(max(1, round(wanted_ns / 2 / calls / bandwidth.launch_ns)), _DEVICE)
+    launches_ns = calls * launches.count * bandwidth.launch_ns
+    return Felt(
+        copies=measured_share(runner, step, bench, build(), copies, alone_ns=copies_ns),
+        launches=measured_share(runner, step, bench, build(), launches, alone_ns=launches_ns),
+        launch_ns=bandwidth.launch_ns,
+    )
 
 
 def _has_room() -> bool:
@@ -109,40 +167,37 @@ def measured_share(
     step: Callable[[], Any],
     bench: Bench,
     variant: Variant,
+    extra: Callable[[], None],
     *,
-    wanted_ns: float,
-    copy_bytes_per_s: float,
+    alone_ns: float,
     budget_s: float = _BUDGET_S,
 ) -> float:
-    """Time a step against the same step with copies behind each of its fused kernels.
+    """Time a step against the same step with more behind each of its fused kernels.
 
     Args:
         runner: of the step.
         step: as it is, recorded where it can be.
         bench: of the captured step.
-        variant: the same step, for the copies to be put into.
-        wanted_ns: what they are to take in all.
-        copy_bytes_per_s: read plus written.
+        variant: the same step, for more to be put into.
+        extra: what is put in.
+        alone_ns: that all of it takes where nothing else draws power.
         budget_s: seconds.
     """
-    calls = sum(calls_in_step(variant, bench.live.runs_of_regions()).values())
-    copies = Copies(round(wanted_ns * copy_bytes_per_s / 2e9 / calls), torch.device("cuda" if bench.on_cuda else "cpu"))
-    put_between(variant, copies)
+    put_between(variant, extra)
     (longer,) = runner.recorded([lambda: bench.run(variant)])
     with torch.no_grad():
         times = interleave(
             [step, longer], rounds=200, budget_s=budget_s, turn_s=TURN_S, on_cuda=runner.on_cuda, before=runner.rewind
         )
-    runner.forget()
-    return share_of(times[0], times[1], calls * 2 * copies.each_bytes * 1e9 / copy_bytes_per_s)
+    return share_of(times[0], times[1], alone_ns)
 
 
-def share_of(alone_ns: Sequence[int], longer_ns: Sequence[int], copies_ns: float) -> float:
-    """Return the part of the copies' own time by which the step became longer, between 0 and 1.
+def share_of(alone_ns: Sequence[int], longer_ns: Sequence[int], extra_ns: float) -> float:
+    """Return the part of its own time by which what was put in made the step longer, between 0 and 1.
 
     Args:
         alone_ns: the step, per round.
-        longer_ns: the step with copies in it.
-        copies_ns: what these take where nothing else draws power.
+        longer_ns: the step with more in it.
+        extra_ns: what that takes where nothing else draws power.
     """
-    return min(1.0, max(0.0, difference(alone_ns, longer_ns).median_ns / copies_ns))
+    return min(1.0, max(0.0, difference(alone_ns, longer_ns).median_ns / extra_ns))

@@ -192,12 +192,12 @@ def prediction_line(report: Report) -> str:
 
 def _at_power_limit(report: Report) -> str:
     """What was measured there; empty where no limit held the step down."""
-    share = report.copy_cost_share
-    if share >= 1:
+    copies, launches = report.copy_cost_share, report.short_launch_cost_share
+    if min(copies, launches) >= 1:
         return ""
     return (
-        f" At the device's power limit the step feels {units.share(share)} of a copy's time, as measured with copies in it; "
-        "so much of what memory-bound kernels save was expected."
+        f" At the device's power limit the step feels {units.share(copies)} of a copy's time and {units.share(launches)} of a "
+        "short launch's, as measured with copies and launches in it; so much of what memory-bound kernels save was expected."
     )
 
 

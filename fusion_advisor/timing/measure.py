@@ -6,10 +6,11 @@ clock by what ran before. A step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms b
 less; eager's took 62 ms behind itself and 65 behind that one. A clock that follows slower still tells of the neighbour: where
 rounds kept one order, ten in a row, a step of 19 ms (512 tokens) differed from itself by 4.6 %.
 
-At the power limit one run is too short a look all the same. Steps of 50 ms (that model's products, 28 layers, in graphs)
-differed from themselves by 0.9 to 1.0 ms (standard deviation of a round), means of 7 in a row behind an untimed one by 0.22: in
-the same time that makes intervals half as wide. And two steps that stay 2.03 ms apart were found to be 1.85 apart, because one
-run does not bring the clock to where a step keeps it. So there a candidate's turn lasts :data:`TURN_S`.
+At the power limit one run is too short a look all the same: it does not bring the clock to where a step keeps it. Two steps of
+50 ms (that model's products, 28 layers, in graphs) that stay 2.03 ms apart were found to be 1.85 apart; and a step of Qwen2.5-7B
+with 512 tokens, timed among launch-bound ones, took 11.4 to 12.9 ms, where it stays at 12.7. Single runs also scatter: those
+steps differed from themselves by 0.9 to 1.0 ms (standard deviation of a round), means of 4 in a row by 0.41. So there a
+candidate's turn lasts :data:`TURN_S`, behind half as much untimed.
 
 A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred calls before and
 after and would drown the kernels. On a CPU the call itself is timed.
@@ -88,10 +89,11 @@ def always(_: object) -> bool:
     return True
 
 
-TURN_S = 0.35
-"""Of each candidate, where the power limit sets the clock: the 7 runs in a row above; of 5, the means differed by 0.29 ms."""
-_UNTIMED = 7
-"""For so many runs in a turn one more is made ahead, untimed."""
+TURN_S = 0.2
+"""Timed, of each candidate, where the power limit sets the clock. Longer turns leave too few rounds for an interval: of 7 runs in
+a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
+_UNTIMED = 2
+"""For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
 
 
 def interleave(

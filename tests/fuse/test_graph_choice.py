@@ -64,6 +64,26 @@ def test_a_graph_that_saves_wall_time_stays(chosen):
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
 
 
+def test_a_gain_that_is_too_little_to_tell_is_looked_at_once_more(chosen, monkeypatch):
+    budgets = []
+    real = measure.interleave
+
+    def interleave(calls, *, budget_s, **more):
+        budgets.append(budget_s)
+        times = real(calls, budget_s=budget_s, **more)
+        if len(budgets) == 1:
+            times[0] = [ns + (-1) ** number * 600_000 for number, ns in enumerate(times[0])]
+        return times
+
+    monkeypatch.setattr(measure, "interleave", interleave)
+    fused, row = chosen(10_000_000, 9_500_000)
+    assert budgets == [1.0, 2.0] and row.status is Status.KEPT and fused.graphs.is_on
+    assert "too little to tell; once more: " in row.reason and row.reason.startswith("wall time ")
+    budgets.clear()
+    _, row = chosen(10_000_000, 9_990_000)
+    assert budgets == [1.0] and row.status is Status.WITHIN_NOISE  # 0.1 % would not stay anyway
+
+
 @pytest.mark.parametrize(("graph_ns", "status"), [(4_000_000, Status.WITHIN_NOISE), (12_000_000, Status.SLOWER)])
 def test_a_graph_that_saves_nothing_goes_and_frees_its_memory(chosen, graph_ns, status):
     fused, row = chosen(4_000_000, graph_ns)

@@ -10,12 +10,14 @@ import fusion_advisor.fuse.power as power
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
-from fusion_advisor.fuse.power import Copies, copy_cost_share, measured_share, put_between, share_of
+from fusion_advisor.fuse.power import Copies, Felt, Launches, measured_share, put_between, share_of, what_is_felt
+from fusion_advisor.records import Bandwidth
 from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.timing.watch import is_at_power_limit
 from tests.tiny import bench_of, planned, profiled
 
 CPU = torch.device("cpu")
+BANDWIDTH = Bandwidth(copy_bytes_per_s=10**11, launch_ns=1000)
 
 
 def test_the_share_is_what_the_step_grew_by_over_what_the_copies_take():
@@ -55,6 +57,21 @@ def test_copies_are_the_kernel_whose_speed_was_measured():
     assert copies._at % 8 == 0 and copies.each_bytes == 992
 
 
+def test_launches_are_of_the_kernel_whose_time_was_measured():
+    launches, seen = Launches(3, CPU), Seen()
+    with seen:
+        launches()
+    assert seen.names == ["aten.add_.Tensor"] * 3 and launches.count == 3
+
+
+def test_a_kernel_is_felt_as_a_launch_and_as_traffic():
+    felt = Felt(copies=0.8, launches=0.2, launch_ns=1000)
+    assert felt.of(50_000, 10, 500) == pytest.approx(0.8 * 40_000 + 0.2 * 15_000)
+    assert felt.of(6_000, 10, 500) == pytest.approx(0.2 * 11_000)  # shorter than the smallest kernel: none of it is traffic
+    assert felt.of(0, 1, 500) == pytest.approx(100)
+    assert Felt().of(50_000, 10, 500) == 55_000
+
+
 def fused_step():
     _, _, live = profiled("toy")
     bench, built = bench_of(live, planned("toy"))
@@ -77,28 +94,40 @@ def test_where_nothing_draws_power_together_the_whole_copy_is_felt():
     variant, runner = build(), StepRunner(bench)
     (step,) = runner.recorded([lambda: bench.run(variant)])
     # At a rate that no memory has, the copies take longer than they are said to.
-    share = measured_share(runner, step, bench, build(), wanted_ns=1e6, copy_bytes_per_s=1e12, budget_s=0.5)
+    copies = Copies(10**6, CPU, buffer_bytes=1 << 22)
+    share = measured_share(runner, step, bench, build(), copies, alone_ns=1, budget_s=0.5)
     assert share == 1.0
 
 
 def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
     bench, build = fused_step()
-    assert copy_cost_share(bench, build, saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+    assert what_is_felt(bench, build, saving_ns=1000, bandwidth=BANDWIDTH) == Felt()
     on_cuda = Bench(bench.live, on_cuda=True)
-    assert copy_cost_share(on_cuda, lambda: bench.build((), ()), saving_ns=1000, copy_bytes_per_s=10**11) == 1.0
+    assert what_is_felt(on_cuda, lambda: bench.build((), ()), saving_ns=1000, bandwidth=BANDWIDTH) == Felt()
 
 
-@pytest.mark.parametrize(("free_bytes", "share"), [(2**30, 0.5), (2**30 - 1, 1.0)])
-def test_nothing_is_copied_where_the_device_is_nearly_full(monkeypatch, free_bytes, share):
+@pytest.mark.parametrize(("free_bytes", "is_measured"), [(2**30, True), (2**30 - 1, False)])
+def test_nothing_is_put_in_where_the_device_is_nearly_full(monkeypatch, free_bytes, is_measured):
+    put_in = []
+
+    def share(_runner, _step, _bench, _variant, extra, *, alone_ns):
+        put_in.append((extra, alone_ns))
+        return 0.5 if isinstance(extra, Copies) else 0.25
+
     bench, build = fused_step()
     runner = StepRunner(bench)
     monkeypatch.setattr(runner, "turn_s", lambda _: TURN_S)
     monkeypatch.setattr(power, "StepRunner", lambda _: runner)
     monkeypatch.setattr(power, "interleave", lambda *_, **__: [[1_000_000] * 9])
-    monkeypatch.setattr(power, "measured_share", lambda *_, **__: 0.5)
+    monkeypatch.setattr(power, "measured_share", share)
+    monkeypatch.setattr(power, "_DEVICE", CPU)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
-    found = copy_cost_share(Bench(bench.live, on_cuda=True), build, saving_ns=1000, copy_bytes_per_s=10**11)
-    assert found == share
+    found = what_is_felt(Bench(bench.live, on_cuda=True), build, saving_ns=200_000, bandwidth=BANDWIDTH)
+    assert found == (Felt(copies=0.5, launches=0.25, launch_ns=1000) if is_measured else Felt())
+    if is_measured:
+        (_, copies_ns), (launches, launches_ns) = put_in
+        assert copies_ns == pytest.approx(200_000, rel=0.01) and isinstance(launches, Launches)
+        assert launches_ns == pytest.approx(100_000, rel=0.01)
 
 
 class Gelus(torch.nn.Module):
@@ -126,3 +155,4 @@ def test_products_at_the_power_limit_feel_a_copy_or_a_part_of_it():
     assert report.bandwidth.copy_bytes_per_s == pytest.approx(measure_bandwidth("cuda").copy_bytes_per_s, rel=0.1)
     least = 0.2 if is_at_power_limit(report.after.wall.clocks) else 1.0
     assert least <= report.copy_cost_share <= 1.0
+    assert 0 <= report.short_launch_cost_share <= 1

@@ -129,6 +129,7 @@ def test_reports_written_before_clocks_still_load():
 
 
 def test_predictions_say_what_the_power_limit_leaves_of_savings():
-    said = "the step feels 61.5% of a copy's time"
-    assert said in prediction_line(replace(applied(), copy_cost_share=0.615))
+    said = "the step feels 61.5% of a copy's time and 20.0% of a short launch's"
+    assert said in prediction_line(replace(applied(), copy_cost_share=0.615, short_launch_cost_share=0.2))
+    assert "power limit" in prediction_line(replace(applied(), short_launch_cost_share=0.2))
     assert "power limit" not in prediction_line(applied())
