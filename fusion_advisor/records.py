@@ -480,7 +480,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRewrite:
-    """One rewrite that needs no kernel: constant folding, attention masks, merged GEMMs, the CUDA graph around the step."""
+    """One rewrite that replaces no chain: constant folding, attention masks, merged GEMMs, the CUDA graph around the step."""
 
     id: str
     """``R1`` …"""
@@ -494,6 +494,8 @@ class GraphRewrite:
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
     predicted_saving_ns: int | None = None
     """What the launches that it takes away were expected to cost; None where no figure of the run says."""
+    rendered: tuple[RenderedKernel, ...] = ()
+    """Kernels that it put in: copies of what a GEMM reads and gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.options import ProfileOptions
-    from fusion_advisor.records import Report
+    from fusion_advisor.records import Fusion, GraphRewrite, Report
     from fusion_advisor.report.embed import EmbeddedTrace
 
 RUNS = Path("fusion-runs")
@@ -235,8 +235,9 @@ def write_run(report: Report, directory: Path, formats: tuple[str, ...], traces:
 
     try:
         write_report(report, directory / "report.json")
-        for fusion in report.fusions:
-            for kernel in fusion.rendered:
+        rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+        for row in rows:
+            for kernel in row.rendered:
                 path = directory / kernel.path
                 is_inside = path.resolve().is_relative_to(directory.resolve())
                 if kernel.path and is_inside and not path.exists():

@@ -23,6 +23,7 @@ from fusion_advisor.fuse.memory import needed_bytes
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model
 from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.plain_copy import kernels_of
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.saved import measure_warm_up
@@ -90,6 +91,7 @@ def install(
     passes = kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
     variant = bench.build(built, passes, gemvs)
+    report = replace(report, rewrites=tuple(_with_kernels(row, variant) for row in report.rewrites))
     measured = replace(
         report,
         status="applied",
@@ -348,6 +350,12 @@ def _reverted(fusion: Fusion, reason: str) -> Fusion:
 
 def _reverted_rewrite(rewrite: GraphRewrite, reason: str) -> GraphRewrite:
     return rewrite if rewrite.status is not Status.KEPT else replace(rewrite, status=Status.NOT_REPLACED, reason=reason)
+
+
+def _with_kernels(row: GraphRewrite, variant: Variant) -> GraphRewrite:
+    """Name the kernels that a kept rewrite put in, as files of the run."""
+    made = [kernel for name in kept_passes([row]) for kernel in kernels_of(variant.modules, name)]
+    return replace(row, rendered=tuple(replace(kernel, path=f"kernels/{row.id}_{kernel.path}") for kernel in made))
 
 
 def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tuple[str, ...]:

@@ -22,9 +22,11 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
@@ -33,8 +35,9 @@ from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.tuning import best_tuning
-from fusion_advisor.records import TensorMeta
+from fusion_advisor.records import RenderedKernel, TensorMeta
 
+_PADS, _PATCHES = "pad_linears", "patches_as_gemm"
 _ROWS = Header(
     title="rows_copy",
     summary="rows cut out of wider ones, contiguous",
@@ -53,16 +56,23 @@ class PlainCopy:
     """A function of a tensor that returns it with plain strides.
 
     Args:
-        name: of the kernel.
+        name: stands in the graph's code.
         layout: of the tensor.
         launch: of a Program of :mod:`~fusion_advisor.library.copies`, bound to it.
+        kernel: that it launches; its path is a file's name.
+
+    Attributes:
+        kernel: see above.
+        made_for: the graph pass that asks for such copies.
 
     Raises:
         LayoutChanged: (when called) the tensor has another layout.
     """
 
-    def __init__(self, name: str, layout: TensorMeta, launch: Launcher) -> None:
+    def __init__(self, name: str, layout: TensorMeta, launch: Launcher, kernel: RenderedKernel) -> None:
         self.__name__ = self.__qualname__ = name
+        self.kernel = kernel
+        self.made_for = _PADS if is_rows(layout) else _PATCHES
         plain = TensorMeta(shape=layout.shape, stride=_plain(layout.shape), dtype=layout.dtype, device=layout.device)
         self._call = fused_call(name, launch, [layout], [plain])
 
@@ -112,10 +122,26 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         try:
             rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)
-            launch = maker.build(rendered, Path(folder) / f"{rendered.entry}{rendered.suffix}").bind(program)
+            built = maker.build(rendered, Path(folder) / f"{rendered.entry}{rendered.suffix}")
+            launch = built.bind(program)
         except KernelBuildFailed:
             return None
-    return PlainCopy(header.title, layout, launch)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"{header.title}_{rendered.entry.rpartition('_')[2]}{rendered.suffix}",
+        source=rendered.source,
+        origin=header.origin,
+        tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+    )
+    return PlainCopy(header.title, layout, launch, kernel)
+
+
+def kernels_of(modules: Iterable[GraphModule], made_for: str) -> tuple[RenderedKernel, ...]:
+    """Return the kernels of the copies in some graphs that a pass asked for, each once."""
+    targets = [node.target for module in modules for node in module.graph.nodes]
+    copies = [target for target in targets if isinstance(target, PlainCopy) and target.made_for == made_for]
+    return tuple({copy.kernel.path: copy.kernel for copy in copies}.values())
 
 
 def _program(layout: TensorMeta) -> tuple[Program, Header]:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
-from fusion_advisor.records import Fusion, Report, StepProfile
+from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
 from fusion_advisor.report import charts, others, redact, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.embed import EmbeddedTrace
@@ -113,6 +113,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         chains_by_id={chain.id: chain for chain in report.chains},
         kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
         panels={fusion.id: _panels(fusion) for fusion in report.fusions},
+        rewrite_panels={row.id: _kernel_panels(row) for row in report.rewrites},
         strips_of={fusion.id: charts.timing_strips(fusion.chain_before, fusion.chain_after) for fusion in report.fusions},
         verdicts=view.VERDICTS,
         kernels=rows,
@@ -194,7 +195,11 @@ def _panels(fusion: Fusion) -> tuple[CodePanel | None, tuple[CodePanel, ...]]:
     numbers = tuple(number for number, _ in fusion.original_source)
     text = "\n".join(visible(line) for _, line in fusion.original_source)
     original = panel(text, "python", numbers) if numbers else None
-    return original, tuple(panel(kernel.source, kernel.backend) for kernel in fusion.rendered)
+    return original, _kernel_panels(fusion)
+
+
+def _kernel_panels(row: Fusion | GraphRewrite) -> tuple[CodePanel, ...]:
+    return tuple(panel(kernel.source, kernel.backend) for kernel in row.rendered)
 
 
 def _path(drawn: str) -> Markup:

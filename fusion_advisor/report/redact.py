@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from fusion_advisor.records import Environment, Report
+from fusion_advisor.records import Environment, Fusion, GraphRewrite, RenderedKernel, Report
 
 PARTS = ("source", "paths", "env")
 """What can be taken out: code of the model and of kernels; names of files and folders; the machine beside its device."""
@@ -47,18 +47,24 @@ def redact(report: Report, parts: tuple[str, ...]) -> Report:
 
 def has_source(report: Report) -> bool:
     """Whether any source code is in the report."""
-    return any(fusion.original_source or any(kernel.source for kernel in fusion.rendered) for fusion in report.fusions) or any(
-        site.source_text for chain in report.chains for site in chain.sites
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    rendered = [kernel for row in rows for kernel in row.rendered]
+    return (
+        any(kernel.source for kernel in rendered)
+        or any(fusion.original_source for fusion in report.fusions)
+        or any(site.source_text for chain in report.chains for site in chain.sites)
     )
 
 
 def _without_source(report: Report) -> Report:
     chains = tuple(replace(chain, sites=tuple(replace(site, source_text="") for site in chain.sites)) for chain in report.chains)
-    fusions = tuple(
-        replace(fusion, original_source=(), rendered=tuple(replace(kernel, source="") for kernel in fusion.rendered))
-        for fusion in report.fusions
-    )
-    return replace(report, chains=chains, fusions=fusions)
+    fusions = tuple(replace(row, original_source=(), rendered=_names_only(row.rendered)) for row in report.fusions)
+    rewrites = tuple(replace(row, rendered=_names_only(row.rendered)) for row in report.rewrites)
+    return replace(report, chains=chains, fusions=fusions, rewrites=rewrites)
+
+
+def _names_only(rendered: tuple[RenderedKernel, ...]) -> tuple[RenderedKernel, ...]:
+    return tuple(replace(kernel, source="") for kernel in rendered)
 
 
 def _device_only(env: Environment) -> Environment:

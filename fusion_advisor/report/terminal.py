@@ -150,9 +150,10 @@ def details(report: Report, console: Console, *, with_source: bool = False) -> R
         name = row.kernel if isinstance(row, Fusion) else row.name
         lines += [Text(""), _line(f"{row.id}  {name}: {view.VERDICTS[row.status].words}", console, "bold")]
         lines.append(_line(f"  {row.reason}", console))
-        if isinstance(row, Fusion):
-            lines += [_line(f"  {text}", console) for text in _evidence(row)]
-            lines += [_source(kernel.source, console) for kernel in row.rendered if with_source]
+        evidence = _evidence(row) if isinstance(row, Fusion) else []
+        evidence += [f"{kernel.backend}, {kernel.origin}: {kernel.path}" for kernel in row.rendered]
+        lines += [_line(f"  {text}", console) for text in evidence]
+        lines += [_source(kernel.source, console) for kernel in row.rendered if with_source]
     return Group(*lines)
 
 
@@ -161,7 +162,7 @@ def _place(site: Site) -> str:
 
 
 def _evidence(fusion: Fusion) -> list[str]:
-    """Sites that were left alone, errors, and where the rendered kernels lie."""
+    """Sites that were left alone, and errors."""
     lines = list(fusion.receipt.refusals)
     checked = fusion.numerics
     if checked is not None:
@@ -171,7 +172,7 @@ def _evidence(fusion: Fusion) -> list[str]:
             f"{plural(checked.elements, 'element')}"
         )
         lines += [f"tried on: {checked.inputs}", f"limit: {checked.limit}"]
-    return lines + [f"{kernel.backend}, {kernel.origin}: {kernel.path}" for kernel in fusion.rendered]
+    return lines
 
 
 def _source(text: str, console: Console) -> Text:

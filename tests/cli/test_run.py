@@ -19,7 +19,7 @@ from fusion_advisor.records import Status
 from fusion_advisor.serialize import load_report, read_capture, read_report
 from fusion_advisor.timing.stopwatch import nothing
 from tests.cli.conftest import Core, Ran
-from tests.report.fixtures import applied, failed_numbers
+from tests.report.fixtures import applied, failed_numbers, with_a_copy
 
 Run = Callable[..., Ran]
 
@@ -203,6 +203,12 @@ def test_apply_reverts_writes_kernels_and_reports(run: Run, fake: Core) -> None:
     assert ran.err.count("error[FA402]") == 1
     options = fake.options[0]
     assert (options.min_gain, options.strict, options.dry_run) == (0.01, True, True)  # type: ignore[attr-defined]
+
+
+def test_the_kernels_of_rewrites_are_files_too(run: Run, fake: Core) -> None:
+    fake.report = with_a_copy(applied())
+    assert run("apply", "org/m").code == 0
+    assert "fa_permuted_copy" in (only_run() / "kernels" / "R1_permuted_copy_0a1b2c.cu").read_text()
 
 
 def test_kernel_paths_cannot_leave_the_run(run: Run, fake: Core, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import split_bias
 from fusion_advisor.capture.graph import capture_regions, describe
+from fusion_advisor.fuse import install
 from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.passes import patches
 from fusion_advisor.fuse.passes.patches import CONVOLUTIONS, patches_as_gemm
@@ -95,6 +96,23 @@ def test_the_copies_are_kernels_where_those_are_faster(monkeypatch, is_channels_
     assert count == 1 and len(copies) == len(asked) == (1 if is_channels_last else 2)
     assert all(is_permuted(layout) for layout in asked)
     assert not any(node.target is torch.ops.aten.clone.default for node in module.graph.nodes)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles kernels for the host, and there is no g++")
+def test_the_kept_rewrite_names_its_kernels(monkeypatch):
+    monkeypatch.setattr(patches, "copy_for", lambda layout: build(layout, "cpp"))
+    _, live = profile_live(Patches(True), (torch.randn(2, 3, 16, 8),))
+    variant = Bench(live, on_cuda=False).build((), ("patches_as_gemm",))
+    rows = [
+        GraphRewrite(id=name, name=PASSES[name][0], status=status, reason="", sites=1)
+        for name, status in (("pad_linears", Status.KEPT), ("patches_as_gemm", Status.KEPT), ("patches_as_gemm", Status.SLOWER))
+    ]
+    padded, kept, removed = (install._with_kernels(row, variant) for row in rows)
+    assert padded.rendered == removed.rendered == ()
+    assert 1 <= len(kept.rendered) <= 2 and len({kernel.path for kernel in kept.rendered}) == len(kept.rendered)
+    for kernel in kept.rendered:
+        assert kernel.path == f"kernels/patches_as_gemm_permuted_copy_{kernel.name.rpartition('_')[2]}.cpp"
+        assert f"{kernel.name}(" in kernel.source and "GEMM over patches" in kernel.origin
 
 
 LEFT = {

@@ -255,6 +255,20 @@ def profiled() -> Report:
     )
 
 
+def with_a_copy(report: Report) -> Report:
+    """A report whose first rewrite of the graph put in a kernel."""
+    kernel = RenderedKernel(
+        name="fa_permuted_copy_0a1b2c",
+        backend="cuda",
+        path="kernels/R1_permuted_copy_0a1b2c.cu",
+        source=_CUDA.replace("softcap_9c", "permuted_copy_0a1b2c"),
+        origin="generated for what a GEMM over patches reads and gives",
+        tuning="block 4 x 32 (default)",
+    )
+    first, *others = report.rewrites
+    return replace(report, rewrites=(replace(first, rendered=(kernel,)), *others))
+
+
 def applied() -> Report:
     """The same made-up model with every kind of verdict."""
     base = profiled()

@@ -20,9 +20,10 @@ from fusion_advisor.report import view
 from fusion_advisor.report.code import panel
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import MAX_KERNELS, SECTIONS, render_html
+from fusion_advisor.report.redact import redact
 from fusion_advisor.report.text import visible
 from fusion_advisor.serialize import load_report
-from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real
+from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real, with_a_copy
 
 VOID = {"meta", "link", "br", "wbr", "input", "img", "hr"}
 
@@ -271,6 +272,17 @@ def test_code_is_highlighted_and_capped() -> None:
     html = render_html(report)
     assert "300 more lines are not shown here" in Page(html).words
     assert '<span class="k' in html
+
+
+def test_a_kernel_that_a_rewrite_put_in_is_shown() -> None:
+    assert "fa_permuted_copy" not in render_html(applied())
+    html = render_html(with_a_copy(applied()))
+    words = Page(html).words
+    card = words[words.index("R1 · constant folding: its kernel") :]
+    assert "fa_permuted_copy_0a1b2c , cuda, generated for what a GEMM over patches reads and gives" in card
+    assert "kernels/R1_permuted_copy_0a1b2c.cu · block 4 x 32 (default)" in card
+    assert "__global__" in card
+    assert "__global__ void fa_permuted" not in render_html(redact(with_a_copy(applied()), ("source",)))
 
 
 def test_only_our_own_text_is_marked_safe() -> None:

@@ -13,7 +13,7 @@ from fusion_advisor import units
 from fusion_advisor.records import Report
 from fusion_advisor.report import view
 from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
-from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real
+from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, with_a_copy
 
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table").enable("strikethrough")
 
@@ -89,6 +89,13 @@ def test_five_thousand_chains_still_fit() -> None:
     many = tuple(chain(at, (f"op{at}", HOSTILE, "mul"), 3, 10_000, 0.0001) for at in range(1, 5001))
     text = render_markdown(replace(base, chains=many))
     assert len(text) <= LIMIT
+    assert is_balanced(text)
+
+
+def test_a_kernel_that_a_rewrite_put_in_is_shown() -> None:
+    text = render_markdown(with_a_copy(applied()), 10**6)
+    assert text.count("<details><summary>Source: R1, cuda</summary>") == 1 and "fa_permuted_copy_0a1b2c(" in text
+    assert "Source: R1" not in render_markdown(applied(), 10**6)
     assert is_balanced(text)
 
 

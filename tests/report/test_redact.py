@@ -11,7 +11,7 @@ from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.redact import PARTS, has_source, redact
 from fusion_advisor.report.tables import csv_text, tables
 from fusion_advisor.serialize import dump_report, load_report
-from tests.report.fixtures import applied, hostile, real
+from tests.report.fixtures import applied, hostile, real, with_a_copy
 
 SECRET = "/home/ada/secret project/model.py"  # a space: only a known path can be found whole
 PLACES = ("/srv/ada/run.py", "~/ada/x", "C:\\ada\\m.py", "./ada/model.py:make", "ada_model.py", "../ada/lib.so", "/ada")
@@ -73,6 +73,8 @@ def test_source_is_gone_from_every_view_and_the_page_says_so() -> None:
     assert any(line in text for fusion in real().fusions for _, text in fusion.original_source)
     shown = redact(real(), ("source",))
     assert not has_source(shown) and has_source(real()) and has_source(report)
+    copies = replace(with_a_copy(applied()), fusions=(), chains=())
+    assert has_source(copies) and not has_source(redact(copies, ("source",)))
     text = every_view(shown)
     assert line not in text and "tl.load" not in text and "import triton" not in text
     assert "This file contains no source code" in text

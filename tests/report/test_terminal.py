@@ -13,8 +13,8 @@ from fusion_advisor.report import view
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.terminal import Column, column_table, result_table, simple_table, summary_line
-from tests.report.fixtures import ALL, applied, profiled, timing
+from fusion_advisor.report.terminal import Column, column_table, details, result_table, simple_table, summary_line
+from tests.report.fixtures import ALL, applied, profiled, timing, with_a_copy
 
 WIDTHS = (40, 60, 80, 100, 120)
 
@@ -99,6 +99,16 @@ def test_figures_are_the_reports_own() -> None:
     assert "✓ kept" in text
     assert "✗ wrong numbers, removed" in text
     assert "~ within noise, removed" in text
+
+
+def test_a_kernel_that_a_rewrite_put_in_is_named_and_shown_if_asked() -> None:
+    def told(**options: bool) -> str:
+        console = Console(width=120, file=io.StringIO())
+        console.print(details(with_a_copy(applied()), console, **options))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert "kernels/R1_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
+    assert "__global__ void fa_permuted" in told(with_source=True)
 
 
 def test_what_limits_the_figures_is_said() -> None:
