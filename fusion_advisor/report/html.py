@@ -41,7 +41,7 @@ SECTIONS = (
     ("savings", "What each rewrite bought"),
     ("fusions", "Fusions"),
     ("chains", "Chains"),
-    ("rewrites", "Without a kernel"),
+    ("rewrites", "Beside fusions"),
     ("timeline", "Timeline"),
     ("gaps", "Launch gaps"),
     ("roofline", "Roofline"),
