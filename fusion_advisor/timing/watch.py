@@ -53,6 +53,8 @@ class Watch:
     def is_held_down(self, queue: Callable[[], object], wait: Callable[[], object]) -> bool:
         """Run a step again and again for a while; return whether the power limit holds it down then.
 
+        One that takes longer than a second is not run again: it brings the clock to where it keeps it by itself.
+
         Args:
             queue: starts one run of the step and does not wait for it.
             wait: returns when the device has nothing left to do.
@@ -64,6 +66,8 @@ class Watch:
         queue()
         wait()
         step_ns = time.perf_counter_ns() - start
+        if step_ns > _LONG_NS:
+            return False
         late: list[ClockSample] = []
         while (taken_ns := time.perf_counter_ns() - start) < 1e9 * _LOOK_S or not late:
             sample = self._at_work(self._read, queue, step_ns)

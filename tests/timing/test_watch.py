@@ -117,6 +117,13 @@ class Slow:
         self.steps += 1
 
 
+def test_a_long_step_is_not_run_again_to_look(monkeypatch):
+    clock = Slow(3_000_000_000)
+    monkeypatch.setattr(watch, "time", clock)
+    seen = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
+    assert not seen.is_held_down(clock.step, wait=lambda: None) and clock.steps == 1
+
+
 @pytest.mark.parametrize("step_ns", [50_000_000, 2_000_000, 700_000_000])
 @pytest.mark.parametrize("from_ns", [0, 250_000_000, 10**12])
 def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(monkeypatch, step_ns, from_ns):
