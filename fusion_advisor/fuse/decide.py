@@ -28,7 +28,7 @@ from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval
-from fusion_advisor.timing.watch import held_down
+from fusion_advisor.timing.watch import turn_s_for
 
 PATIENCE = 2.0
 """How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain. At an H200's
@@ -316,7 +316,7 @@ class StepRunner:
             calls: made by this runner; one that the power limit holds down is enough.
         """
         if self._turn_s is None:
-            self._turn_s = measure.TURN_S if held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+            self._turn_s = turn_s_for(calls, on_cuda=self.on_cuda, before=self.rewind)
         return self._turn_s
 
     def forget(self) -> None:

@@ -27,7 +27,7 @@ from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.model import is_training
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
-from fusion_advisor.fuse.power import what_is_felt
+from fusion_advisor.fuse.power import measure_cost_shares
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.select import FASTEST, choose, kept_passes, kernel_dir_of, try_all
@@ -92,7 +92,7 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-            felt = what_is_felt(
+            shares = measure_cost_shares(
                 bench,
                 lambda: bench.build(built, kept_passes(rewrites)),
                 saving_ns=sum(fusion.predicted_saving_ns for fusion in fusions if fusion.status is Status.KEPT),
@@ -108,11 +108,11 @@ def apply_workload(
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
-            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns, felt)),
-            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns, felt),
+            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns, shares)),
+            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns, shares),
             launch_cost_ns=cost_ns,
-            copy_cost_share=felt.copies,
-            short_launch_cost_share=felt.launches,
+            copy_cost_share=shares.copies,
+            short_launch_cost_share=shares.launches,
         )
         on_report(report)
         run = install(

@@ -26,9 +26,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.copies import permuted_copy, rows_copy
 from fusion_advisor.library.nvrtc import has_cuda_core
@@ -79,6 +80,23 @@ class PlainCopy:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy."""
         return self._call(tensor)
+
+
+def put_copy(graph: Graph, source: Node) -> Node:
+    """Add a copy of a node's value to plain strides: a kernel of the library, or ``aten.clone`` where none is faster.
+
+    Args:
+        graph: where its insertion point is.
+        source: with its value in ``meta``; the copy gets nothing but its own value there.
+    """
+    value = source.meta["val"]
+    copy = copy_for(layout_of(value))
+    if copy is None:
+        made = graph.call_function(torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+    else:
+        made = graph.call_function(copy, (source,))
+    made.meta = {"val": value.new_empty(value.shape)}
+    return made
 
 
 def copy_for(layout: TensorMeta) -> PlainCopy | None:

@@ -84,7 +84,7 @@ class Launches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Felt:
+class CostShares:
     """By how much a step gets longer for what is put into it, between 0 and 1 of the time that this takes by itself.
 
     Attributes:
@@ -97,16 +97,16 @@ class Felt:
     launches: float = 1.0
     launch_ns: int = 0
 
-    def of(self, kernels_ns: float, count: int, cost_ns: int) -> float:
-        """Return what is felt of so many kernels, their launches included.
+    def cost_ns(self, kernels_ns: float, count: int, launch_cost_ns: int) -> float:
+        """Return what so many kernels cost the step, their launches included.
 
         Args:
-            kernels_ns: of all of them, beside ``cost_ns``.
+            kernels_ns: of all of them.
             count: of launches.
-            cost_ns: of each launch beside its kernel.
+            launch_cost_ns: of each launch beside its kernel.
         """
         short_ns = min(kernels_ns, count * self.launch_ns)
-        return self.copies * (kernels_ns - short_ns) + self.launches * (short_ns + count * cost_ns)
+        return self.copies * (kernels_ns - short_ns) + self.launches * (short_ns + count * launch_cost_ns)
 
 
 def put_between(variant: Variant, extra: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ def put_between(variant: Variant, extra: Callable[[], None]) -> None:
         module.recompile()
 
 
-def what_is_felt(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, bandwidth: Bandwidth) -> Felt:
+def measure_cost_shares(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, bandwidth: Bandwidth) -> CostShares:
     """Measure how much longer the step takes for each nanosecond of copies and of short launches in it.
 
     Args:
@@ -135,11 +135,11 @@ def what_is_felt(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, 
     variant = build()
     calls = sum(calls_in_step(variant, bench.live.runs_of_regions()).values())
     if not bench.on_cuda or not calls:
-        return Felt()
+        return CostShares()
     runner = StepRunner(bench)
     (step,) = runner.recorded([lambda: bench.run(variant)])
     if not runner.turn_s([step]) or not _has_room():
-        return Felt()
+        return CostShares()
     with torch.no_grad():
         (times_ns,) = interleave([step], rounds=_READ_ROUNDS, budget_s=_READ_S, on_cuda=True, before=runner.rewind)
     step_ns = median_interval(times_ns)[0]
@@ -148,7 +148,7 @@ def what_is_felt(bench: Bench, build: Callable[[], Variant], *, saving_ns: int, 
     copies_ns = calls * 2 * copies.each_bytes * 1e9 / bandwidth.copy_bytes_per_s
     launches = Launches(max(1, round(wanted_ns / 2 / calls / bandwidth.launch_ns)), _DEVICE)
     launches_ns = calls * launches.count * bandwidth.launch_ns
-    return Felt(
+    return CostShares(
         copies=measured_share(runner, step, bench, build(), copies, alone_ns=copies_ns),
         launches=measured_share(runner, step, bench, build(), launches, alone_ns=launches_ns),
         launch_ns=bandwidth.launch_ns,

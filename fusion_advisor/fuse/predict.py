@@ -22,7 +22,7 @@ from fusion_advisor.capture.bias import LAUNCHES_OF
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
-from fusion_advisor.fuse.power import Felt
+from fusion_advisor.fuse.power import CostShares
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
 
 _LINEAR = "aten.linear.default"
@@ -37,7 +37,7 @@ _PADS = "pad_linears"
 _STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
 _SHARED_MASKS = "share_masks"
-_ALL = Felt()
+_ALL = CostShares()
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
@@ -57,29 +57,29 @@ def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[
     return min(max(0, round((step_ns - kernels_ns) / len(launches))), most_ns)
 
 
-def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int, felt: Felt = _ALL) -> list[Fusion]:
+def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int, shares: CostShares = _ALL) -> list[Fusion]:
     """Return fusions with what they were expected to save; those that were not timed alone stay as they are.
 
     Args:
         fusions: of a run.
         chains: that they stand for.
         cost_ns: from :func:`launch_cost_ns`.
-        felt: by the step.
+        shares: of what kernels and launches take alone that the step feels.
     """
     by_id = {chain.id: chain for chain in chains}
-    return [_priced(fusion, by_id, cost_ns, felt) for fusion in fusions]
+    return [_priced(fusion, by_id, cost_ns, shares) for fusion in fusions]
 
 
-def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int, felt: Felt) -> Fusion:
+def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int, shares: CostShares) -> Fusion:
     chain = chains.get(fusion.chain_id)
     if chain is None or fusion.chain_after is None:
         return fusion
-    after_ns = felt.of(fusion.chain_after.median_ns * chain.runs, chain.runs, 0)
-    return replace(fusion, predicted_saving_ns=max(0, round(felt.of(chain.device_ns, chain.launches, cost_ns) - after_ns)))
+    after_ns = shares.cost_ns(fusion.chain_after.median_ns * chain.runs, chain.runs, 0)
+    return replace(fusion, predicted_saving_ns=max(0, round(shares.cost_ns(chain.device_ns, chain.launches, cost_ns) - after_ns)))
 
 
 def price_passes(
-    rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int, felt: Felt = _ALL
+    rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int, shares: CostShares = _ALL
 ) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
@@ -94,9 +94,9 @@ def price_passes(
         bench: over the graphs as captured.
         capture: whose ops the bench describes.
         cost_ns: from :func:`launch_cost_ns`.
-        felt: by the step.
+        shares: of what kernels and launches take alone that the step feels.
     """
-    capture, cost_ns = _as_felt(capture, felt), round(felt.of(0, 1, cost_ns))
+    capture, cost_ns = _as_felt(capture, shares), round(shares.cost_ns(0, 1, cost_ns))
     by_title = {title: name for name, (title, _) in PASSES.items()}
     placed: list[str] = []
     # Biases of GEMMs, which the trace had apart, are in their GEMMs again without any pass.
@@ -131,13 +131,13 @@ def price_passes(
     return tuple(priced)
 
 
-def _as_felt(capture: Capture, felt: Felt) -> Capture:
+def _as_felt(capture: Capture, shares: CostShares) -> Capture:
     """What the step feels of each launch; copies are that much quicker."""
     launches = tuple(
-        launch if launch.category in _COMPUTE else replace(launch, duration_ns=round(felt.of(launch.duration_ns, 1, 0)))
+        launch if launch.category in _COMPUTE else replace(launch, duration_ns=round(shares.cost_ns(launch.duration_ns, 1, 0)))
         for launch in capture.launches
     )
-    bandwidth = replace(capture.bandwidth, copy_bytes_per_s=round(capture.bandwidth.copy_bytes_per_s / max(felt.copies, 1e-3)))
+    bandwidth = replace(capture.bandwidth, copy_bytes_per_s=round(capture.bandwidth.copy_bytes_per_s / max(shares.copies, 1e-3)))
     return replace(capture, launches=launches, bandwidth=bandwidth)
 
 

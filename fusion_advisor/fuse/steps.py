@@ -19,9 +19,9 @@ from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.nodes import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
-from fusion_advisor.timing.measure import TURN_S, interleave
+from fusion_advisor.timing.measure import interleave
 from fusion_advisor.timing.stopwatch import as_timing, nothing
-from fusion_advisor.timing.watch import watching
+from fusion_advisor.timing.watch import turn_s_for, watching
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -192,17 +192,17 @@ def walls(
 
         return run
 
+    turn_s = turn_s_for(calls, on_cuda=on_cuda, before=rewind)
     with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
 
         def after(number: int, position: int, last_ns: int) -> None:
             watch.sample(number, position, queued(calls[position]), last_ns)
 
-        is_held_down = on_cuda and any(watch.is_held_down(queued(call), torch.cuda.synchronize) for call in calls)
         times = interleave(
             [waiting(call) for call in calls],
             rounds=runs,
             budget_s=budget_s,
-            turn_s=TURN_S if is_held_down else 0.0,
+            turn_s=turn_s,
             least_s=least_s * len(calls),
             on_cuda=False,
             before=from_rest,

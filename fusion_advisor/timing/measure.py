@@ -134,7 +134,7 @@ def interleave(
     for candidate in candidates:
         before()
         candidate()
-        runs.append(round(turn_s * 1e9 / max(turn(candidate, before, 1)[0], 1)) if turn_s else 1)
+        runs.append(max(1, round(turn_s * 1e9 / max(turn(candidate, before, 1)[0], 1))) if turn_s else 1)
     started = time.perf_counter()
     order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
     for number in itertools.count():
@@ -145,11 +145,10 @@ def interleave(
         if number % 2 == 0:
             orders.shuffle(order)
         for position in reversed(order) if number % 2 else order:
-            count = max(runs[position], 1)
-            for _ in range(-(-count // _UNTIMED)):
+            for _ in range(-(-runs[position] // _UNTIMED)):
                 before()
                 candidates[position]()
-            times[position].append(_middle_mean(turn(candidates[position], before, count)))
+            times[position].append(_middle_mean(turn(candidates[position], before, runs[position])))
             after(number, position, times[position][-1])
     return times
 

@@ -13,6 +13,7 @@ import torch
 
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import nvml
+from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.timing.stopwatch import nothing
 
 _QUEUED_NS = 5_000_000
@@ -50,8 +51,8 @@ class Watch:
             return
         self._samples.setdefault(position, []).append(self._at_work(self._read, queue, last_ns))
 
-    def is_held_down(self, queue: Callable[[], object], wait: Callable[[], object]) -> bool:
-        """Run a step again and again for a while; return whether the power limit holds it down then.
+    def runs_at_power_limit(self, queue: Callable[[], object], wait: Callable[[], object]) -> bool:
+        """Run a step again and again for a while; return whether the power limit holds its clock down then.
 
         One that takes longer than a second is not run again: it brings the clock to where it keeps it by itself.
 
@@ -104,12 +105,12 @@ def watching(*, on_cuda: bool) -> Iterator[Watch]:
         yield watch
 
 
-def held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> bool:
-    """Return whether the device's power limit holds down any of some steps that run again and again; a CPU has none.
+def turn_s_for(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> float:
+    """Return how long steps must run at their turn to be timed: 0, for single runs, unless the power limit sets the clock of any.
 
     Args:
         calls: warm; each starts one run.
-        on_cuda: whether they run on the current CUDA device.
+        on_cuda: whether they run on the current CUDA device; a CPU has no such limit.
         before: called ahead of each run.
     """
 
@@ -121,7 +122,7 @@ def held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: C
         return queue
 
     with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
-        return any(watch.is_held_down(queued(call), torch.cuda.synchronize) for call in calls)
+        return TURN_S if any(watch.runs_at_power_limit(queued(call), torch.cuda.synchronize) for call in calls) else 0.0
 
 
 def is_at_power_limit(clocks: Clocks | None) -> bool:

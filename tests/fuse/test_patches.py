@@ -12,9 +12,8 @@ from torch import nn
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import split_bias
 from fusion_advisor.capture.graph import capture_regions, describe
-from fusion_advisor.fuse import install
+from fusion_advisor.fuse import install, plain_copy
 from fusion_advisor.fuse.bench import PASSES, Bench
-from fusion_advisor.fuse.passes import patches
 from fusion_advisor.fuse.passes.patches import CONVOLUTIONS, patches_as_gemm
 from fusion_advisor.fuse.plain_copy import PlainCopy, build, is_permuted
 from fusion_advisor.fuse.predict import price_passes
@@ -88,7 +87,7 @@ def test_the_copies_are_kernels_where_those_are_faster(monkeypatch, is_channels_
         asked.append(layout)
         return build(layout, "cpp")
 
-    monkeypatch.setattr(patches, "copy_for", found)
+    monkeypatch.setattr(plain_copy, "copy_for", found)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 8)
     module, count = rewritten(nn.Conv2d(3, 8, 4, stride=4), x.to(memory_format=torch.channels_last) if is_channels_last else x)
@@ -100,7 +99,7 @@ def test_the_copies_are_kernels_where_those_are_faster(monkeypatch, is_channels_
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles kernels for the host, and there is no g++")
 def test_the_kept_rewrite_names_its_kernels(monkeypatch):
-    monkeypatch.setattr(patches, "copy_for", lambda layout: build(layout, "cpp"))
+    monkeypatch.setattr(plain_copy, "copy_for", lambda layout: build(layout, "cpp"))
     _, live = profile_live(Patches(True), (torch.randn(2, 3, 16, 8),))
     variant = Bench(live, on_cuda=False).build((), ("patches_as_gemm",))
     rows = [

@@ -207,7 +207,7 @@ def test_a_cpu_keeps_its_own_copy():
 
 @needs_gpp
 def test_a_padded_head_gives_the_models_tensor_by_the_kernel(monkeypatch):
-    monkeypatch.setattr(pad, "copy_for", lambda layout: plain_copy.build(layout, "cpp"))
+    monkeypatch.setattr(plain_copy, "copy_for", lambda layout: plain_copy.build(layout, "cpp"))
     model = Head().eval()
     leave_room(model)
     with torch.no_grad():

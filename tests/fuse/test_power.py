@@ -10,7 +10,7 @@ import fusion_advisor.fuse.power as power
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.fuse.bench import Bench, calls_in_step
 from fusion_advisor.fuse.decide import StepRunner
-from fusion_advisor.fuse.power import Copies, Felt, Launches, measured_share, put_between, share_of, what_is_felt
+from fusion_advisor.fuse.power import Copies, CostShares, Launches, measure_cost_shares, measured_share, put_between, share_of
 from fusion_advisor.records import Bandwidth
 from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.timing.watch import is_at_power_limit
@@ -64,12 +64,12 @@ def test_launches_are_of_the_kernel_whose_time_was_measured():
     assert seen.names == ["aten.add_.Tensor"] * 3 and launches.count == 3
 
 
-def test_a_kernel_is_felt_as_a_launch_and_as_traffic():
-    felt = Felt(copies=0.8, launches=0.2, launch_ns=1000)
-    assert felt.of(50_000, 10, 500) == pytest.approx(0.8 * 40_000 + 0.2 * 15_000)
-    assert felt.of(6_000, 10, 500) == pytest.approx(0.2 * 11_000)  # shorter than the smallest kernel: none of it is traffic
-    assert felt.of(0, 1, 500) == pytest.approx(100)
-    assert Felt().of(50_000, 10, 500) == 55_000
+def test_a_kernel_costs_as_a_launch_and_as_traffic():
+    shares = CostShares(copies=0.8, launches=0.2, launch_ns=1000)
+    assert shares.cost_ns(50_000, 10, 500) == pytest.approx(0.8 * 40_000 + 0.2 * 15_000)
+    assert shares.cost_ns(6_000, 10, 500) == pytest.approx(0.2 * 11_000)  # none of it is traffic
+    assert shares.cost_ns(0, 1, 500) == pytest.approx(100)
+    assert CostShares().cost_ns(50_000, 10, 500) == 55_000
 
 
 def fused_step():
@@ -101,9 +101,9 @@ def test_where_nothing_draws_power_together_the_whole_copy_is_felt():
 
 def test_a_cpu_and_a_step_without_kernels_have_no_power_limit():
     bench, build = fused_step()
-    assert what_is_felt(bench, build, saving_ns=1000, bandwidth=BANDWIDTH) == Felt()
+    assert measure_cost_shares(bench, build, saving_ns=1000, bandwidth=BANDWIDTH) == CostShares()
     on_cuda = Bench(bench.live, on_cuda=True)
-    assert what_is_felt(on_cuda, lambda: bench.build((), ()), saving_ns=1000, bandwidth=BANDWIDTH) == Felt()
+    assert measure_cost_shares(on_cuda, lambda: bench.build((), ()), saving_ns=1000, bandwidth=BANDWIDTH) == CostShares()
 
 
 @pytest.mark.parametrize(("free_bytes", "is_measured"), [(2**30, True), (2**30 - 1, False)])
@@ -122,8 +122,8 @@ def test_nothing_is_put_in_where_the_device_is_nearly_full(monkeypatch, free_byt
     monkeypatch.setattr(power, "measured_share", share)
     monkeypatch.setattr(power, "_DEVICE", CPU)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 2**37))
-    found = what_is_felt(Bench(bench.live, on_cuda=True), build, saving_ns=200_000, bandwidth=BANDWIDTH)
-    assert found == (Felt(copies=0.5, launches=0.25, launch_ns=1000) if is_measured else Felt())
+    found = measure_cost_shares(Bench(bench.live, on_cuda=True), build, saving_ns=200_000, bandwidth=BANDWIDTH)
+    assert found == (CostShares(copies=0.5, launches=0.25, launch_ns=1000) if is_measured else CostShares())
     if is_measured:
         (_, copies_ns), (launches, launches_ns) = put_in
         assert copies_ns == pytest.approx(200_000, rel=0.01) and isinstance(launches, Launches)

@@ -103,9 +103,10 @@ def test_figures_are_the_reports_own() -> None:
 
 def test_a_kernel_that_a_rewrite_put_in_is_named_and_shown_if_asked() -> None:
     def told(**options: bool) -> str:
-        console = Console(width=120, file=io.StringIO())
+        printed = io.StringIO()
+        console = Console(width=120, file=printed)
         console.print(details(with_a_copy(applied()), console, **options))
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return printed.getvalue()
 
     assert "kernels/R1_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
     assert "__global__ void fa_permuted" in told(with_source=True)

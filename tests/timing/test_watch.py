@@ -121,7 +121,7 @@ def test_a_long_step_is_not_run_again_to_look(monkeypatch):
     clock = Slow(3_000_000_000)
     monkeypatch.setattr(watch, "time", clock)
     seen = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
-    assert not seen.is_held_down(clock.step, wait=lambda: None) and clock.steps == 1
+    assert not seen.runs_at_power_limit(clock.step, wait=lambda: None) and clock.steps == 1
 
 
 @pytest.mark.parametrize("step_ns", [50_000_000, 2_000_000, 700_000_000])
@@ -133,13 +133,13 @@ def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(monkeyp
     def read():
         return ClockSample(reasons=("sw_power_cap",) if clock.now_ns >= from_ns else ())
 
-    assert Watch(read).is_held_down(clock.step, wait=lambda: None) == (from_ns < 10**12)
+    assert Watch(read).runs_at_power_limit(clock.step, wait=lambda: None) == (from_ns < 10**12)
     assert 600_000_000 <= clock.now_ns <= 600_000_000 + 3 * max(step_ns, 5_000_000)
 
 
 def test_nothing_is_run_to_look_for_a_limit_that_nobody_can_tell():
-    assert not Watch(None).is_held_down(lambda: pytest.fail("a run for nothing"), lambda: None)
-    assert not watch.held_down([lambda: pytest.fail("a run for nothing")], on_cuda=False)
+    assert not Watch(None).runs_at_power_limit(lambda: pytest.fail("a run for nothing"), lambda: None)
+    assert watch.turn_s_for([lambda: pytest.fail("a run for nothing")], on_cuda=False) == 0
 
 
 def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch):
@@ -152,15 +152,17 @@ def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch
     def step(name):
         return lambda: (order.append(name), clock.step())
 
-    assert watch.held_down([step("first"), step("second"), step("third")], on_cuda=True, before=lambda: order.append("back"))
+    calls = [step("first"), step("second"), step("third")]
+    assert watch.turn_s_for(calls, on_cuda=True, before=lambda: order.append("back")) == watch.TURN_S
     assert order[1::2] == sorted(order[1::2]) and set(order[1::2]) == {"first", "second"} and set(order[::2]) == {"back"}
 
 
 def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn(monkeypatch):
     asked = []
     held = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
-    monkeypatch.setattr(held, "is_held_down", lambda queue, wait: asked.append(queue) or True)
-    monkeypatch.setattr(steps, "watching", lambda *, on_cuda: contextlib.nullcontext(held))
+    monkeypatch.setattr(held, "runs_at_power_limit", lambda queue, wait: asked.append(queue) or True)
+    for module in (steps, watch):
+        monkeypatch.setattr(module, "watching", lambda *, on_cuda: contextlib.nullcontext(held if on_cuda else Watch(None)))
     monkeypatch.setattr(steps, "interleave", lambda *_, turn_s, **__: [[round(turn_s * 1e9)]])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for on_cuda, turn_ns in ((True, 200_000_000), (False, 0)):

@@ -24,8 +24,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.held import extended
 from fusion_advisor.fuse.odd_rows import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
-from fusion_advisor.fuse.plain_copy import copy_for
-from fusion_advisor.fuse.verify import layout_of
+from fusion_advisor.fuse.plain_copy import put_copy
 from fusion_advisor.workload.adjacent import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
 
 _LINEAR = torch.ops.aten.linear.default
@@ -110,11 +109,7 @@ def _pad(graph: Graph, linear: Node, name: str) -> None:
         wide.meta = {**origin, "val": like.new_empty((*like.shape[:-1], padded))}
         part = graph.call_function(torch.ops.aten.slice.Tensor, (wide, -1, 0, rows))
         part.meta = {**origin, "val": wide.meta["val"][..., :rows]}
-        copy = copy_for(layout_of(part.meta["val"]))
-        if copy is None:
-            out = graph.call_function(torch.ops.aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
-        else:
-            out = graph.call_function(copy, (part,))
+        out = put_copy(graph, part)
         out.meta = {**linear.meta, _PADDED: True}
     linear.replace_all_uses_with(out)
     graph.erase_node(linear)

@@ -17,8 +17,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.bias import CONVOLUTIONS, WRITTEN_OUT, written_out_bias
 from fusion_advisor.capture.graph import Region
-from fusion_advisor.fuse.plain_copy import copy_for
-from fusion_advisor.fuse.verify import layout_of
+from fusion_advisor.fuse.plain_copy import put_copy
 
 
 def patches_as_gemm(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -57,15 +56,6 @@ def _replace(graph: Graph, node: Node) -> None:
         made.meta = {**origin, "val": target(*torch.fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)}
         return made
 
-    def plain(source: Node) -> Node:
-        value = source.meta["val"]
-        copy = copy_for(layout_of(value))
-        if copy is None:
-            return add(aten.clone.default, source, memory_format=torch.contiguous_format)
-        made = graph.call_function(copy, (source,))
-        made.meta = {**origin, "val": value.new_empty(value.shape)}
-        return made
-
     aten = torch.ops.aten
     batch, channels, *picture = x.meta["val"].shape
     rows, _, *window = weight.meta["val"].shape
@@ -76,7 +66,8 @@ def _replace(graph: Graph, node: Node) -> None:
     with graph.inserting_before(out):
         gathered = add(aten.permute.default, add(aten.view.default, x, cut), by_window)
         if not gathered.meta["val"].is_contiguous():
-            gathered = plain(gathered)
+            gathered = put_copy(graph, gathered)
+            gathered.meta |= origin
         elements = channels * math.prod(window)
         patches = add(aten.view.default, gathered, [batch * math.prod(windows), elements])
         flat = add(aten.view.default, weight, [rows, elements])
@@ -84,7 +75,7 @@ def _replace(graph: Graph, node: Node) -> None:
         shaped = add(aten.view.default, product, [batch, *windows, rows])
         result = add(aten.permute.default, shaped, [0, len(window) + 1, *(1 + axis for axis in axes)])
         if result.meta["val"].stride() != out.meta["val"].stride():
-            result = plain(result)
+            result = put_copy(graph, result)
             result.meta = {key: value for key, value in out.meta.items() if key != WRITTEN_OUT}
     out.replace_all_uses_with(result)
     graph.erase_node(out)
