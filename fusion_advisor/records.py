@@ -209,6 +209,8 @@ class Timing:
     """``wall``, ``cuda_graph`` or ``cuda_events``."""
     clocks: Clocks | None = None
     """None on a CPU, where they were not looked for, and in reports that were written before they were."""
+    rest: float = 0.0
+    """For so many times as long as the last run the device was idle ahead of each, so that its power limit held none down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,6 +552,8 @@ class StepProfile:
     """(kernel name, category, count, ns), largest first."""
     wall: Timing | None = None
     """Un-profiled wall time of the step as the user calls it."""
+    rested: Timing | None = None
+    """As that, of single runs after rests; only where the power limit holds steps down that run again and again."""
     device: Timing | None = None
     """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
     peak_memory_bytes: int = 0
@@ -755,10 +759,10 @@ class Report:
     """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
     most what the smallest kernel takes with its launch."""
     copy_cost_share: float = 1.0
-    """What the step takes longer for a nanosecond of copies in it, measured at the device's power limit, where their time is
-    partly won back in higher clocks; 1 elsewhere. What memory-bound kernels save is expected to count for so much."""
+    """In reports of before steps were timed after rests: what the step took longer for a nanosecond of copies in it, measured at
+    the device's power limit. What memory-bound kernels save was expected to count for so much."""
     short_launch_cost_share: float = 1.0
-    """As that, for launches of the smallest kernel; launches that are saved are expected to count for so much."""
+    """As that, for launches of the smallest kernel."""
     generation: GenerationCheck | None = None
     """The whole call of ``generate``; the rest of the report then is of its decode step."""
     training: Training | None = None

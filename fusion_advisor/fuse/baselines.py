@@ -26,10 +26,11 @@ from fusion_advisor.fuse.compiled import Compiler, compile_rest
 from fusion_advisor.fuse.liger import NotAvailable, with_liger
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.progress import Progress
-from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile
+from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
 from fusion_advisor.timing.stopwatch import nothing
+from fusion_advisor.timing.watch import is_at_power_limit
 from fusion_advisor.workload.load import LoadedWorkload
 
 _log = logging.getLogger(__name__)
@@ -222,23 +223,20 @@ def measure_all(
     """
     progress = progress or Progress()
 
-    def rows_of(ready: Sequence[_Ready]) -> dict[str, Baseline]:
-        timings = steps.walls(
-            [one.call for one in ready],
-            on_cuda=on_cuda,
-            runs=runs,
-            budget_s=budget_s * len(ready),
-            least_s=least_s,
-            rewind=rewind,
-        )
+    def rows_of(ready: Sequence[_Ready], *, is_last: bool = False) -> dict[str, Baseline]:
+        calls, all_s = [one.call for one in ready], budget_s * len(ready)
+        timings = steps.walls(calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, rewind=rewind)
+        rested: Sequence[Timing | None] = [None] * len(ready)
+        if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
+            rested = steps.rested_walls(calls, runs=runs, budget_s=all_s / 2, rewind=rewind)
         return {
             one.contender.name: Baseline(
                 name=one.contender.name,
-                step=replace(one.step, wall=wall),
+                step=replace(one.step, wall=wall, rested=after_rest),
                 first_call_s=one.first_call_s,
                 note=one.contender.note,
             )
-            for one, wall in zip(ready, timings, strict=True)
+            for one, wall, after_rest in zip(ready, timings, rested, strict=True)
         }
 
     in_order = sorted(contenders, key=lambda one: not one.is_required)
@@ -265,7 +263,7 @@ def measure_all(
                 progress.note(f"{contender.name}: {_sentence(error)}")
                 if not isinstance(error, NotAvailable):
                     _log.info("%s", contender.name, exc_info=error)
-        rows = rows_of(ready)
+        rows = rows_of(ready, is_last=True)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 

@@ -6,8 +6,11 @@ kept ones are timed together against none, which is the figure that the report's
 
 Rewrites that are faster by their whole interval and still short of a threshold are timed once more, all of them together on top
 of what was kept, against the same two thresholds: four that save 1 % each of a step that differs from itself by 2 % stay or go as
-one. One alone gets its second chance too: at an H200's power limit ``enable_gqa`` saved 0.8 ms of Qwen2.5-7B's 57 (2,048 tokens),
-0.3 to 1.1 by its interval, where that step differed from itself by 0.46.
+one. One alone gets its second chance too.
+
+Where the power limit holds the step down, all of this is timed after rests (:mod:`fusion_advisor.timing.measure`): back to back,
+at the clock that the limit leaves, a step of Llama-3.1-8B (512 tokens, H200) differed from itself by 1.1 %, and a SwiGLU that
+saves 0.24 ms of 14.2 was lost in that. What the kept rewrites save there together is told by the table of baselines.
 
 Both thresholds are shares of the step that the rewrite is put on, not of the untouched one: a clock that drifts moves a long step
 by more. In a ViT-B/16 step (batch 64, H200) the traced mask costs 12.7 of 18.5 ms; with that step's noise for all, a GELU that
@@ -28,11 +31,11 @@ from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval
-from fusion_advisor.timing.watch import turn_s_for
+from fusion_advisor.timing.watch import is_held_down
 
 PATIENCE = 2.0
-"""How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain. At an H200's
-power limit a step of 60 ms did by 1.9 % in 15 rounds; on a CPU more rounds make little difference."""
+"""How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain; on a CPU more
+rounds make little difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +60,6 @@ class Decision:
     method: str
     untouched_ns: int = 0
     """The step without any rewrite, in the run that timed each of them."""
-    turn_s: float = 0.0
-    """How long each set of rewrites ran at its turn, where the power limit sets the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +96,10 @@ def decide(
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     rewind = bench.live.written.rewind
-    turn_s = runner.turn_s([calls[0], calls[-1]])
+    rest = runner.rest([calls[0], calls[-1]])
     times = measure.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
-        turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+        rest=rest, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
     )  # fmt: skip
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
@@ -118,16 +119,15 @@ def decide(
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     confirm = measure.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, turn_s=turn_s, on_cuda=bench.on_cuda, before=rewind
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind
     )
     return Decision(
         verdicts=verdicts,
         noise_share=noise_share,
-        before=as_timing(confirm[0], runner.method),
-        after=as_timing(confirm[1], runner.method),
+        before=as_timing(confirm[0], runner.method, rest=rest),
+        after=as_timing(confirm[1], runner.method, rest=rest),
         method=runner.method,
         untouched_ns=round(untouched_ns),
-        turn_s=turn_s,
     )
 
 
@@ -246,7 +246,7 @@ def _once_on_top(
     calls = runner.recorded([before, before, after])
     control, without, together = measure.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
-        turn_s=runner.turn_s(calls[-1:]), is_settled=measure.is_quiet(min_gain, confidence),
+        rest=runner.rest(calls[-1:]), is_settled=measure.is_quiet(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind,
     )  # fmt: skip
     del calls
@@ -261,13 +261,12 @@ def confirmed(
 ) -> Decision:
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
     calls = runner.recorded([original, after])
-    times = measure.interleave(
-        calls, rounds=100, budget_s=budget_s, turn_s=runner.turn_s(calls), on_cuda=runner.on_cuda, before=runner.rewind
-    )
+    rest = runner.rest(calls)
+    times = measure.interleave(calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind)
     return replace(
         decision,
-        before=as_timing(times[0], runner.method),
-        after=as_timing(times[1], runner.method),
+        before=as_timing(times[0], runner.method, rest=rest),
+        after=as_timing(times[1], runner.method, rest=rest),
         method=runner.method,
     )
 
@@ -285,7 +284,7 @@ class StepRunner:
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.method = "cuda_graph" if bench.on_cuda else "wall"
-        self._turn_s: float | None = None
+        self._rest: float | None = None
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
         """Return one call per set of rewrites."""
@@ -309,15 +308,15 @@ class StepRunner:
             self.method = "cuda_events"
             return plain
 
-    def turn_s(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Return how long each call runs at its turn to be timed; they are looked at once, the first time that this is asked.
+    def rest(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Return how long the device rests between timed runs; the calls are looked at once, the first time that this is asked.
 
         Args:
             calls: made by this runner; one that the power limit holds down is enough.
         """
-        if self._turn_s is None:
-            self._turn_s = turn_s_for(calls, on_cuda=self.on_cuda, before=self.rewind)
-        return self._turn_s
+        if self._rest is None:
+            self._rest = measure.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+        return self._rest
 
     def forget(self) -> None:
         """Free the graphs of the tournament before the confirmation records its own."""

@@ -15,7 +15,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import median_interval, nothing
-from fusion_advisor.timing.watch import turn_s_for
+from fusion_advisor.timing.watch import is_held_down
 
 TITLE = GRAPHED
 
@@ -87,13 +87,13 @@ def choose_graph(
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     # The graph is still on: queued runs are replays.
-    turn_s = turn_s_for([call], on_cuda=on_cuda, before=rewind)
+    rest = measure.REST if is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
 
     def look(seconds: float) -> tuple[Verdict, float]:
         with torch.no_grad():
             control, before, after = measure.interleave(
                 [plain, plain, with_graph], rounds=rounds, budget_s=seconds, least_s=3 * least_s, most_s=PATIENCE * seconds,
-                turn_s=turn_s, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+                rest=rest, is_settled=measure.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
             )  # fmt: skip
         step_ns = median_interval(before)[0]
         change, noise_ns = measure.difference(before, after, confidence), measure.noise_ns(control, before, confidence)

@@ -31,6 +31,7 @@ from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
 from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
 from fusion_advisor.timing import measure
+from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.workload.load import LoadedWorkload
 
 WALL_S = 3.0
@@ -369,13 +370,15 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         "The call runs Python of the model's own between its captured graphs: verdicts on single rewrites time the graphs alone, "
         "one after the other; the headline times the whole call, and what was kept stays only if that is measurably faster."
     )
+    rest = decision.before.rest
     at_limit = (
-        f"The device's power limit set its clock: each step ran for {decision.turn_s} s at its turn, and a time is the mean of "
-        "the middle half of those runs."
+        "The device's power limit holds the step down where it runs again and again. Single rewrites were timed where it does "
+        f"not: the device rested {rest:g} times as long as each run took ahead of the next one. Wall times are of both: of steps "
+        f"that run for {TURN_S} s at their turn (the mean of the middle half of them), and of single ones after such a rest."
     )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
-        *([at_limit] if decision.turn_s else []),
+        *([at_limit] if rest else []),
         f"A rewrite is kept when its whole {options.confidence:.0%} interval saves more than {options.min_gain:.1%} of the step "
         f"that it is put on, and more than the A/A noise ({decision.noise_share:.2%} of it). Several that are faster for "
         "certain, but each too little, are timed once more, as one, by the same rule.",

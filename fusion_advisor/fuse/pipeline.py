@@ -27,18 +27,16 @@ from fusion_advisor.fuse.merging import Kept, merge_gemms
 from fusion_advisor.fuse.model import is_training
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
-from fusion_advisor.fuse.power import measure_cost_shares
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.progress import PhaseClock, Progress
-from fusion_advisor.fuse.select import FASTEST, choose, kept_passes, kernel_dir_of, try_all
+from fusion_advisor.fuse.select import FASTEST, choose, kernel_dir_of, try_all
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import Capture, Finding, Report, Status
+from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.workload.device import current_device, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
-"""Of rounds of the step with each set of rewrites. In 8 s of steps of 60 ms, a dozen rounds, at an H200's power limit, a step
-differed from itself by 5 %; steps of up to some milliseconds have their 200 rounds sooner."""
+"""Of rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner."""
 
 
 def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None) -> tuple[Report, Capture]:
@@ -92,12 +90,6 @@ def apply_workload(
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
-            shares = measure_cost_shares(
-                bench,
-                lambda: bench.build(built, kept_passes(rewrites)),
-                saving_ns=sum(fusion.predicted_saving_ns for fusion in fusions if fusion.status is Status.KEPT),
-                bandwidth=capture.bandwidth,
-            )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
@@ -108,11 +100,9 @@ def apply_workload(
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
-            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns, shares)),
-            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns, shares),
+            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
+            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
             launch_cost_ns=cost_ns,
-            copy_cost_share=shares.copies,
-            short_launch_cost_share=shares.launches,
         )
         on_report(report)
         run = install(

@@ -3,11 +3,10 @@
 A chain costs the step its kernels' time as traced in place, and for each launch what the step takes beyond its kernels: that is
 measured in the same run, as the captured step less the sum of its kernels, per launch (0.2 to 0.9 µs on an H200). It is never
 more than one of the smallest kernels takes from its start to the next one's start: where it would be, the step ran at other
-clocks than the trace did (Qwen2.5-7B, 2048 tokens, at the power limit: 4.7 µs). A chain's kernel was timed alone, launches
-included.
+clocks than the trace did. A chain's kernel was timed alone, launches included.
 
-At the power limit a step feels only a part of what memory-bound kernels and launches take (:mod:`fusion_advisor.fuse.power`), so
-of what goes away there only that part counts; GEMMs, convolutions and attention are what sets the limit, and count in full.
+All of it counts in full, for where the power limit would hold the step down it is timed after rests. Back to back the step
+would feel less of it: while a copy runs, the device saves what lets the GEMMs run faster.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from fusion_advisor.capture.bias import LAUNCHES_OF
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
-from fusion_advisor.fuse.power import CostShares
 from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
 
 _LINEAR = "aten.linear.default"
@@ -30,14 +28,12 @@ _PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
 """Place of the left matrix; GPT-2's layers call ``addmm``."""
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_COMPUTE = (OpClass.GEMM, OpClass.CONVOLUTION, OpClass.ATTENTION)
 _MASKS = "drop_masks"
 _BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
 _STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
 _SHARED_MASKS = "share_masks"
-_ALL = CostShares()
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
@@ -57,30 +53,27 @@ def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[
     return min(max(0, round((step_ns - kernels_ns) / len(launches))), most_ns)
 
 
-def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int, shares: CostShares = _ALL) -> list[Fusion]:
+def price_fusions(fusions: Iterable[Fusion], chains: Iterable[Chain], cost_ns: int) -> list[Fusion]:
     """Return fusions with what they were expected to save; those that were not timed alone stay as they are.
 
     Args:
         fusions: of a run.
         chains: that they stand for.
         cost_ns: from :func:`launch_cost_ns`.
-        shares: of what kernels and launches take alone that the step feels.
     """
     by_id = {chain.id: chain for chain in chains}
-    return [_priced(fusion, by_id, cost_ns, shares) for fusion in fusions]
+    return [_priced(fusion, by_id, cost_ns) for fusion in fusions]
 
 
-def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int, shares: CostShares) -> Fusion:
+def _priced(fusion: Fusion, chains: Mapping[str, Chain], cost_ns: int) -> Fusion:
     chain = chains.get(fusion.chain_id)
     if chain is None or fusion.chain_after is None:
         return fusion
-    after_ns = shares.cost_ns(fusion.chain_after.median_ns * chain.runs, chain.runs, 0)
-    return replace(fusion, predicted_saving_ns=max(0, round(shares.cost_ns(chain.device_ns, chain.launches, cost_ns) - after_ns)))
+    after_ns = fusion.chain_after.median_ns * chain.runs
+    return replace(fusion, predicted_saving_ns=max(0, chain.device_ns + chain.launches * cost_ns - after_ns))
 
 
-def price_passes(
-    rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int, shares: CostShares = _ALL
-) -> tuple[GraphRewrite, ...]:
+def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Capture, cost_ns: int) -> tuple[GraphRewrite, ...]:
     """Return rewrites, the graph passes among them with the cost of the launches that they took away.
 
     Where a mask goes, attention is expected to run as long as eager's, which builds none, in as many launches. A padded GEMM, and
@@ -94,9 +87,7 @@ def price_passes(
         bench: over the graphs as captured.
         capture: whose ops the bench describes.
         cost_ns: from :func:`launch_cost_ns`.
-        shares: of what kernels and launches take alone that the step feels.
     """
-    capture, cost_ns = _as_felt(capture, shares), round(shares.cost_ns(0, 1, cost_ns))
     by_title = {title: name for name, (title, _) in PASSES.items()}
     placed: list[str] = []
     # Biases of GEMMs, which the trace had apart, are in their GEMMs again without any pass.
@@ -129,16 +120,6 @@ def price_passes(
         gone = now
         priced.append(replace(row, predicted_saving_ns=saving_ns))
     return tuple(priced)
-
-
-def _as_felt(capture: Capture, shares: CostShares) -> Capture:
-    """What the step feels of each launch; copies are that much quicker."""
-    launches = tuple(
-        launch if launch.category in _COMPUTE else replace(launch, duration_ns=round(shares.cost_ns(launch.duration_ns, 1, 0)))
-        for launch in capture.launches
-    )
-    bandwidth = replace(capture.bandwidth, copy_bytes_per_s=round(capture.bandwidth.copy_bytes_per_s / max(shares.copies, 1e-3)))
-    return replace(capture, launches=launches, bandwidth=bandwidth)
 
 
 def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int) -> int:

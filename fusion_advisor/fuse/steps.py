@@ -19,9 +19,9 @@ from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.nodes import module_path
 from fusion_advisor.fuse.bench import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
-from fusion_advisor.timing.measure import interleave
+from fusion_advisor.timing.measure import REST, TURN_S, interleave
 from fusion_advisor.timing.stopwatch import as_timing, nothing
-from fusion_advisor.timing.watch import turn_s_for, watching
+from fusion_advisor.timing.watch import is_held_down, watching
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
@@ -163,6 +163,8 @@ def walls(
 ) -> list[Timing]:
     """Time ways of calling the model against each other, from the host's side, interleaved; the clocks are read in between.
 
+    Where the power limit holds any of them down, each runs on and on at its turn.
+
     Args:
         calls: warm.
         on_cuda: wait for the device after each.
@@ -171,19 +173,7 @@ def walls(
         least_s: go on for so many seconds for each call, beyond ``runs`` and ``budget_s``.
         rewind: called ahead of each run, untimed.
     """
-
-    def from_rest() -> None:
-        rewind()
-        if on_cuda:
-            torch.cuda.synchronize()
-
-    def waiting(call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> None:
-            call()
-            if on_cuda:
-                torch.cuda.synchronize()
-
-        return run
+    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
 
     def queued(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -192,20 +182,48 @@ def walls(
 
         return run
 
-    turn_s = turn_s_for(calls, on_cuda=on_cuda, before=rewind)
+    turn_s = TURN_S if is_held_down(calls, on_cuda=on_cuda, before=rewind) else 0.0
     with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
 
         def after(number: int, position: int, last_ns: int) -> None:
             watch.sample(number, position, queued(calls[position]), last_ns)
 
         times = interleave(
-            [waiting(call) for call in calls],
+            [_then(call, wait) for call in calls],
             rounds=runs,
             budget_s=budget_s,
             turn_s=turn_s,
             least_s=least_s * len(calls),
             on_cuda=False,
-            before=from_rest,
+            before=_then(rewind, wait),
             after=after,
         )
     return [as_timing(series, "wall", watch.clocks(position)) for position, series in enumerate(times)]
+
+
+def rested_walls(
+    calls: Sequence[Callable[[], Any]], *, runs: int, budget_s: float, rewind: Callable[[], object] = nothing
+) -> list[Timing]:
+    """Time ways of calling the model that the power limit holds down, one by one, each on a device that has rested.
+
+    Args:
+        calls: warm.
+        runs: rounds at most.
+        budget_s: seconds in all.
+        rewind: called ahead of each run, untimed.
+    """
+    wait = torch.cuda.synchronize
+    with torch.no_grad():
+        times = interleave(
+            [_then(call, wait) for call in calls],
+            rounds=runs, budget_s=budget_s, rest=REST, on_cuda=False, before=_then(rewind, wait),
+        )  # fmt: skip
+    return [as_timing(series, "wall", rest=REST) for series in times]
+
+
+def _then(call: Callable[[], object], wait: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        call()
+        wait()
+
+    return run

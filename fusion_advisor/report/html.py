@@ -81,6 +81,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),
         baselines=others.baseline_rows(report),
+        has_rested=others.has_rested(report),
         run_lines=[
             line for line in (others.prediction_line(report), others.warm_up_line(report), others.cost_line(report)) if line
         ],

@@ -106,6 +106,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             launch_line=view.launch_line(report),
             sticky_key=sticky_key(report),
             baselines=others.baseline_rows(report),
+            has_rested=others.has_rested(report),
             run_lines=others.run_lines(report),
             predicted=others.predicted,
             fusions=report.fusions[:MAX_ROWS],

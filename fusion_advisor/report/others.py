@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
@@ -49,6 +50,11 @@ def own_wall(report: Report) -> Timing | None:
     return None if report.after is None else report.after.wall
 
 
+def own_rested(report: Report) -> Timing | None:
+    """As :func:`own_wall`, after rests."""
+    return None if report.after is None else report.after.rested
+
+
 def faster_compile(report: Report) -> tuple[str, Timing] | None:
     """The fastest mode of torch.compile, if it is faster than what stays in the model, intervals and all."""
     own, best = own_wall(report), best_compile(report)
@@ -57,21 +63,33 @@ def faster_compile(report: Report) -> tuple[str, Timing] | None:
 
 def best_peer(report: Report) -> tuple[str, Timing] | None:
     """The fastest other way to run the step, eager among them; None where nothing else was measured."""
-    others = [
-        (row.name, row.step.wall)
-        for row in report.baselines
-        if row.name not in (OURS, OURS_COMPILED) and row.step is not None and row.step.wall is not None
-    ]
-    return min(others, key=lambda row: row[1].median_ns) if len(others) > 1 else None
+    return _fastest([(name, step.wall) for name, step in _peers(report)])
+
+
+def best_rested_peer(report: Report) -> tuple[str, Timing] | None:
+    """As :func:`best_peer`, after rests."""
+    return _fastest([(name, step.rested) for name, step in _peers(report)])
+
+
+def _peers(report: Report) -> list[tuple[str, StepProfile]]:
+    return [(row.name, row.step) for row in report.baselines if row.name not in (OURS, OURS_COMPILED) and row.step is not None]
+
+
+def _fastest(rows: Sequence[tuple[str, Timing | None]]) -> tuple[str, Timing] | None:
+    timed = [(name, timing) for name, timing in rows if timing is not None]
+    return min(timed, key=lambda row: row[1].median_ns) if len(timed) > 1 else None
 
 
 def against_others(report: Report) -> list[str]:
     """The headline's points on the other ways to run the step."""
-    own, peer = own_wall(report), best_peer(report)
     points = []
-    if own is not None and peer is not None and not is_unchanged(report):
-        ratio = own.median_ns / max(peer[1].median_ns, 1)
-        points.append(f"{ratio:.2f} of the time of the best other way ({peer[0]}, {units.duration(peer[1].median_ns)})")
+    for where, own, peer in (
+        ("", own_wall(report), best_peer(report)),
+        ("after a rest, with no power limit in the way, ", own_rested(report), best_rested_peer(report)),
+    ):
+        if own is not None and peer is not None and not is_unchanged(report):
+            ratio, theirs = own.median_ns / max(peer[1].median_ns, 1), units.duration(peer[1].median_ns)
+            points.append(f"{where}{ratio:.2f} of the time of the best other way ({peer[0]}, {theirs})")
     if report.after is not None and not compiled_walls(report):
         points.append("torch.compile was not measured")
     return points
@@ -116,6 +134,8 @@ class BaselineRow:
     wall: str
     spread: str
     against: str
+    rested: str
+    rested_against: str
     """Its wall time over what stays in the model."""
     device: str
     launches: str
@@ -128,24 +148,35 @@ def baseline_rows(report: Report) -> tuple[BaselineRow, ...]:
     """Every way to run the step that was tried, in the order of the run; empty where ours was compared with eager alone."""
     if not any(row.name not in (EAGER, OURS) for row in report.baselines):
         return ()
-    return tuple(_baseline_row(row, own_wall(report)) for row in report.baselines)
+    return tuple(_baseline_row(row, own_wall(report), own_rested(report)) for row in report.baselines)
 
 
-def _baseline_row(row: Baseline, own: Timing | None) -> BaselineRow:
+def _baseline_row(row: Baseline, own: Timing | None, rested: Timing | None) -> BaselineRow:
     step = row.step
     if step is None or step.wall is None:
-        return BaselineRow(row.name, "–", "", "–", "–", "–", "–", "–", row.note)
+        return BaselineRow(row.name, "–", "", "–", "–", "", "–", "–", "–", "–", row.note)
     return BaselineRow(
         name=row.name,
         wall=units.duration(step.wall.median_ns),
         spread=units.duration_interval(step.wall.ci_low_ns, step.wall.ci_high_ns),
-        against="–" if own is None else units.speedup(step.wall.median_ns / max(own.median_ns, 1)),
+        against=_against(step.wall, own),
+        rested="–" if step.rested is None else units.duration(step.rested.median_ns),
+        rested_against=_against(step.rested, rested),
         device=units.duration(step.device_ns) if step.device_ns else "–",
         launches=units.number(step.launches) if step.launches else "–",
         first_call="–" if row.first_call_s is None else units.seconds(row.first_call_s),
         memory=units.size(step.peak_memory_bytes) if step.peak_memory_bytes else "–",
         note=row.note,
     )
+
+
+def _against(timing: Timing | None, own: Timing | None) -> str:
+    return "–" if timing is None or own is None else units.speedup(timing.median_ns / max(own.median_ns, 1))
+
+
+def has_rested(report: Report) -> bool:
+    """Whether steps were also timed after rests, where the power limit holds none down."""
+    return any(row.step is not None and row.step.rested is not None for row in report.baselines)
 
 
 def warm_up_line(report: Report) -> str:

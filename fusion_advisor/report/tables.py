@@ -151,7 +151,7 @@ def _categories(report: Report) -> Table:
     return Table(("step", "category", "kernels", "device_ns"), tuple(rows))
 
 
-_STEP = ("wall_ns", "wall_low_ns", "wall_high_ns", "replay_ns", "kernels_ns", "launches", "peak_memory_bytes")
+_STEP = ("wall_ns", "wall_low_ns", "wall_high_ns", "rested_ns", "replay_ns", "kernels_ns", "launches", "peak_memory_bytes")
 
 
 def _steps(report: Report) -> Table:
@@ -177,7 +177,8 @@ def _step(step: StepProfile | None) -> tuple[Cell, ...]:
         return (None,) * len(_STEP)
     wall = step.wall
     walls = (wall.median_ns, wall.ci_low_ns, wall.ci_high_ns) if wall else (None,) * 3
-    return (*walls, _median(step.device), step.device_ns or None, step.launches or None, step.peak_memory_bytes or None)
+    apart = (_median(step.rested), _median(step.device))
+    return (*walls, *apart, step.device_ns or None, step.launches or None, step.peak_memory_bytes or None)
 
 
 def _median(timing: Timing | None) -> int | None:

@@ -273,11 +273,13 @@ def _baselines(report: Report, console: Console) -> list[RenderableType]:
     rows = others.baseline_rows(report)
     if not rows:
         return []
+    rested = tuple(row.rested for row in rows)
     columns = [
         Column("Run as", tuple(row.name.replace("torch.compile", "compile") for row in rows), flex_min=23),
         Column("Wall", tuple(row.wall for row in rows), is_right=True),
         Column("95% CI", tuple(row.spread for row in rows), drop=2),
         Column("Against ours", tuple(row.against for row in rows), is_right=True, drop=1),
+        *([Column("After a rest", rested, is_right=True, drop=3)] if others.has_rested(report) else []),
         Column(f"{view.device_word(report)} time", tuple(row.device for row in rows), is_right=True, drop=4),
         Column("First call", tuple(row.first_call for row in rows), is_right=True, drop=3),
         Column("Peak memory", tuple(row.memory for row in rows), is_right=True, drop=5),

@@ -253,13 +253,19 @@ def comparisons(report: Report) -> tuple[Comparison, ...]:
         _compared(
             "Step, wall clock", before.wall, after.wall, "eager as it is called, against the rewritten model as it is called"
         ),
+        _compared("Step, after a rest", before.rested, after.rested, "single steps that the power limit does not hold down"),
         _compared("Step, device only", before.device, after.device, "CUDA graph replay, no host in the way"),
-        _compared("Captured step", report.step_before, report.step_after, "interleaved: without any rewrite, with all kept ones"),
+        _compared("Captured step", report.step_before, report.step_after, _captured_note(report.step_before)),
         _counted("Kernel time, one traced step", before.device_ns, after.device_ns, units.duration),
         _counted("Kernel launches", before.launches, after.launches, units.number),
         _counted("Peak memory", before.peak_memory_bytes, after.peak_memory_bytes, units.size),
     ]
     return tuple(row for row in rows if row is not None)
+
+
+def _captured_note(timing: Timing | None) -> str:
+    where = "after rests, " if timing is not None and timing.rest else ""
+    return f"{where}interleaved: without any rewrite, with all kept ones"
 
 
 def _compared(name: str, before: Timing | None, after: Timing | None, note: str) -> Comparison | None:

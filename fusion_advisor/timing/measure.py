@@ -6,11 +6,14 @@ clock by what ran before. A step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms b
 less; eager's took 62 ms behind itself and 65 behind that one. A clock that follows slower still tells of the neighbour: where
 rounds kept one order, ten in a row, a step of 19 ms (512 tokens) differed from itself by 4.6 %.
 
-At the power limit one run is too short a look all the same: it does not bring the clock to where a step keeps it. Two steps of
-50 ms (that model's products, 28 layers, in graphs) that stay 2.03 ms apart were found to be 1.85 apart; and a step of Qwen2.5-7B
-with 512 tokens, timed among launch-bound ones, took 11.4 to 12.9 ms, where it stays at 12.7. Single runs also scatter: those
-steps differed from themselves by 0.9 to 1.0 ms (standard deviation of a round), means of 4 in a row by 0.41. So there a
-candidate's turn lasts :data:`TURN_S`, behind half as much untimed.
+At the power limit one run is too short a look all the same: it does not bring the clock to where a step keeps it. A step of
+Qwen2.5-7B with 512 tokens, timed among launch-bound ones, took 11.4 to 12.9 ms, where it stays at 12.7. So there two questions
+are asked apart. What does a step take that runs on and on? A candidate's turn then lasts :data:`TURN_S`, behind half as much
+untimed. And which of two steps is the faster one? That such turns hardly tell: on an H200 the products of 28 such layers, 12.9 ms
+at 512 tokens and 48.3 at 2,048, differed from themselves by 0.35 and 1.1 ms (standard deviation of a round), since the limit
+sets another clock every time. After a rest twice as long as a run, in which the device does nothing, it holds no run down: they
+took 10.9 and 40.8 ms, differed by 0.02 and 0.19, and copies put into them cost what they take by themselves. Without any rest
+single runs differed by 0.66 and 0.63, after one as long as a run by 0.09 and 0.83; four times as long is no better than twice.
 
 A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred calls before and
 after and would drown the kernels. On a CPU the call itself is timed.
@@ -90,8 +93,10 @@ def always(_: object) -> bool:
 
 
 TURN_S = 0.2
-"""Timed, of each candidate, where the power limit sets the clock. Longer turns leave too few rounds for an interval: of 7 runs in
-a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
+"""Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
+interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
+REST = 2.0
+"""Of the device between runs that are to be told apart there: so many times as long as the last one."""
 _UNTIMED = 2
 """For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
 
@@ -103,6 +108,7 @@ def interleave(
     budget_s: float,
     on_cuda: bool,
     turn_s: float = 0.0,
+    rest: float = 0.0,
     least: int = 6,
     least_s: float = 0.0,
     most_s: float = 0.0,
@@ -118,6 +124,7 @@ def interleave(
         budget_s: stop after this many seconds, but never before ``least`` rounds.
         on_cuda: time with CUDA events instead of the host's clock.
         turn_s: how long each candidate runs in a round; 0: one timed run.
+        rest: ahead of each run the device is idle for so many times as long as the run before it took, and no run is untimed.
         least: the fewest rounds.
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
@@ -130,11 +137,13 @@ def interleave(
     """
     times: list[list[int]] = [[] for _ in candidates]
     turn = _timed_on_device if on_cuda else _timed_on_host
-    runs = []
+    runs, last_ns = [], 0
     for candidate in candidates:
         before()
         candidate()
-        runs.append(max(1, round(turn_s * 1e9 / max(turn(candidate, before, 1)[0], 1))) if turn_s else 1)
+        if turn_s or rest:
+            (last_ns,) = turn(candidate, before, 1)
+        runs.append(max(1, round(turn_s * 1e9 / max(last_ns, 1))))
     started = time.perf_counter()
     order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
     for number in itertools.count():
@@ -145,12 +154,23 @@ def interleave(
         if number % 2 == 0:
             orders.shuffle(order)
         for position in reversed(order) if number % 2 else order:
-            for _ in range(-(-runs[position] // _UNTIMED)):
-                before()
-                candidates[position]()
-            times[position].append(_middle_mean(turn(candidates[position], before, runs[position])))
-            after(number, position, times[position][-1])
+            if rest:
+                _rest(round(rest * last_ns))
+            else:
+                for _ in range(-(-runs[position] // _UNTIMED)):
+                    before()
+                    candidates[position]()
+            last_ns = _middle_mean(turn(candidates[position], before, runs[position]))
+            times[position].append(last_ns)
+            after(number, position, last_ns)
     return times
+
+
+def _rest(for_ns: int) -> None:
+    """Wait with the processor awake: what it takes to wake up is no part of a step."""
+    end_ns = time.perf_counter_ns() + for_ns
+    while time.perf_counter_ns() < end_ns:
+        pass
 
 
 def _timed_on_host(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:

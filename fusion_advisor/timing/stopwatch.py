@@ -31,8 +31,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return middle, ordered[low], ordered[max(high, low)]
 
 
-def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None) -> Timing:
-    """Summarise raw times."""
+def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None, *, rest: float = 0.0) -> Timing:
+    """Summarise raw times; ``rest`` as in :class:`~fusion_advisor.records.Timing`."""
     middle, low, high = median_interval(times_ns)
     return Timing(
         times_ns=tuple(times_ns),
@@ -41,6 +41,7 @@ def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None
         ci_high_ns=round(high),
         method=method,
         clocks=clocks,
+        rest=rest,
     )
 
 

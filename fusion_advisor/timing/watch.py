@@ -13,7 +13,6 @@ import torch
 
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import nvml
-from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.timing.stopwatch import nothing
 
 _QUEUED_NS = 5_000_000
@@ -105,8 +104,8 @@ def watching(*, on_cuda: bool) -> Iterator[Watch]:
         yield watch
 
 
-def turn_s_for(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> float:
-    """Return how long steps must run at their turn to be timed: 0, for single runs, unless the power limit sets the clock of any.
+def is_held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> bool:
+    """Whether the power limit sets the clock of any step that runs again and again.
 
     Args:
         calls: warm; each starts one run.
@@ -122,7 +121,7 @@ def turn_s_for(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: 
         return queue
 
     with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
-        return TURN_S if any(watch.runs_at_power_limit(queued(call), torch.cuda.synchronize) for call in calls) else 0.0
+        return any(watch.runs_at_power_limit(queued(call), torch.cuda.synchronize) for call in calls)
 
 
 def is_at_power_limit(clocks: Clocks | None) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusion_advisor.capture import torch_internals
-from fusion_advisor.fuse import baselines, install
+from fusion_advisor.fuse import baselines, install, steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, named, ours_compiled, peers
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.compiled import compile_rest
@@ -20,8 +20,8 @@ from fusion_advisor.fuse.liger import NotAvailable
 from fusion_advisor.fuse.memory import needed_bytes
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan import make_plan
-from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, StepProfile
-from fusion_advisor.timing.stopwatch import nothing
+from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Clocks, ClockSample, StepProfile
+from fusion_advisor.timing.stopwatch import as_timing, nothing
 from fusion_advisor.workload.adjacent import leave_room
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
@@ -229,6 +229,29 @@ def test_what_the_run_needs_is_timed_before_a_compiler_starts():
     early.clear()
     measured(contender("one", is_required=True), on_required=on_required)
     assert early == []  # nothing would be gained
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all_are_ready(monkeypatch, is_held):
+    clocks = Clocks(samples=(ClockSample(reasons=("sw_power_cap",) if is_held else ()),))
+    monkeypatch.setattr(steps, "walls", lambda calls, **_: [as_timing([9] * 6, "wall", clocks) for _ in calls])
+    rested = []
+
+    def after_rests(calls, **more):
+        rested.append((len(calls), more["budget_s"]))
+        return [as_timing([number] * 6, "wall", rest=2.0) for number, _ in enumerate(calls)]
+
+    monkeypatch.setattr(steps, "rested_walls", after_rests)
+    early = []
+    rows = measured(
+        Contender(name="peer", make=lambda: nothing, step=STEP),
+        Contender(name="ours", make=lambda: nothing, step=STEP, is_required=True),
+        on_required=early.extend,
+    )
+    assert [row.step.rested for row in early] == [None]
+    assert rested == ([(2, 0.01)] if is_held else [])
+    assert [row.step.rested and row.step.rested.median_ns for row in rows] == ([1, 0] if is_held else [None, None])
+    assert all(row.step.wall.median_ns == 9 for row in rows)
 
 
 class Odd(torch.nn.Module):

@@ -9,6 +9,7 @@ import pytest
 
 from fusion_advisor import units
 from fusion_advisor.capture.graph import LiveCapture
+from fusion_advisor.fuse import decide as decide_module
 from fusion_advisor.fuse.decide import Candidate, decide
 from fusion_advisor.records import Status
 from fusion_advisor.timing import measure
@@ -104,6 +105,17 @@ def test_noise_is_that_of_the_step_that_a_rewrite_is_put_on(clock):
     noise_ns = [decided(clock, effects, noise=0.02, seed=seed).noise_share * STEP_NS for seed in range(20)]
     assert sum(kept) >= 18
     assert sorted(noise_ns)[10] > 4_000  # of the untouched step: more than what it saves
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_where_the_power_limit_holds_a_step_down_all_is_timed_after_rests(clock, monkeypatch, is_held):
+    rests = []
+    monkeypatch.setattr(decide_module, "is_held_down", lambda calls, **_: is_held and len(calls) == 2)
+    monkeypatch.setattr(measure, "_rest", rests.append)
+    decision = decided(clock, {"gain": -50_000, "little": -4_000}, noise=0.001)
+    assert decision.verdicts["gain"].status is Status.KEPT
+    assert decision.before.rest == decision.after.rest == (measure.REST if is_held else 0.0)
+    assert bool(rests) == is_held and all(rest > 1.5 * STEP_NS for rest in rests)
 
 
 def test_nothing_to_try_is_decided_too(clock):

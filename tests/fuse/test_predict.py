@@ -10,7 +10,6 @@ import torch
 
 from fusion_advisor.capture import retrace
 from fusion_advisor.fuse.bench import PASSES, Bench
-from fusion_advisor.fuse.power import CostShares
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.records import GraphRewrite, Launch, Status
 from fusion_advisor.workload.adjacent import leave_room
@@ -65,15 +64,6 @@ def test_what_was_not_timed_alone_keeps_its_figure():
     assert price_fusions([fusion], applied().chains, 500) == [fusion]
 
 
-def test_at_the_power_limit_a_fusion_saves_what_the_step_feels():
-    row = replace(chain(2, ("mul",), 1, 2_000_000, 0.1), launches=400)
-    fusion = replace(applied().fusions[0], chain_id="C2", chain_after=timing(200_000))
-    (priced,) = price_fusions([fusion], [row], 500, CostShares(copies=0.6, launches=0.2, launch_ns=1000))
-    traffic_ns = 2_000_000 - 400 * 1000 - (200_000 - 1000) * row.runs
-    launches_ns = 400 * (1000 + 500) - 1000 * row.runs
-    assert priced.predicted_saving_ns == round(0.6 * traffic_ns + 0.2 * launches_ns)
-
-
 class Masked(torch.nn.Module):
     def forward(self, x):
         mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
@@ -101,10 +91,6 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     assert masks.predicted_saving_ns == removed * 1500 + 4600 + 500
     assert folded.predicted_saving_ns == 0  # nothing is left to fold once the mask is gone
     assert other.predicted_saving_ns is None
-    masks, _, _ = price_passes(rows, bench, capture, 500, CostShares(copies=0.5, launches=0.5, launch_ns=300))
-    assert masks.predicted_saving_ns == removed * 750 + 4000 + 300 + 250  # attention's own kernel counts in full
-    masks, _, _ = price_passes(rows, bench, capture, 500, CostShares(copies=0.5, launches=0.1, launch_ns=300))
-    assert masks.predicted_saving_ns == removed * (350 + 30 + 50) + 4000 + (150 + 30) + 50
 
 
 class Layers(torch.nn.Module):

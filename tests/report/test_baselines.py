@@ -37,6 +37,32 @@ def test_every_view_shows_every_way_with_first_call_and_reason(text):
     assert "Just use" not in text
 
 
+def rested(report):
+    """The same with each way timed after rests: ours 12, the others from 20 ms on."""
+    rows = [
+        row if row.step is None else replace(row, step=replace(row.step, rested=timing(after_ns)))
+        for row, after_ns in zip(report.baselines, range(20_000_000, 30_000_000, 1_000_000), strict=False)
+    ]
+    rows = [replace(row, step=replace(row.step, rested=timing(12_000_000))) if row.name == "ours" else row for row in rows]
+    before, after = (next(row.step.rested for row in rows if row.name == name) for name in ("eager", "ours"))
+    return replace(
+        report, baselines=tuple(rows), before=replace(report.before, rested=before), after=replace(report.after, rested=after)
+    )
+
+
+@pytest.mark.parametrize("text", every_view(rested(applied())), ids=("terminal", "markdown", "html"))
+def test_every_view_shows_what_a_step_takes_after_a_rest(text):
+    assert "After a rest" in text and "20.00 ms" in text and "12.00 ms" in text
+    assert "after a rest, with no power limit in the way, 0.60 of the time of the best other way (eager, 20.00 ms)" in text
+
+
+def test_steps_that_were_not_held_down_have_no_column_for_rests():
+    assert all("rest, with" not in text and "After a rest" not in text for text in every_view(applied()))
+    assert not any(row.name == "Step, after a rest" for row in view.comparisons(applied()))
+    (row,) = (row for row in view.comparisons(rested(applied())) if row.name == "Step, after a rest")
+    assert (row.before, row.after) == ("20.00 ms", "12.00 ms")
+
+
 @pytest.mark.parametrize("text", every_view(beaten()), ids=("terminal", "markdown", "html"))
 def test_the_headline_says_when_torch_compile_is_the_better_choice(text):
     assert "Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time), ours takes 15.52 ms." in text

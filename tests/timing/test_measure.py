@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -148,6 +149,48 @@ def test_what_disturbs_a_few_runs_of_a_turn_is_left_out(clock):
 
     ((first, *_),) = interleave([taking(clock, disturbed)], rounds=1, budget_s=1e9, turn_s=0.3, on_cuda=False)
     assert first == 10_000_000
+
+
+@pytest.mark.parametrize("rest", [2.0, 0.5])
+def test_ahead_of_each_run_the_device_rests_as_long_as_the_one_before_tells(clock, monkeypatch, rest):
+    seen = []
+    monkeypatch.setattr(measure, "_rest", seen.append)
+    costs = {"short": 1000, "long": 6000}
+    calls = [taking(clock, cost, seen, name) for name, cost in costs.items()]
+    times = interleave(calls, rounds=6, budget_s=1e9, rest=rest, on_cuda=False)
+    assert times == [[1000] * 6, [6000] * 6]
+    assert seen[:4] == ["short"] * 2 + ["long"] * 2
+    rests, runs = seen[4::2], seen[5::2]
+    assert Counter(runs) == {"short": 6, "long": 6}  # none is untimed
+    assert rests == [round(rest * costs[name]) for name in ("long", *runs[:-1])]
+
+
+def test_a_rest_is_as_long_as_asked():
+    start = time.perf_counter_ns()
+    measure._rest(2_000_000)
+    assert time.perf_counter_ns() - start >= 2_000_000
+
+
+def test_what_a_rest_gives_back_holds_no_run_down(clock, monkeypatch):
+    """A device that saves up energy while it is idle, and runs slower without any left."""
+    saved = [0.0]
+
+    def idle(for_ns):
+        saved[0] = min(60e6, saved[0] + for_ns)
+
+    def step(cost_ns):
+        def call():
+            free_ns = min(cost_ns, saved[0])
+            saved[0] -= free_ns
+            clock.now_ns += round(free_ns + 1.3 * (cost_ns - free_ns))
+
+        return call
+
+    monkeypatch.setattr(measure, "_rest", idle)
+    calls = [step(50_000_000), step(48_000_000)]
+    held, rested = (interleave(calls, rounds=6, budget_s=1e9, on_cuda=False, rest=rest) for rest in (0.0, 2.0))
+    assert difference(*rested).median_ns == -2_000_000
+    assert difference(*held).median_ns == -2_600_000
 
 
 @pytest.mark.parametrize(("turn_s", "is_found"), [(0.0, False), (0.2, True)])

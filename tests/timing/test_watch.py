@@ -139,7 +139,7 @@ def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(monkeyp
 
 def test_nothing_is_run_to_look_for_a_limit_that_nobody_can_tell():
     assert not Watch(None).runs_at_power_limit(lambda: pytest.fail("a run for nothing"), lambda: None)
-    assert watch.turn_s_for([lambda: pytest.fail("a run for nothing")], on_cuda=False) == 0
+    assert not watch.is_held_down([lambda: pytest.fail("a run for nothing")], on_cuda=False)
 
 
 def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch):
@@ -153,7 +153,7 @@ def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch
         return lambda: (order.append(name), clock.step())
 
     calls = [step("first"), step("second"), step("third")]
-    assert watch.turn_s_for(calls, on_cuda=True, before=lambda: order.append("back")) == watch.TURN_S
+    assert watch.is_held_down(calls, on_cuda=True, before=lambda: order.append("back"))
     assert order[1::2] == sorted(order[1::2]) and set(order[1::2]) == {"first", "second"} and set(order[::2]) == {"back"}
 
 
@@ -168,6 +168,24 @@ def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn
     for on_cuda, turn_ns in ((True, 200_000_000), (False, 0)):
         (timing,) = steps.walls([lambda: None], on_cuda=on_cuda, runs=6, budget_s=0.0)
         assert timing.times_ns == (turn_ns,) and len(asked) == 1
+
+
+def test_after_rests_ways_are_timed_without_turns_and_without_readings(monkeypatch):
+    asked, order = {}, []
+
+    def timed(calls, *, before, **more):
+        asked.update(more)
+        before()
+        calls[0]()
+        return [[3, 4, 5]]
+
+    monkeypatch.setattr(steps, "interleave", timed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    calls = [lambda: order.append("step")]
+    (timing,) = steps.rested_walls(calls, runs=6, budget_s=1.0, rewind=lambda: order.append("back"))
+    assert (timing.times_ns, timing.rest, timing.clocks) == ((3, 4, 5), measure.REST, None)
+    assert asked == {"rounds": 6, "budget_s": 1.0, "rest": measure.REST, "on_cuda": False}
+    assert order == ["back", "wait", "step", "wait"]
 
 
 def test_a_cpu_has_no_clocks_and_a_missing_library_is_a_sentence(monkeypatch):
