@@ -228,7 +228,7 @@ def measure_all(
         timings = steps.walls(calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, rewind=rewind)
         rested: Sequence[Timing | None] = [None] * len(ready)
         if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
-            rested = steps.rested_walls(calls, runs=runs, budget_s=all_s / 2, rewind=rewind)
+            rested = steps.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much
         return {
             one.contender.name: Baseline(
                 name=one.contender.name,

@@ -249,7 +249,7 @@ def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all
         on_required=early.extend,
     )
     assert [row.step.rested for row in early] == [None]
-    assert rested == ([(2, 0.01)] if is_held else [])
+    assert rested == ([(2, 0.005)] if is_held else [])
     assert [row.step.rested and row.step.rested.median_ns for row in rows] == ([1, 0] if is_held else [None, None])
     assert all(row.step.wall.median_ns == 9 for row in rows)
 
