@@ -3,6 +3,7 @@
 # Moves each operand once: x 2 B/element, x2 2 B/column, x3 2 B/element, weight 2 B/column, bias 2 B/column, out
 # 2 B/element.
 # Maths in float32, rounded once, at the store.
+# Tuning: num_warps=1
 # Origin: generated from the chain.
 
 import triton
@@ -17,7 +18,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_mul_add_layer_norm_6941_419fab(
+def fa_mul_add_layer_norm_6941_e8b20c(
     x_ptr, x2_ptr, x3_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, x3_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,

@@ -1,0 +1,37 @@
+# mul_add_3964: mul -> add in one kernel
+#
+# Moves each operand once: x 2 B/element, x2 2 B/column, x3 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: generated from the chain.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fa_mul_add_3964_8072d7(
+    x_ptr, x2_ptr, x3_ptr, out_ptr,
+    rows, cols: tl.constexpr, x_stride0: tl.constexpr, x3_stride0: tl.constexpr, out_stride0: tl.constexpr,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    col_tiles = tl.cdiv(cols, BLOCK_COLS)
+    col = (tile % col_tiles).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    row = (tile // col_tiles).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_mask = row < rows
+    col_mask = col < cols
+    mask = row_mask & col_mask
+
+    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    x2 = wide(tl.load(x2_ptr + col, mask=col_mask, other=0.0))
+    x3 = wide(tl.load(x3_ptr + row * x3_stride0 + col, mask=mask, other=0.0))
+    out = x + x2 * x3
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -1,0 +1,42 @@
+# embedding_rmsnorm: embedding -> to -> pow -> mean -> add -> rsqrt -> mul -> to -> mul in one kernel
+#
+# Moves each operand once: ids 8 B/row, table 2 B/column, weight 2 B/column, rows 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel embedding_rmsnorm, variant llama.
+# Source: https://arxiv.org/abs/1910.07467
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fa_embedding_rmsnorm_bee8d4(
+    ids_ptr, table_ptr, weight_ptr, rows_ptr, out_ptr,
+    rows, cols, table_extent, table_step0, rows_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
+    mask = row_mask & col_mask
+
+    ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
+    has_table = (ids >= 0) & (ids < table_extent)
+    table = wide(tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=float("nan")))
+    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    chosen_squared_sum = tl.sum(tl.where(col_mask, table * table, 0.0), axis=1, keep_dims=True)
+    chosen_squared_mean = tl.div_rn(chosen_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-06
+    inverse_rms = tl.rsqrt(chosen_squared_mean + eps)
+    out = weight * (table * inverse_rms)
+
+    tl.store(rows_ptr + row * rows_stride0 + col, table, mask=mask)
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -1,0 +1,41 @@
+# add_rmsnorm: add -> to -> pow -> mean -> add -> rsqrt -> mul -> to -> mul in one kernel
+#
+# Moves each operand once: weight 2 B/column, x 2 B/element, residual 2 B/element, out 2 B/element.
+# Maths in float32, rounded once, at the store.
+# Origin: library kernel add_rmsnorm, variant llama.
+# Source: https://arxiv.org/abs/1910.07467
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(x):
+    # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
+    # a conversion.
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fa_add_rmsnorm_2ca434(
+    weight_ptr, x_ptr, residual_ptr, out_ptr,
+    rows, cols, x_stride0, residual_stride0, out_stride0,
+    INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
+):
+    row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.arange(0, BLOCK_COLS)[None, :].to(INDEX)
+    row_mask = row < rows
+    col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
+    mask = row_mask & col_mask
+
+    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    residual = wide(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
+    total = x + residual
+    total_squared_sum = tl.sum(total * total, axis=1, keep_dims=True)
+    total_squared_mean = tl.div_rn(total_squared_sum, tl.cast(cols, tl.float32))
+    eps = 1e-06
+    inverse_rms = tl.rsqrt(total_squared_mean + eps)
+    out = weight * (total * inverse_rms)
+
+    tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)
