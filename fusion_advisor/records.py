@@ -566,7 +566,8 @@ class StepProfile:
 EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "
 """Names of baselines; those of torch.compile's modes begin with the last one."""
 GRAPHED, MERGED = "CUDA graph around the step", "linears that read one input run as one GEMM"
-"""Names of rewrites that are judged apart: the first by wall time, the second on top of the fusions."""
+NARROWED = "rows that nobody reads are not computed"
+"""Names of rewrites that are judged apart: the first by wall time, the others on top of the fusions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ import torch
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltGemv
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
+from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
-from fusion_advisor.fuse.merging import Kept
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
 from fusion_advisor.fuse.progress import Progress

@@ -124,7 +124,7 @@ def install(
 
     graph: GraphRewrite | None = None
     if recorder is not None:
-        name = f"R{len(PASSES) + 2}"  # after the passes and the merging of GEMMs
+        name = f"R{len(PASSES) + 3}"  # after the passes and what is tried on top of them
         if fused.graphs is None:
             graph = GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=no_graph or "", sites=0)
         else:

@@ -20,11 +20,13 @@ from fusion_advisor.environment import describe_environment, measure_bandwidth
 from fusion_advisor.errors import ModelInTraining
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
-from fusion_advisor.fuse.merging import Kept, merge_gemms
+from fusion_advisor.fuse.merging import merge_gemms
 from fusion_advisor.fuse.model import is_training
+from fusion_advisor.fuse.narrowing import leave_out_rows
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes
@@ -93,6 +95,7 @@ def apply_workload(
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
+                kept = leave_out_rows(kept, options, kernel_dir, progress, budget_s=budget_s / 2)
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
                 asked = None if options.backend == FASTEST else options.backend  # GEMVs are timed in both languages anyway
                 make = maker(kernel_dir, torch.device(loaded.record.device), backend=asked, log=progress.note)

@@ -1,6 +1,6 @@
-"""Planned fusions on another layout: the same chains in a graph whose GEMMs were merged, lowered and bound anew.
+"""Planned fusions on another layout: the same chains in a changed graph, lowered and bound anew.
 
-The nodes of a chain have copies in the merged graph, but what they read may now be a slice of a wider tensor, so each site is
+The nodes of a chain have copies in the changed graph, but what they read may now be a slice of a wider tensor, so each site is
 lowered again from the new layouts. Sites that had equal programs may differ then (the slice of k starts elsewhere than that of
 q): one fusion becomes one per program, under the same id.
 """
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.passes.merge import MergedRegion
+from fusion_advisor.fuse.passes.changed_region import ChangedRegion
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.library.alike import lower_sites
 from fusion_advisor.library.lower import Lowered
@@ -22,21 +22,21 @@ from fusion_advisor.library.program import Program
 from fusion_advisor.records import Site
 
 
-def merged_bench(bench: Bench, merged: Sequence[MergedRegion]) -> tuple[Bench, dict[int, int]]:
-    """Return a bench over merged regions, and the new index of each op that is still there.
+def changed_bench(bench: Bench, changed: Sequence[ChangedRegion]) -> tuple[Bench, dict[int, int]]:
+    """Return a bench over changed regions, and the new index of each op that is still there.
 
     Args:
-        bench: over the regions that ``merged`` was made from.
-        merged: one per region of the bench.
+        bench: over the regions that ``changed`` was made from.
+        changed: one per region of the bench.
     """
     old = bench.live
     live = LiveCapture(
-        regions=[one.region for one in merged], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled,
+        regions=[one.region for one in changed], breaks=old.breaks, output=old.output, written=old.written, compiled=old.compiled,
         runs=old.runs,
     )  # fmt: skip
     new = Bench(live, on_cuda=bench.on_cuda)
     moved: dict[int, int] = {}
-    for one, before, after in zip(merged, bench.index_of, new.index_of, strict=True):
+    for one, before, after in zip(changed, bench.index_of, new.index_of, strict=True):
         moved.update(_moved(one.copies, before, after))
     return new, moved
 
@@ -46,12 +46,12 @@ def _moved(copies: Mapping[Node, Node], before: Mapping[Node, int], after: Mappi
 
 
 def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> list[PlannedFusion]:
-    """Return a fusion's sites in the merged graph, as one fusion per program.
+    """Return a fusion's sites in the changed graph, as one fusion per program.
 
     Args:
         planned: of the graph before merging.
-        bench: over the merged regions.
-        moved: from :func:`merged_bench`.
+        bench: over the changed regions.
+        moved: from :func:`changed_bench`.
 
     Raises:
         CannotLower: a site is no single kernel in the new layout.

@@ -18,11 +18,14 @@ from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse.changed_step import CannotMove, on_changed_graphs
 from fusion_advisor.fuse.gemvs import Kind, build, check_first, find_kinds, header_of, install
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
 from fusion_advisor.fuse.graphed import Graphs
-from fusion_advisor.fuse.merging import TITLE, CannotMove, merge_all, on_merged_graphs
+from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.fuse.narrowing import narrow_all
+from fusion_advisor.fuse.passes.changed_region import ChangedRegion
 from fusion_advisor.fuse.plan import PlannedFusion, recall
 from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.recording import CudaRecorder
@@ -35,6 +38,8 @@ from fusion_advisor.library.gemv import GemvConfig, entry_of
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.records import (
+    MERGED,
+    NARROWED,
     Capture,
     Fusion,
     GraphRewrite,
@@ -62,6 +67,8 @@ class SavedPlan:
     """Kept chain fusions, with their programs and sites."""
     passes: tuple[str, ...]
     """Kept graph passes."""
+    narrow: GraphRewrite | None = None
+    """The leaving out of rows that nobody reads, if it was kept."""
     merge: GraphRewrite | None = None
     """The merging of GEMMs, if it was kept."""
     gemvs: tuple[Fusion, ...] = ()
@@ -92,13 +99,17 @@ def _load(folder: Path) -> SavedPlan:
     kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT and fusion.chain_id}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
-    merge = next((row for row in report.rewrites if row.name == TITLE and row.status is Status.KEPT), None)
+    narrow, merge = (
+        next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
+        for title in (NARROWED, MERGED)
+    )
     return SavedPlan(
         run_dir=folder,
         capture=capture,
         report=report,
         fusions=fusions,
         passes=tuple(kept_passes(report.rewrites)),
+        narrow=narrow,
         merge=merge,
         gemvs=tuple(fusion for fusion in report.fusions if fusion.status is Status.KEPT and not fusion.chain_id),
         has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
@@ -173,8 +184,10 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
         fusions = list(saved.fusions)
+        if saved.narrow is not None:
+            bench, fusions = _narrowed(bench, fusions, saved, saved.narrow)
         if saved.merge is not None:
-            bench, fusions = _merged(bench, saved, saved.merge, loaded)
+            bench, fusions = _merged(bench, fusions, saved, saved.merge, loaded)
         kinds = find_kinds(bench) if saved.gemvs else []
         # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
         bench.observe(fusions, also=[index for kind in kinds for index in kind.places[0].inputs])
@@ -258,17 +271,34 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
     return next((pair for pair in pairs if pair[0].name == pair[1].entry), pairs[0])
 
 
-def _merged(bench: Bench, saved: SavedPlan, merge: GraphRewrite, loaded: LoadedWorkload) -> tuple[Bench, list[PlannedFusion]]:
+def _narrowed(
+    bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan, narrow: GraphRewrite
+) -> tuple[Bench, list[PlannedFusion]]:
+    for regions in narrow_all(bench):
+        if sum(one.changed for one in regions) == narrow.sites:
+            return _on_changed(bench, regions, fusions, saved)
+    raise PlanMismatch(run=saved.run_dir.name, detail="rows that it leaves out cannot be left out here")
+
+
+def _merged(
+    bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan, merge: GraphRewrite, loaded: LoadedWorkload
+) -> tuple[Bench, list[PlannedFusion]]:
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
     regions = merge_all(bench, may_copy=merge.held_bytes > 0, free_bytes=free_bytes)
-    if sum(one.merged for one in regions) != merge.sites:
+    if sum(one.changed for one in regions) != merge.sites:
         reasons = [reason for one in regions for reason in one.refusals]
         raise PlanMismatch(run=saved.run_dir.name, detail=f"GEMMs that it merged cannot be merged here: {reasons[0]}")
+    return _on_changed(bench, regions, fusions, saved)
+
+
+def _on_changed(
+    bench: Bench, regions: Sequence[ChangedRegion], fusions: Sequence[PlannedFusion], saved: SavedPlan
+) -> tuple[Bench, list[PlannedFusion]]:
     try:
-        new, fusions = on_merged_graphs(bench, regions, saved.fusions)
+        new, found = on_changed_graphs(bench, regions, fusions)
     except CannotMove as refusal:
         raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
-    return new, list(itertools.chain.from_iterable(fusions))
+    return new, list(itertools.chain.from_iterable(found))
 
 
 def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltGemv]:

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import COMPILED, GRAPHED, MERGED, Chain, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.records import (
+    COMPILED,
+    GRAPHED,
+    MERGED,
+    NARROWED,
+    Chain,
+    Fusion,
+    GraphRewrite,
+    Report,
+    Status,
+    StepProfile,
+    Timing,
+)
 from fusion_advisor.report import view
 from fusion_advisor.report.text import shortened, visible
 
@@ -276,10 +288,10 @@ _COUNTED = (Status.KEPT, Status.ABSORBED)
 
 def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
     """Rewrites and fusions in the order in which they were timed."""
-    passes = [row for row in report.rewrites if row.name not in (GRAPHED, MERGED)]
+    passes = [row for row in report.rewrites if row.name not in (GRAPHED, MERGED, NARROWED)]
     chains = [row for row in report.fusions if row.chain_id]
-    merged = [row for row in report.rewrites if row.name == MERGED]
-    return [*passes, *chains, *merged, *(row for row in report.fusions if not row.chain_id)]
+    on_top = [row for row in report.rewrites if row.name in (MERGED, NARROWED)]
+    return [*passes, *chains, *on_top, *(row for row in report.fusions if not row.chain_id)]
 
 
 def _room_for(names: Sequence[str]) -> int:

@@ -10,20 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fusion_advisor.fuse.changed_step as changed_step
 import fusion_advisor.fuse.gemvs as stage
-import fusion_advisor.fuse.merging as merging
 import fusion_advisor.fuse.pipeline as pipeline
 import fusion_advisor.fuse.saved as saved
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import Decision, Verdict
 from fusion_advisor.fuse.gemvs import Made, find_kinds, header_of, maker, place_gemvs
-from fusion_advisor.fuse.merging import Kept, merge_all
+from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.progress import Progress
-from fusion_advisor.fuse.relocate import merged_bench
+from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.fuse.saved import apply_plan, load_plan
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, entry_of
 from fusion_advisor.library.gemv_choose import GemvChoice
@@ -83,7 +84,7 @@ def qwen2_bench():
 
 def bench_of(loaded):
     bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
-    return merged_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
 
 
 def kinds_of(loaded):
@@ -257,7 +258,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
     verdicts(monkeypatch, keep_all)
     monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
-    monkeypatch.setattr(merging, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
     monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
     loaded = decoder()
@@ -388,7 +389,7 @@ def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
         torch.manual_seed(0)
         return Qwen2ForCausalLM(config).eval(), {}
 
-    monkeypatch.setattr(merging, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "choose", chosen_ours)
     model = wide()[0].to("cuda", torch.bfloat16)

@@ -13,7 +13,7 @@ from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.fuse.relocate import merged_bench
+from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.workload.adjacent import lay_out_siblings
 from tests.fuse.fake_graph import FakeRecorder
 from tests.tiny import decode_step, qwen2
@@ -31,8 +31,8 @@ def decoding(*, is_laid_out=True, recorder=None):
     live = capture_regions(model, (), kwargs)
     bench = Bench(live, on_cuda=False)
     merged = merge_all(bench, may_copy=not is_laid_out, free_bytes=1 << 40)
-    assert sum(one.merged for one in merged) == 4
-    bench, _ = merged_bench(bench, merged)
+    assert sum(one.changed for one in merged) == 4
+    bench, _ = changed_bench(bench, merged)
     modules = bench.build((), tuple(PASSES)).modules
     live.written.restore()
     graphs = None if recorder is None else Graphs(recorder)

@@ -11,7 +11,8 @@ from torch import nn
 
 from fusion_advisor.capture.graph import capture_regions, describe
 from fusion_advisor.fuse.bench import PASSES, Bench
-from fusion_advisor.fuse.merging import CannotMove, merge_all, on_merged
+from fusion_advisor.fuse.changed_step import CannotMove, on_changed
+from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.passes.merge import merge_linears
 from fusion_advisor.fuse.plan import make_plan
@@ -58,7 +59,7 @@ def linears(result):
 @pytest.mark.parametrize("bias", [True, False])
 def test_linears_of_one_input_become_one(bias):
     result = merged(Heads(bias), X)
-    assert (result.merged, result.held_bytes, result.refusals) == (1, 0, [])
+    assert (result.changed, result.held_bytes, result.refusals) == (1, 0, [])
     (linear,) = linears(result)
     assert tuple(linear.meta["val"].shape) == (2, 6, 80)
     assert len(linear.args) == (3 if bias else 2)
@@ -85,10 +86,10 @@ def test_the_layouts_that_follow_are_traced_anew():
 def test_weights_that_lie_apart_are_copied_only_when_asked_for():
     model = Heads()
     refused = merged(model, X, is_laid_out=False)
-    assert refused.merged == 0
+    assert refused.changed == 0
     assert refused.refusals == ["{q,k,v}: its weights lie apart in memory, and a merged copy of 10,560 bytes was not asked for"]
     copied = merged(model, X, is_laid_out=False, may_copy=True)
-    assert (copied.merged, copied.held_bytes) == (1, (80 * 32 + 80) * 4)
+    assert (copied.changed, copied.held_bytes) == (1, (80 * 32 + 80) * 4)
 
 
 def test_a_view_that_must_copy_now_is_memory_of_its_own():
@@ -127,7 +128,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("how", ["other input", "one bias", "tied", "written", "flat view"])
 def test_linears_that_do_not_belong_together_are_left_alone(how):
     result = merged(Mixed(how).eval(), X, may_copy=True)
-    assert result.merged == 0
+    assert result.changed == 0
     assert len(linears(result)) == 2
     assert len(result.refusals) == (how == "flat view")
 
@@ -149,7 +150,7 @@ def test_linears_that_an_adapter_wraps_are_left_alone():
     model = Heads(bias=False)
     model.q, model.v = Wrapped(model.q), Wrapped(model.v)
     result = merged(model.eval(), X, may_copy=True)
-    assert (result.merged, result.refusals) == (0, [])
+    assert (result.changed, result.refusals) == (0, [])
 
 
 # ---------------------------------------------------------------------- in the live model
@@ -160,10 +161,10 @@ def fused_of(model, *inputs, may_copy=False):
     live_inputs = tuple(inputs)
     with torch.no_grad():
         live = capture_regions(model, live_inputs, {})
-    step = on_merged(
+    step = on_changed(
         Bench(live, on_cuda=False), merge_all(Bench(live, on_cuda=False), may_copy=may_copy, free_bytes=1 << 40), [], no_move
     )
-    assert step.merged
+    assert step.changed
     return FusedModel(model, step.bench.live.regions, step.bench.build([], ()).modules, live_inputs, {}), step
 
 
@@ -252,8 +253,8 @@ def moved(bench, planned, _):
 
 def test_kept_chains_are_bound_to_the_slices():
     model, inputs, bench, built = merged_qwen2()
-    step = on_merged(bench, merge_all(bench, may_copy=False, free_bytes=0), built, moved)
-    assert (step.merged, step.held_bytes) == (4, 0)
+    step = on_changed(bench, merge_all(bench, may_copy=False, free_bytes=0), built, moved)
+    assert (step.changed, step.held_bytes) == (4, 0)
 
     def sites(fusions):
         found = {}
@@ -283,15 +284,15 @@ def test_a_fusion_that_has_no_kernel_on_the_slices_stops_the_merge():
         raise CannotMove(f"{planned.id}: no")
 
     with pytest.raises(CannotMove, match="no"):
-        on_merged(bench, merge_all(bench, may_copy=False, free_bytes=0), built, refuse)
+        on_changed(bench, merge_all(bench, may_copy=False, free_bytes=0), built, refuse)
 
 
 def test_no_copy_is_made_where_it_does_not_fit():
     model = Heads().eval()
     with torch.no_grad():
         bench = Bench(capture_regions(model, (X,), {}), on_cuda=False)
-    assert [one.merged for one in merge_all(bench, may_copy=True, free_bytes=1000)] == [0]
-    assert [one.merged for one in merge_all(bench, may_copy=True, free_bytes=1 << 30)] == [1]
+    assert [one.changed for one in merge_all(bench, may_copy=True, free_bytes=1000)] == [0]
+    assert [one.changed for one in merge_all(bench, may_copy=True, free_bytes=1 << 30)] == [1]
 
 
 # ---------------------------------------------------------------------- laying weights out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-import fusion_advisor.fuse.merging as stage
+import fusion_advisor.fuse.changed_step as stage
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.decide import Verdict
 from fusion_advisor.fuse.merging import TITLE

@@ -1,3 +1,3 @@
-"""One file per graph rewrite; the order they run in is in ``fuse.bench`` and, for merged GEMMs, ``fuse.merging``."""
+"""One file per graph rewrite; the order they run in is in ``fuse.bench``; unread rows and merged GEMMs come last."""
 
 from __future__ import annotations

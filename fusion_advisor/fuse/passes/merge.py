@@ -10,35 +10,21 @@ The slices have wider strides than the separate outputs had, so this pass makes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.held import Held, joined, lie_together
+from fusion_advisor.fuse.passes.changed_region import ChangedRegion, copy_of, layouts
 
 _LINEAR = torch.ops.aten.linear.default
 _SLICE = torch.ops.aten.slice.Tensor
-
-
-@dataclass(slots=True)
-class MergedRegion:
-    """A region with merged GEMMs, and what became of the nodes of the one it was made from."""
-
-    region: Region
-    copies: dict[Node, Node]
-    """Each node of the original graph and its copy here."""
-    merged: int = 0
-    """Merged GEMMs."""
-    held_bytes: int = 0
-    """Copies of weights that stay in memory; 0 where views suffice."""
-    refusals: list[str] = field(default_factory=list)
-    """One sentence for each group that was found and left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +56,7 @@ class _CannotView(Exception):
         self.key = key
 
 
-def merge_linears(region: Region, *, may_copy: bool = False) -> MergedRegion:
+def merge_linears(region: Region, *, may_copy: bool = False) -> ChangedRegion:
     """Merge linears that read the same input, in a copy of a region.
 
     Linears belong together when they read one value that nobody writes to in between, their weights are distinct parameters of
@@ -83,7 +69,7 @@ def merge_linears(region: Region, *, may_copy: bool = False) -> MergedRegion:
     """
     excluded: dict[tuple[str, ...], str] = {}
     while True:
-        result = _copy_of(region)
+        result = copy_of(region)
         values = dict(zip(_placeholders(result.region), region.example_args, strict=True))
         owners: dict[int, _Group] = {}
         dirty: set[Node] = set()
@@ -107,23 +93,6 @@ def merge_linears(region: Region, *, may_copy: bool = False) -> MergedRegion:
         graph.lint()
         result.region.graph.recompile()
         return result
-
-
-def _copy_of(region: Region) -> MergedRegion:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(region.graph.graph, copies))
-    module = torch_internals.lazy_graph_module(region.graph, graph, class_name="MergedRegion")
-    copy = Region(
-        index=region.index,
-        graph=module,
-        original=region.original,
-        names=region.names,
-        roles=region.roles,
-        example_args=region.example_args,
-        route=region.route,
-    )
-    return MergedRegion(region=copy, copies=copies)
 
 
 def _placeholders(region: Region) -> list[Node]:
@@ -180,11 +149,11 @@ def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> st
     return None
 
 
-def _merge(result: MergedRegion, group: _Group, values: Mapping[Node, Any]) -> tuple[Node, list[Node]]:
+def _merge(result: ChangedRegion, group: _Group, values: Mapping[Node, Any]) -> tuple[Node, list[Node]]:
     graph, first = result.region.graph.graph, group.first
     like = first.meta["val"]
     origin: dict[str, Any] = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
-    number = result.merged = result.merged + 1
+    number = result.changed = result.changed + 1
     with graph.inserting_before(first):
         operands = []
         for kind, nodes in (("weight", group.operands(1)), ("bias", group.operands(2))):
@@ -242,21 +211,13 @@ def _update_layouts(region: Region, dirty: set[Node], merged: set[int], stale: s
         node.meta["val"] = after
         owned = storages(node)
         is_elsewhere = origin.keys() & set(owned) or stale & set(left)
-        if not is_elsewhere and _layouts(before) == _layouts(after):
+        if not is_elsewhere and layouts(before) == layouts(after):
             node.meta["val"] = before
             continue
         stale.update(left)
         source = next(key for source in node.all_input_nodes if source in dirty for key in storages(source))
         origin.update({key: origin[source] for key in owned if key not in origin})
         dirty.add(node)
-
-
-def _layouts(value: Any) -> list[tuple[Any, ...]]:
-    tensors: Sequence[Any] = value if isinstance(value, tuple | list) else [value]
-    return [
-        (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype) if isinstance(item, torch.Tensor) else (item,)
-        for item in tensors
-    ]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
