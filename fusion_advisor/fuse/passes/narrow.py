@@ -1,7 +1,7 @@
 """Rows that nobody reads: where a model goes on with one token, what comes before computes that token alone.
 
 A classifier takes the first token of its last layer, a prefill the last one; the projections, the MLP and the norms of that layer
-compute all tokens for it (of ViT-B/16's 197 one is read, and 11 of the last layer's 12 parts of GEMM work are for the others).
+compute all tokens for it (of ViT-B/16's 197 one is read, and 10 of the last layer's 12 parts of GEMM work are for the others).
 From each ``select`` and ``slice`` we go up through ops that compute each row by itself: pointwise ops, norms, linears, views,
 and attention for its queries. Where all that reads a value wants the same rows of it, only those are computed; where
 somebody else reads it too (keys and values need all tokens) a slice of it is taken. Every row is made of what it was made of
@@ -138,8 +138,8 @@ def _read(node: Node) -> _Rows | None:
         begin = _int(where[1]) % shape[dim]
         span = range(begin, begin + 1)
     else:
-        bounds: list[Any] = [None if value is None else _int(value) for value in where[1:]]
-        span = range(shape[dim])[slice(*bounds) if bounds else slice(None)]
+        begin, end, step = (None if value is None else _int(value) for value in [*where[1:], None, None, None][:3])
+        span = range(shape[dim])[begin:end:step]
     if span.step != 1 or not 0 < len(span) < shape[dim]:
         return None
     return _Rows(dim, span.start, span.stop)
