@@ -144,6 +144,8 @@ def test_what_mixes_rows_or_reads_all_of_them_stops_it(read):
         lambda y: y.unsqueeze(1).contiguous()[:, 0, 3],
         lambda y: y.view(BATCH, TOKENS, 4, -1)[:, 3, 1:3],
         lambda y: F.dropout(y, 0.5, training=False)[:, 0],
+        lambda y: (y.double() * 2).type_as(y)[:, 0],
+        lambda y: y.double().type_as(torch.zeros(BATCH, 7, 2))[:, 0],
         lambda y: y[:, 2:7][:, 1:3],
         lambda y: torch.where(y > 0, y, -y)[:, 0].reshape(BATCH, 4, -1),
     ],

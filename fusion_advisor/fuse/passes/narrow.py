@@ -34,6 +34,7 @@ _LIKE_POINTWISE = (
     _ATEN.clone.default,
     _ATEN.alias.default,
     _ATEN.detach.default,
+    _ATEN.type_as.default,
 )
 _NORMS = (_ATEN.layer_norm.default, _ATEN.rms_norm.default)
 _PRODUCTS = {_ATEN.linear.default: 0, _ATEN.mm.default: 0, _ATEN.addmm.default: 1}
@@ -231,8 +232,8 @@ def _broadcast(node: Node, rows: _Rows) -> Iterator[tuple[Node, _Rows]]:
     shape = node.meta["val"].shape
     for source in node.all_input_nodes:
         value = source.meta["val"]
-        at = rows.dim - (len(shape) - value.ndim) if isinstance(value, torch.Tensor) else -1
-        if at >= 0 and value.shape[at] != 1:
+        at = rows.dim - (len(shape) - value.ndim)
+        if at >= 0 and value.shape[at] == shape[rows.dim]:
             yield source, _Rows(at, rows.begin, rows.end)
 
 
