@@ -360,6 +360,8 @@ class Status(enum.StrEnum):
     PLANNED = "planned"
     KEPT = "kept"
     WITHIN_NOISE = "within noise"
+    TOO_LITTLE = "too little"
+    """Faster for certain, by less than the least gain that was asked for."""
     SLOWER = "slower"
     WRONG_NUMBERS = "wrong numbers"
     BUILD_FAILED = "build failed"

@@ -148,7 +148,7 @@ def verdict_of(name: str, change: measure.Difference, *, step_ns: float, noise_n
     elif change.low_ns > noise_ns:
         status, reason = Status.SLOWER, f"{span}: the step became slower"
     else:
-        status = Status.WITHIN_NOISE
+        status = Status.TOO_LITTLE if change.high_ns < -noise_ns else Status.WITHIN_NOISE
         reason = f"{span}: not past the threshold of {units.delta(-threshold)} (A/A noise {units.duration(noise_ns)})"
     return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
 
@@ -183,7 +183,7 @@ def _with_small_ones(
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
         little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
         # Each was faster by itself: where all of them are slower, none of them is known to be.
-        status = Status.KEPT if joint.status is Status.KEPT else Status.WITHIN_NOISE
+        status = {Status.KEPT: Status.KEPT, Status.SLOWER: Status.WITHIN_NOISE}.get(joint.status, own.status)
         changed[candidate.id] = replace(own, status=status, reason=f"{little}; together with {others}: {joint.reason}")
     return {**verdicts, **changed}
 
@@ -195,13 +195,13 @@ def once_more(first: Verdict, second: Verdict) -> Verdict:
 
 
 def is_unclear(verdict: Verdict, step_ns: float, min_gain: float) -> bool:
-    """Whether a rewrite is faster for certain and by more than it must be, but within noise: worth a longer look."""
+    """Whether a rewrite is faster for certain and by more than it must be, but not past it for certain: worth a longer look."""
     return is_small_gain(verdict) and -verdict.delta_ns > min_gain * step_ns
 
 
 def is_small_gain(verdict: Verdict) -> bool:
-    """Whether a rewrite is faster by its whole interval, and within noise all the same."""
-    return verdict.status is Status.WITHIN_NOISE and verdict.interval_ns[1] < 0
+    """Whether a rewrite is faster by its whole interval, and not kept all the same."""
+    return verdict.status in (Status.WITHIN_NOISE, Status.TOO_LITTLE) and verdict.interval_ns[1] < 0
 
 
 def on_top(

@@ -42,6 +42,7 @@ VERDICTS = {
     Status.PLANNED: Verdict("·", "planned, not applied", "plain"),
     Status.KEPT: Verdict("✓", "kept", "gain"),
     Status.WITHIN_NOISE: Verdict("~", "within noise, removed", "warn"),
+    Status.TOO_LITTLE: Verdict("~", "too little, removed", "warn"),
     Status.SLOWER: Verdict("✗", "slower, removed", "loss"),
     Status.WRONG_NUMBERS: Verdict("✗", "wrong numbers, removed", "loss"),
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
@@ -309,7 +310,11 @@ def fusion_groups(report: Report) -> tuple[tuple[str, str, tuple[Fusion, ...]], 
     """Fusions by what became of them: (heading, anchor, fusions), empty groups left out."""
     groups = (
         ("Kept", "kept", (Status.KEPT,)),
-        ("Removed", "removed", (Status.WITHIN_NOISE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED)),
+        (
+            "Removed",
+            "removed",
+            (Status.WITHIN_NOISE, Status.TOO_LITTLE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED),
+        ),
         ("Could not build", "not-built", (Status.BUILD_FAILED,)),
         ("Planned", "planned", (Status.PLANNED, Status.NOT_MATCHED)),
     )

@@ -89,7 +89,7 @@ def test_the_confirmation_is_of_the_kept_ones_against_none(clock):
 
 def test_a_gain_below_the_threshold_is_not_kept(clock):
     (verdict,) = decided(clock, {"small": -3_000}, noise=0.0001, min_gain=0.01).verdicts.values()
-    assert verdict.status is Status.WITHIN_NOISE
+    assert verdict.status is Status.TOO_LITTLE
     assert "not past the threshold" in verdict.reason
 
 
@@ -137,7 +137,7 @@ def test_noise_share_grows_with_the_noise(clock):
 
 def test_small_gains_stay_together_or_go_together(clock):
     """Each is faster for certain and below the threshold; their sum is past it, or is not and then is not timed again."""
-    for effect, status in ((-7_000, Status.KEPT), (-2_000, Status.WITHIN_NOISE)):
+    for effect, status in ((-7_000, Status.KEPT), (-2_000, Status.TOO_LITTLE)):
         effects = {"fast": -60_000, "small": effect, "none": 0, "small2": effect, "slow": 40_000}
         found = decided(clock, effects, noise=0.0001, min_gain=0.01).verdicts
         assert (found["small"].status, found["small2"].status) == (status, status)
