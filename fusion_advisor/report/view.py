@@ -384,6 +384,7 @@ GLOSSARY = (
     ("speedup", "Time before divided by time after: above 1 is faster."),
     ("95% interval", "Where the median lies with 95% certainty, from the order of the measured times."),
     ("A/A noise", "How much a step differs from itself when it is measured twice. Smaller gains are not counted."),
+    ("after a rest", "One step on a device that was idle for twice as long before, so that no power limit lowers its clock."),
     ("oracle", "The same computation in higher precision, against which both the fused and the original error are taken."),
     ("relative L2", "Length of the error over length of the oracle's result."),
     ("pointwise", "An op whose every output element depends on the input elements at the same place."),
