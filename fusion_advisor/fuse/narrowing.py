@@ -36,7 +36,11 @@ def leave_out_rows(kept: Kept, options: ApplyOptions, kernel_dir: Path, progress
     """
     refusal, found = "", 0
     for regions in narrow_all(kept.bench):
-        found = found or sum(one.changed for one in regions)
+        changed = sum(one.changed for one in regions)
+        found = found or changed
+        if not changed:
+            refusal = refusal or next(reason for one in regions for reason in one.refusals)
+            continue
         try:
             narrowed = on_changed(kept.bench, regions, kept.built, mover(kept, options, kernel_dir, suffix="rows"))
         except CannotMove as error:
@@ -48,6 +52,6 @@ def leave_out_rows(kept: Kept, options: ApplyOptions, kernel_dir: Path, progress
 
 
 def narrow_all(bench: Bench) -> list[list[ChangedRegion]]:
-    """Return narrowed copies of all regions: with queries, then without; none where nothing is narrowed."""
+    """Return narrowed copies of all regions: with queries, then without; none where all rows are read."""
     ways = [[narrow_rows(region, with_queries=with_queries) for region in bench.live.regions] for with_queries in (True, False)]
-    return [regions for regions in ways if any(one.changed for one in regions)]
+    return [regions for regions in ways if any(one.changed or one.refusals for one in regions)]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse.passes.narrow import narrow_rows
@@ -19,7 +19,7 @@ X = torch.randn(BATCH, TOKENS, WIDTH)
 class Layer(nn.Module):
     """An encoder's last layer, and what is read of it."""
 
-    def __init__(self, read, attend=F.scaled_dot_product_attention):
+    def __init__(self, read, attend=functional.scaled_dot_product_attention):
         super().__init__()
         torch.manual_seed(0)
         self.read, self.attend = read, attend
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         y = self.norm(x)
         q, k, v = (part(y).view(*x.shape[:2], 2, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
         h = x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
-        return self.read(self.last(h + self.down(F.gelu(self.up(h)))))
+        return self.read(self.last(h + self.down(functional.gelu(self.up(h)))))
 
 
 class Of(nn.Module):
@@ -62,18 +62,18 @@ def narrowed(model, *inputs, **how):
 
 
 def causal(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def masked(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(TOKENS * TOKENS).view(TOKENS, TOKENS) % 3 != 1)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(TOKENS * TOKENS).view(TOKENS, TOKENS) % 3 != 1)
 
 
 def shared_mask(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(TOKENS).view(1, 1, 1, TOKENS) % 3 != 1)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(TOKENS).view(1, 1, 1, TOKENS) % 3 != 1)
 
 
-@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, masked, shared_mask])
+@pytest.mark.parametrize("attend", [functional.scaled_dot_product_attention, masked, shared_mask])
 @pytest.mark.parametrize(
     ("read", "rows"),
     [
@@ -124,7 +124,7 @@ def test_of_causal_queries_only_the_last_one_sees_what_it_would_see_alone(read, 
         lambda y: torch.cat([y, y], 1)[:, 0],
         lambda y: y.flip(1)[:, 0],
         lambda y: y.add_(1)[:, 0],
-        lambda y: F.dropout(y, 0.5, training=True)[:, 0] * 0,
+        lambda y: functional.dropout(y, 0.5, training=True)[:, 0] * 0,
     ],
 )
 def test_what_mixes_rows_or_reads_all_of_them_stops_it(read):
@@ -143,7 +143,7 @@ def test_what_mixes_rows_or_reads_all_of_them_stops_it(read):
         lambda y: y.to(torch.float64).permute(1, 2, 0)[3],
         lambda y: y.unsqueeze(1).contiguous()[:, 0, 3],
         lambda y: y.view(BATCH, TOKENS, 4, -1)[:, 3, 1:3],
-        lambda y: F.dropout(y, 0.5, training=False)[:, 0],
+        lambda y: functional.dropout(y, 0.5, training=False)[:, 0],
         lambda y: (y.double() * 2).type_as(y)[:, 0],
         lambda y: y.double().type_as(torch.zeros(BATCH, 7, 2))[:, 0],
         lambda y: y[:, 2:7][:, 1:3],
@@ -192,7 +192,7 @@ def test_a_value_that_is_written_to_keeps_its_rows():
 def test_an_autocast_of_the_models_own_stays_around_its_ops():
     def read(y):
         with torch.autocast("cpu", torch.bfloat16):
-            return F.linear(y, torch.eye(WIDTH)).tanh()[:, 0]
+            return functional.linear(y, torch.eye(WIDTH)).tanh()[:, 0]
 
     _, per_linear = narrowed(Of(read), X)
     assert per_linear == [1, 1]
@@ -201,8 +201,8 @@ def test_an_autocast_of_the_models_own_stays_around_its_ops():
 OPS = (
     torch.tanh,
     lambda y: y + 1,
-    lambda y: F.layer_norm(y, y.shape[-1:]),
-    lambda y: F.linear(y, torch.eye(y.shape[-1]) * 0.5),
+    lambda y: functional.layer_norm(y, y.shape[-1:]),
+    lambda y: functional.linear(y, torch.eye(y.shape[-1]) * 0.5),
     lambda y: y.transpose(0, 1),
     lambda y: y.transpose(1, 2),
     lambda y: y.softmax(-1),

@@ -6,22 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional
 
 import fusion_advisor.fuse.changed_step as stage
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse import merging, narrowing, saved
 from fusion_advisor.fuse.changed_step import CannotMove
 from fusion_advisor.fuse.decide import Verdict
+from fusion_advisor.fuse.passes import narrow
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.saved import apply_plan, load_plan
 from fusion_advisor.records import MERGED, NARROWED, Status
 from fusion_advisor.serialize import dump_report, load_report
 from fusion_advisor.workload.adjacent import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from tests.fuse import test_pipeline
+from tests.fuse.test_pipeline import keep_all, verdicts
 from tests.fuse.test_saved import saved_run
 from tests.tiny import qwen2
+
+quick, pytestmark = test_pipeline.quick, test_pipeline.pytestmark
 
 
 class Layer(torch.nn.Module):
@@ -35,7 +39,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, x):
         y = self.norm(x)
-        return self.down(F.silu(self.gate(y)) * self.up(y)) + x
+        return self.down(functional.silu(self.gate(y)) * self.up(y)) + x
 
 
 class Classifier(torch.nn.Module):
@@ -77,7 +81,7 @@ def row_of(run, title=NARROWED):
     return next(row for row in run.report.rewrites if row.name == title)
 
 
-def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):  # noqa: F811
+def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
     loaded = classifier()
     expected = loaded.model(*loaded.args)
     run = apply_workload(loaded, quick)
@@ -98,7 +102,7 @@ def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):  # noqa: 
 
 
 @pytest.mark.parametrize("merges", [Status.KEPT, Status.SLOWER])
-def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypatch):  # noqa: F811
+def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypatch):
     planted(**{merging._ID: merges})
     saved_run(classifier(), quick)
     plan = load_plan(quick.run_dir)
@@ -113,7 +117,7 @@ def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypat
         apply_plan(classifier(), plan)
 
 
-def test_rows_that_do_not_pay_stay(quick, planted):  # noqa: F811
+def test_rows_that_do_not_pay_stay(quick, planted):
     planted(**{narrowing._ID: Status.WITHIN_NOISE})
     run = apply_workload(classifier(), quick)
     assert row_of(run).status is Status.WITHIN_NOISE
@@ -122,7 +126,7 @@ def test_rows_that_do_not_pay_stay(quick, planted):  # noqa: F811
     assert not any("rows" in kernel.path for kernel in swiglu.rendered)
 
 
-def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, planted, monkeypatch):  # noqa: F811
+def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, planted, monkeypatch):
     def refuse(*_):
         raise CannotMove("F1 on the new layout: no")
 
@@ -131,12 +135,21 @@ def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, planted, mon
     assert (row.status, row.reason, row.step_delta_ns) == (Status.NOT_REPLACED, "F1 on the new layout: no", None)
 
 
-def test_a_model_that_reads_all_rows_has_no_such_row(quick, planted):  # noqa: F811
+def test_a_view_that_cannot_be_had_is_said(quick, planted, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("view size is not compatible\nwith its stride")
+
+    monkeypatch.setattr(narrow, "_narrow", refuse)
+    row = row_of(apply_workload(classifier(), quick))
+    assert (row.status, row.reason, row.sites) == (Status.NOT_REPLACED, "view size is not compatible", 0)
+
+
+def test_a_model_that_reads_all_rows_has_no_such_row(quick, planted):
     loaded = describe_live(Layer().eval(), (torch.randn(2, 48, 64),))
     assert not any(row.name == NARROWED for row in apply_workload(loaded, quick).report.rewrites)
 
 
-def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick, planted):  # noqa: F811
+def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick, planted):
     """A prefill that asks for its last token's logits: one kernel rotates queries and keys, which all tokens need."""
     model, inputs = qwen2()
     lay_out_siblings(model)

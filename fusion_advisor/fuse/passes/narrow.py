@@ -37,7 +37,7 @@ _LIKE_POINTWISE = (
     _ATEN.type_as.default,
 )
 _NORMS = (_ATEN.layer_norm.default, _ATEN.rms_norm.default)
-_PRODUCTS = {_ATEN.linear.default: 0, _ATEN.mm.default: 0, _ATEN.addmm.default: 1}
+_PRODUCTS: Mapping[object, int] = {_ATEN.linear.default: 0, _ATEN.mm.default: 0, _ATEN.addmm.default: 1}
 """Place of the left matrix."""
 _ATTENTION_ARGS = ("attn_mask", "dropout_p", "is_causal")
 """Behind query, key and value."""
@@ -219,7 +219,7 @@ def _is_idle(node: Node) -> bool:
 
 
 def _of_product(node: Node, rows: _Rows) -> list[tuple[Node, _Rows]] | None:
-    place = _PRODUCTS[node.target]  # type: ignore[index]
+    place = _PRODUCTS[node.target]
     left = node.args[place]
     if rows.dim == node.meta["val"].ndim - 1 or not isinstance(left, Node) or list(node.args).count(left) > 1:
         return None
@@ -298,7 +298,7 @@ def _part(node: Node, source: Node, rows: _Rows) -> Node:
 
 def _resize(node: Node, rows: _Rows) -> None:
     if node.target in _VIEWS:
-        shape = list(node.args[1])  # type: ignore[arg-type]
+        shape = _ints(node.args[1])
         shape[rows.dim] = rows.end - rows.begin
         node.args = (node.args[0], shape)
     elif node.target is _ATTENTION:
