@@ -4,7 +4,7 @@
 # Moves each operand once: x 2 B/element, x2 2 B/column, x3 2 B/column, out1 2 B/element, x4 8 B in all, out2
 # 2 B/element, out3 2 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_rows=1 num_warps=1
+# Tuning: block_rows=4 num_warps=4
 # Origin: library kernel rope_qk_cache, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -87,7 +87,7 @@ def part2(
 
 
 @triton.jit
-def fa_rope_qk_cache_af691b(
+def fa_rope_qk_cache_5273ac(
     x_ptr, x2_ptr, x3_ptr, x4_ptr, out1_ptr, out2_ptr, out3_ptr,
     start_of_2, rows_of_1, cols_of_1: tl.constexpr, x_stride0_of_1: tl.constexpr, x_offset_of_1: tl.constexpr,
     x2_offset_of_1: tl.constexpr, x3_offset_of_1: tl.constexpr, out1_stride0_of_1: tl.constexpr,

@@ -1,0 +1,201 @@
+// linear_bias_residual: a linear layer and what stands around it
+//
+// Reads the weight (768 x 3072 bfloat16, 4.7 MB) once, for 64 rows of x.
+// Sums in float32, rounded once, at the store.
+// Launch: cuda_mma rows=8 warps=16 unroll=1
+// Origin: generated from the graph.
+
+#ifndef M
+#define M 64  // rows of x
+#endif
+#ifndef N
+#define N 768  // columns of the result
+#endif
+#ifndef K
+#define K 3072  // columns of x and of the weight
+#endif
+#ifndef ROWS
+#define ROWS 8  // rows of the weight for a block
+#endif
+#ifndef WARPS
+#define WARPS 16  // warps of a block: they share the columns
+#endif
+#ifndef UNROLL
+#define UNROLL 1  // loads of a thread from each row that are under way together
+#endif
+#ifndef VEC
+#define VEC 8  // columns of one load
+#endif
+#ifdef WIDE_INDEX
+typedef long long index_t;  // an index or an address passes 32 bits
+#else
+typedef int index_t;
+#endif
+
+struct bfloat16_bits { unsigned short bits; };
+
+__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+
+template <>
+__device__ __forceinline__ bfloat16_bits narrow(float x) {
+    bfloat16_bits y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+template <int BYTES> struct Word { typedef uint4 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<4> { typedef unsigned type; };
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<1> { typedef unsigned char type; };
+
+// VEC neighbours in a row: one 16-byte access (or two). The launch sees to it that rows hold whole packs and are aligned.
+template <typename T>
+union Pack {
+    typedef typename Word<sizeof(T) * VEC>::type word_t;
+    word_t words[sizeof(T) * VEC / sizeof(word_t)];  // what is copied: two halves stay in one register
+    T at[VEC];
+    __device__ __forceinline__ T& operator[](int lane) { return at[lane]; }
+    __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
+};
+
+// Zeros, unread, where it is not wanted.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
+    typedef typename Pack<T>::word_t word_t;
+    Pack<T> pack;
+    #pragma unroll
+    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
+    return pack;
+}
+
+__device__ __forceinline__ unsigned long long stream_policy() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// What is read once passes by the L1 cache and is the first to leave the L2. Volatile: the loads stay in front of what does not
+// wait for them, and next to each other.
+template <typename T>
+__device__ __forceinline__ Pack<T> stream_pack(const T* from, bool is_wanted, unsigned long long policy) {
+    if constexpr (sizeof(T) * VEC != 16) {
+        return load_pack(from, is_wanted);
+    } else {
+        Pack<T> pack;
+        uint4& word = pack.words[0];
+        word = uint4{0, 0, 0, 0};
+        if (is_wanted)
+            asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 { %0, %1, %2, %3}, [%4], %5;"
+                         : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from), "l"(policy));
+        return pack;
+    }
+}
+
+// Sum over neighbouring lanes of a warp, a power of two of them; always in the same order.
+template <int LANES>
+__device__ __forceinline__ float lanes_sum(float value) {
+    #pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    return value;
+}
+
+// sums (16 x 8) += a (16 x 16) * b (16 x 8). Lane 4 g + q holds of a the rows g (a0, a2) and g + 8 (a1, a3), of b the column g, of
+// sums the columns 2 q and 2 q + 1; of the 16 that are summed over a0, a1, b0 hold 2 q and 2 q + 1, the others those plus 8.
+__device__ __forceinline__ void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+fa_linear_bias_residual_2384b8(
+    const bfloat16_bits* __restrict__ x,
+    const bfloat16_bits* __restrict__ weight,
+    const bfloat16_bits* __restrict__ bias,
+    const bfloat16_bits* __restrict__ residual,
+    bfloat16_bits* __restrict__ out) {
+    constexpr int LINES = ROWS;
+    constexpr int TOKENS = 64;
+    // The squares of x have the last column.
+    __shared__ float partial[WARPS][TOKENS][LINES + 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = blockIdx.x * ROWS;
+    const unsigned long long policy = stream_policy();
+
+    // A warp multiplies TILES tiles of 16 rows of x by LINES / 8 tiles of 8 rows of the weight, 32 columns at a step.
+    constexpr int TILES = TOKENS / 16;
+    const int group = lane / 4, quad = lane % 4;
+    const bfloat16_bits* lines[LINES / 8];
+    #pragma unroll
+    for (int line = 0; line < LINES / 8; ++line)
+        lines[line] = weight + (long long)(min(first + line * 8 % ROWS + group, N - 1) + line * 8 / ROWS * N) * K + quad * 8;
+    float sums[TILES][LINES / 8][4] = {};
+
+    #pragma unroll 1
+    for (int start = warp * UNROLL * 32; start < K; start += WARPS * UNROLL * 32) {
+        // The weight's loads first, all of them: they take longest.
+        Pack<bfloat16_bits> tiles[UNROLL][LINES / 8];
+        #pragma unroll
+        for (int step = 0; step < UNROLL; ++step) {
+            const int at = start + step * 32;
+            #pragma unroll
+            for (int line = 0; line < LINES / 8; ++line)
+                tiles[step][line] = stream_pack(lines[line] + at, at + quad * 8 < K, policy);
+        }
+        #pragma unroll
+        for (int step = 0; step < UNROLL; ++step) {
+            const int at = start + step * 32 + quad * 8;
+            #pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                uint4 tokens[2] = {};  // rows group and group + 8 of the tile
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int token = tile * 16 + half * 8 + group;
+                    if (tile * 16 + half * 8 >= M) continue;
+                    const Pack<bfloat16_bits> row = load_pack(x + token * K + at, token < M && at < K);
+                    tokens[half] = row.words[0];
+                }
+                #pragma unroll
+                for (int line = 0; line < LINES / 8; ++line) {
+                    const uint4 tile_of_weight = tiles[step][line].words[0];
+                    mma(sums[tile][line], tokens[0].x, tokens[1].x, tokens[0].y, tokens[1].y, tile_of_weight.x, tile_of_weight.y);
+                    mma(sums[tile][line], tokens[0].z, tokens[1].z, tokens[0].w, tokens[1].w, tile_of_weight.z, tile_of_weight.w);
+                }
+            }
+        }
+    }
+
+    #pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = tile * 16 + half * 8 + group;
+            #pragma unroll
+            for (int line = 0; line < LINES / 8; ++line) {
+                partial[warp][token][line * 8 + 2 * quad] = sums[tile][line][2 * half];
+                partial[warp][token][line * 8 + 2 * quad + 1] = sums[tile][line][2 * half + 1];
+            }
+        }
+    }
+    __syncthreads();
+
+    // Warps are added in order: every run gives the same bits.
+    const auto total = [&](int token, int line) {
+        float sum = partial[0][token][line];
+        #pragma unroll
+        for (int other = 1; other < WARPS; ++other) sum += partial[other][token][line];
+        return sum;
+    };
+    for (int place = threadIdx.x; place < M * ROWS; place += WARPS * 32) {
+        const int token = place / ROWS, row = first + place % ROWS;
+        if (row >= N) continue;
+        float value = total(token, place % ROWS);
+        value += wide(bias[row]);
+        value += wide(residual[token * N + row]);
+        out[token * N + row] = narrow<bfloat16_bits>(value);
+    }
+}
