@@ -22,7 +22,7 @@ RUN = ROOT / "reports" / "examples" / "llama3.1-8b-bf16-1x512-h200"
 PICTURES = ROOT / "reports" / "examples" / "pictures"
 WIDTH = 126
 PAGE = (1280, 1282)
-"""The first screens: verdict, data quality, where the time went, the waterfall's head."""
+"""The first screens: verdict, data quality, and the head of where the time went."""
 
 
 def terminal_svg() -> str:
