@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,19 +174,24 @@ class Bench:
 
 def replaced_sites(variant: Variant) -> Mapping[str, int]:
     """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
-    return calls_in_step(variant, [1] * len(variant.modules))
+    counts: Counter[str] = Counter()
+    for (fusion_id, _), number in calls_in_step(variant, [1] * len(variant.modules)).items():
+        counts[fusion_id] += number
+    return counts
 
 
-def calls_in_step(variant: Variant, runs: Sequence[int]) -> Mapping[str, int]:
-    """Return how often a step calls each fusion's kernel, by fusion id.
+def calls_in_step(variant: Variant, runs: Sequence[int]) -> Mapping[tuple[str, str], int]:
+    """Return how often a step calls each fusion's kernels, by fusion id and a kernel's entry point.
+
+    A fusion whose sites came to differ in layout has several kernels; fusions that differ only in sizes share one.
 
     Args:
         variant: with the fusions in place.
         runs: how often a step runs each region.
     """
-    counts: dict[str, int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for module, often in zip(variant.modules, runs, strict=True):
         for node in module.graph.nodes:
             if "fusion_id" in node.meta:
-                counts[node.meta["fusion_id"]] = counts.get(node.meta["fusion_id"], 0) + often
+                counts[node.meta["fusion_id"], node.target.__name__] += often
     return counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,9 +198,8 @@ def install(
     before, after = (_step_of(baselines, name, label) for name, label in ((EAGER, "eager"), (OURS, "fused")))
     wall_before, wall_after = before.wall, after.wall
     assert wall_before is not None and wall_after is not None
-    names = {item.planned.id: item.kernel.name for item in built} | {gemv.id: gemv.kernel.name for gemv in gemvs}
     runs = bench.live.runs_of_regions()
-    receipts = [_with_receipt(fusion, names, variant, after_step, runs) for fusion in report.fusions]
+    receipts = [_with_receipt(fusion, variant, after_step, runs) for fusion in report.fusions]
     refusal = _why_nothing_stays(
         check.is_passed,
         before.device_ns,
@@ -255,19 +254,21 @@ def _without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
     )
 
 
-def _with_receipt(fusion: Fusion, names: Mapping[str, str], variant: Variant, after_step: Step, runs: Sequence[int]) -> Fusion:
+def _with_receipt(fusion: Fusion, variant: Variant, after_step: Step, runs: Sequence[int]) -> Fusion:
     """Fill in what the live model and the after-trace say; fusions that differ only in sizes share a kernel and its launches."""
     replaced = replaced_sites(variant)
     if fusion.id not in replaced:
         return fusion
-    name = names[fusion.id]
     calls = calls_in_step(variant, runs)
-    sharing = sum(calls.get(other, 0) for other, shared in names.items() if shared == name)
-    seen = steps.launches_of(after_step, name)
-    refusals = fusion.receipt.refusals
-    if seen != sharing:
-        refusals = (*refusals, f"{name} was launched {seen} times where its sites call it {sharing} times")
-    launches = calls[fusion.id] if seen == sharing else min(seen, calls[fusion.id])
+    launches, refusals = 0, fusion.receipt.refusals
+    for (owner, name), own in calls.items():
+        if owner != fusion.id:
+            continue
+        called = sum(often for (_, other), often in calls.items() if other == name)
+        seen = steps.launches_of(after_step, name)
+        if seen != called:
+            refusals = (*refusals, f"{name} was launched {seen} times where its sites call it {called} times")
+        launches += own if seen == called else min(seen, own)
     receipt = replace(fusion.receipt, sites_replaced=replaced[fusion.id], launches_after=launches, refusals=refusals)
     return replace(fusion, receipt=receipt)
 
