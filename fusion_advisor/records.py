@@ -567,9 +567,12 @@ class StepProfile:
 
 EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "
 """Names of baselines; those of torch.compile's modes begin with the last one."""
-GRAPHED, MERGED = "CUDA graph around the step", "linears that read one input run as one GEMM"
-NARROWED = "rows that nobody reads are not computed"
-"""Names of rewrites that are judged apart: the first by wall time, the others on top of the fusions."""
+GRAPHED = "CUDA graph around the step"
+"""Name of the rewrite that is judged by wall time."""
+NARROWED, MERGED = "rows that nobody reads are not computed", "linears that read one input run as one GEMM"
+EPILOGUE = "activations run in the GEMM that they follow"
+ON_TOP = (NARROWED, MERGED, EPILOGUE)
+"""Names of the rewrites that are judged on top of the fusions, in that order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,25 @@ def written_storages(node: Node) -> list[int]:
     return written
 
 
+def first_reader(node: Node) -> Node:
+    """Return the first op that reads a node: a call that replaces the node is written before it."""
+    at = node.next
+    while at not in node.users and at.op != "output":
+        at = at.next
+    return at
+
+
+def is_written_between(nodes: Iterable[Node], first: Node, last: Node) -> bool:
+    """Whether any of these is written to between two nodes: then what is read at the first might not be the same at the last."""
+    memory = {key for node in nodes for key in storages(node)}
+    at = first.next
+    while at is not last:
+        if memory.intersection(written_storages(at)):
+            return True
+        at = at.next
+    return False
+
+
 def module_path(node: Node) -> str:
     """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level."""
     stack = node.meta.get("nn_module_stack")

@@ -53,11 +53,10 @@ class BuiltFusion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltGemv:
-    """A kernel of linears on few rows, and the calls that go into the graph; see ``fuse.gemvs``."""
+class BuiltLinear:
+    """Calls that compute linears with what stands around them; see ``fuse.gemvs`` and ``fuse.epilogues``."""
 
     id: str
-    kernel: RenderedKernel
     sites: tuple[SiteRewrite, ...]
 
 
@@ -140,14 +139,14 @@ class Bench:
             )
         return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
 
-    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], gemvs: Sequence[BuiltGemv] = ()) -> Variant:
+    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Variant:
         """Return the model's regions with these rewrites; the captured graphs stay as they are.
 
-        A GEMV takes in the chains around its linear: a fusion's site that shares an op with one is left out.
+        A linear's call takes in the chains around it: a fusion's site that shares an op with one is left out.
         """
         variant = Variant(modules=[])
-        taken = {index for gemv in gemvs for site in gemv.sites for index in site.members}
-        sites = [site for gemv in gemvs for site in gemv.sites]
+        taken = {index for linear in linears for site in linear.sites for index in site.members}
+        sites = [site for linear in linears for site in linear.sites]
         sites += [site for fusion in fusions for site in fusion.sites if taken.isdisjoint(site.members)]
         names = [name for name in PASSES if name in passes]
         for region, index_of in zip(self.live.regions, self.index_of, strict=True):

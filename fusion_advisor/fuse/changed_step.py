@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.decide import Decision, StepRunner, confirmed, on_top
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.changed_region import ChangedRegion
@@ -33,8 +33,8 @@ class Kept:
     rewrites: tuple[GraphRewrite, ...]
     fusions: list[Fusion]
     built: list[BuiltFusion]
-    gemvs: tuple[BuiltGemv, ...] = ()
-    """Kernels of linears on few rows; where one stands, no fusion does."""
+    linears: tuple[BuiltLinear, ...] = ()
+    """Calls of linears with what is around them; where one stands, no fusion does."""
 
 
 class CannotMove(Exception):

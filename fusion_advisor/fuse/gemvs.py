@@ -10,20 +10,20 @@ needs another kernel.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltGemv
-from fusion_advisor.fuse.chain import OriginalChain, original_chain
+from fusion_advisor.fuse.bench import Bench, BuiltLinear
+from fusion_advisor.fuse.chain import OriginalChain
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
+from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, step_of, without_taken
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
 from fusion_advisor.fuse.select import kept_passes
@@ -34,23 +34,11 @@ from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
-from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Tolerance
-from fusion_advisor.timing import measure
-from fusion_advisor.timing.stopwatch import as_timing
+from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
 from fusion_advisor.workload.device import memory_bytes
 
 _DTYPES = ("float16", "bfloat16")
 _FLOAT64_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One site by op indices."""
-
-    region: int
-    members: tuple[int, ...]
-    """In order; the last is the result."""
-    inputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +76,24 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         make: from :func:`maker`; None where there is no device for them.
 
     Returns:
-        The same with one more fusion for each kind of site, and those that stay in ``gemvs``.
+        The same with one more fusion for each kind of site, and those that stay in ``linears``.
     """
     kinds = [kind for kind in find_kinds(kept.bench) if _is_wanted(kind.title, options)] if make is not None else []
     if make is None or not kinds:
         return kept
     bench, passes = kept.bench, kept_passes(kept.rewrites)
-    observe(bench, kinds)
+    observe(bench, [place for kind in kinds for place in kind.places])
     runner = StepRunner(bench)
     rows: list[Fusion] = []
-    chosen: list[BuiltGemv] = []
+    chosen: list[BuiltLinear] = []
     for number, kind in enumerate(kinds, start=1):
         progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
         row, built = _tried(bench, kind, make, name=f"G{number}", seed=number, tolerance=options.tolerance)
         if built is not None:
             verdict = on_top(
                 runner,
-                _step(bench, kept.built, passes, chosen),
-                _step(bench, kept.built, passes, [*chosen, built]),
+                step_of(bench, kept.built, passes, [*kept.linears, *chosen]),
+                step_of(bench, kept.built, passes, [*kept.linears, *chosen, built]),
                 name=built.id,
                 min_gain=options.min_gain,
                 confidence=options.confidence,
@@ -121,13 +109,14 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        _step(kept.captured, (), (), ()),
-        _step(bench, kept.built, passes, chosen),
+        step_of(kept.captured, (), (), ()),
+        step_of(bench, kept.built, passes, [*kept.linears, *chosen]),
         budget_s=budget_s / 3,
     )
     runner.forget()
-    fusions = [_without(fusion, kept.built, chosen, rows) for fusion in kept.fusions]
-    return replace(kept, decision=decision, fusions=[*fusions, *rows], gemvs=tuple(chosen))
+    titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
+    fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
+    return replace(kept, decision=decision, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
 
 
 def find_kinds(bench: Bench) -> list[Kind]:
@@ -229,7 +218,7 @@ def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | 
     return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
 
 
-def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltGemv:
+def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltLinear:
     """Bind a kernel to the sites of its kind."""
     sites = []
     for place in kind.places:
@@ -238,13 +227,7 @@ def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltGemv:
         sites.append(
             SiteRewrite(fusion_id=name, members=place.members, inputs=place.inputs, outputs=place.members[-1:], call=call)
         )
-    return BuiltGemv(id=name, kernel=made.kernel, sites=tuple(sites))
-
-
-def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.Tensor]]:
-    """Return a site's original ops and its own tensors; the bench has observed them."""
-    chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, place.members[-1:])
-    return chain, [bench.values[index] for index in place.inputs]
+    return BuiltLinear(id=name, sites=tuple(sites))
 
 
 def header_of(title: str) -> Header:
@@ -258,7 +241,7 @@ def header_of(title: str) -> Header:
 
 def _tried(
     bench: Bench, kind: Kind, make: Make, *, name: str, seed: int, tolerance: Tolerance | None
-) -> tuple[Fusion, BuiltGemv | None]:
+) -> tuple[Fusion, BuiltLinear | None]:
     row = _row(bench, kind, name)
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
     free_bytes, _ = memory_bytes(bench.values[kind.places[0].inputs[0]].device)
@@ -289,21 +272,18 @@ def _tried(
     return row, built
 
 
-def _alone(bench: Bench, kind: Kind, built: BuiltGemv) -> Any:
-    """Time all sites one after the other, as a step runs them (one site's weight alone would stay in the cache), per site."""
+def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing]:
     sites = [original_of(bench, place) for place in kind.places]
-    calls = [site.call for site in built.sites]
 
-    def original() -> None:
-        for chain, roots in sites:
-            chain.run(roots)
+    def original(chain: OriginalChain) -> Callable[..., object]:
+        return lambda *roots: chain.run(roots)
 
-    def fused() -> None:
-        for call, (_, roots) in zip(calls, sites, strict=True):
-            call(*roots)
-
-    both = measure.compare_alone(original, fused, on_cuda=bench.on_cuda)
-    return tuple(as_timing([ns // len(sites) for ns in one.times_ns], one.method) for one in both)
+    return compare_alone(
+        [original(chain) for chain, _ in sites],
+        [site.call for site in built.sites],
+        [roots for _, roots in sites],
+        on_cuda=bench.on_cuda,
+    )
 
 
 def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
@@ -337,31 +317,6 @@ def _judged(row: Fusion, verdict: Verdict) -> Fusion:
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
     )
-
-
-def _without(fusion: Fusion, built: Sequence[BuiltFusion], gemvs: Sequence[BuiltGemv], rows: Sequence[Fusion]) -> Fusion:
-    """Say of a kept fusion which of its sites GEMV kernels took in."""
-    sites = [site for item in built if item.planned.id == fusion.id for site in item.sites]
-    taking = {index: gemv.id for gemv in gemvs for site in gemv.sites for index in site.members}
-    by = [{taking[index] for index in site.members if index in taking} for site in sites]
-    if fusion.status is not Status.KEPT or not any(by):
-        return fusion
-    names = {row.id: row.kernel for row in rows}
-    takers = ", ".join(f"{name} {names[name]}" for name in sorted(set().union(*by)))
-    taken = sum(map(bool, by))
-    status = Status.ABSORBED if taken == len(sites) else fusion.status
-    return replace(fusion, status=status, reason=f"{fusion.reason}; then {takers} took in {taken} of its {len(sites)} sites")
-
-
-def _step(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], gemvs: Sequence[BuiltGemv]) -> Callable[[], Any]:
-    variant = bench.build(built, passes, gemvs)
-    return lambda: bench.run(variant)
-
-
-def observe(bench: Bench, kinds: Sequence[Kind]) -> None:
-    """Run the model once and keep what the sites read."""
-    inputs = {index for kind in kinds for place in kind.places for index in place.inputs}
-    bench.observe_values(inputs, inputs)
 
 
 def _is_wanted(title: str, options: ApplyOptions) -> bool:

@@ -13,9 +13,9 @@ from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse import steps
+from fusion_advisor.fuse import epilogues, steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv, Variant, calls_in_step, replaced_sites
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear, Variant, calls_in_step, replaced_sites
 from fusion_advisor.fuse.decide import Decision
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import Graphs
@@ -69,7 +69,7 @@ def install(
     progress: Progress,
     clock: PhaseClock,
     *,
-    gemvs: Sequence[BuiltGemv] = (),
+    linears: Sequence[BuiltLinear] = (),
     on_report: Callable[[Report], object] = lambda _: None,
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
@@ -86,12 +86,12 @@ def install(
         options: run directory, dry run.
         progress: told what is found.
         clock: of the phases.
-        gemvs: kernels of linears on few rows that stay, in place of the fusions whose ops they take in.
+        linears: calls of linears with what is around them that stay, in place of the fusions whose ops they take in.
         on_report: given the report without the other ways to run the step, ahead of the minutes that these take.
     """
     passes = kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
-    variant = bench.build(built, passes, gemvs)
+    variant = bench.build(built, passes, linears)
     report = replace(report, rewrites=tuple(_with_kernels(row, variant) for row in report.rewrites))
     measured = replace(
         report,
@@ -104,7 +104,8 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
-        has_gemvs=bool(gemvs), tolerance=options.tolerance,
+        has_gemvs=any(one.id != epilogues.ID for one in linears), has_epilogues=any(one.id == epilogues.ID for one in linears),
+        tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
@@ -124,13 +125,13 @@ def install(
 
     graph: GraphRewrite | None = None
     if recorder is not None:
-        name = f"R{len(PASSES) + 3}"  # after the passes and what is tried on top of them
+        name = f"R{len(PASSES) + 4}"  # after the passes and what is tried on top of them
         if fused.graphs is None:
             graph = GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=no_graph or "", sites=0)
         else:
             with clock.phase("CUDA graph"):
                 graph = choose_graph(
-                    fused, fused_call, fused_call if built or gemvs or has_rewrites else eager_call, name=name,
+                    fused, fused_call, fused_call if built or linears or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
                     least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=rewind,
                 )  # fmt: skip
@@ -147,7 +148,7 @@ def install(
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": bench.on_cuda, "runs": options.runs,
         "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps, "rewind": rewind, "progress": progress,
     }  # fmt: skip
-    if not built and not gemvs and not has_rewrites and not is_graphed:
+    if not built and not linears and not has_rewrites and not is_graphed:
         # The captured graph alone is no gain (it builds masks that eager skips): the model stays exactly as it was.
         before = report.before
         if others:

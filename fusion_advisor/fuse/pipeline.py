@@ -21,6 +21,7 @@ from fusion_advisor.errors import ModelInTraining
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.changed_step import Kept
+from fusion_advisor.fuse.epilogues import compute_in_epilogues
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
@@ -97,6 +98,7 @@ def apply_workload(
             with kernel_dir_of(options) as kernel_dir:
                 kept = leave_out_rows(kept, options, kernel_dir, progress, budget_s=budget_s / 2)
                 kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
+                kept = compute_in_epilogues(kept, options, progress, budget_s=budget_s / 2)
                 asked = None if options.backend == FASTEST else options.backend  # GEMVs are timed in both languages anyway
                 make = maker(kernel_dir, torch.device(loaded.record.device), backend=asked, log=progress.note)
                 kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
@@ -110,7 +112,7 @@ def apply_workload(
         on_report(report)
         run = install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
-            gemvs=kept.gemvs, on_report=on_report,
+            linears=kept.linears, on_report=on_report,
         )  # fmt: skip
         live.written.restore()
         return run

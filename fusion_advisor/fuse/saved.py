@@ -17,7 +17,8 @@ import torch
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltGemv
+from fusion_advisor.fuse import epilogues
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.changed_step import CannotMove, on_changed_graphs
 from fusion_advisor.fuse.gemvs import Kind, build, check_first, find_kinds, header_of, install
 from fusion_advisor.fuse.graph_choice import TITLE as GRAPH_TITLE
@@ -25,6 +26,7 @@ from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.narrowing import narrow_all
+from fusion_advisor.fuse.passes import epilogue
 from fusion_advisor.fuse.passes.changed_region import ChangedRegion
 from fusion_advisor.fuse.plan import PlannedFusion, recall
 from fusion_advisor.fuse.progress import PhaseClock, Progress
@@ -38,6 +40,7 @@ from fusion_advisor.library.gemv import GemvConfig, entry_of
 from fusion_advisor.library.heading import tuning_of
 from fusion_advisor.library.source import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.records import (
+    EPILOGUE,
     MERGED,
     NARROWED,
     Capture,
@@ -71,6 +74,8 @@ class SavedPlan:
     """The leaving out of rows that nobody reads, if it was kept."""
     merge: GraphRewrite | None = None
     """The merging of GEMMs, if it was kept."""
+    epilogue: GraphRewrite | None = None
+    """The activations that run in GEMMs, if that was kept."""
     gemvs: tuple[Fusion, ...] = ()
     """Kept kernels of linears on few rows."""
     has_graph: bool = False
@@ -96,13 +101,13 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 def _load(folder: Path) -> SavedPlan:
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
-    kept = {fusion.chain_id for fusion in report.fusions if fusion.status is Status.KEPT and fusion.chain_id}
+    narrow, merge, in_epilogues = (
+        next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
+        for title in (NARROWED, MERGED, EPILOGUE)
+    )
+    kept = {row.chain_id for row in report.fusions if row.chain_id and _is_needed(row, in_epilogues)}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
-    narrow, merge = (
-        next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
-        for title in (NARROWED, MERGED)
-    )
     return SavedPlan(
         run_dir=folder,
         capture=capture,
@@ -111,9 +116,16 @@ def _load(folder: Path) -> SavedPlan:
         passes=tuple(kept_passes(report.rewrites)),
         narrow=narrow,
         merge=merge,
+        epilogue=in_epilogues,
         gemvs=tuple(fusion for fusion in report.fusions if fusion.status is Status.KEPT and not fusion.chain_id),
         has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
     )
+
+
+def _is_needed(row: Fusion, in_epilogues: GraphRewrite | None) -> bool:
+    """Whether a plan holds a fusion: kept, or an activation that went into a GEMM, which is found by its chain."""
+    is_activation = in_epilogues is not None and row.kernel in epilogue.KERNELS
+    return row.status is Status.KEPT or (row.status is Status.ABSORBED and is_activation)
 
 
 def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None) -> FusedModel:
@@ -188,20 +200,24 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
             bench, fusions = _narrowed(bench, fusions, saved, saved.narrow)
         if saved.merge is not None:
             bench, fusions = _merged(bench, fusions, saved, saved.merge, loaded)
+        placed = _in_epilogues(bench, fusions, saved)
         kinds = find_kinds(bench) if saved.gemvs else []
+        firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
         # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
-        bench.observe(fusions, also=[index for kind in kinds for index in kind.places[0].inputs])
+        bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
         built = _built(bench, fusions, saved)
         gemvs = _gemvs(bench, kinds, saved)
+        linears = [*_checked(bench, placed, saved), *gemvs]
         bench.values.clear()
     with clock.phase("install"):
-        variant = bench.build(built, [name for name in PASSES if name in saved.passes], gemvs)
+        variant = bench.build(built, [name for name in PASSES if name in saved.passes], linears)
         kept = Kept(
             fusions=tuple(built),
             passes=saved.passes,
             rows=gemm_rows(bench.ops),
             on_cuda=bench.on_cuda,
             has_gemvs=bool(gemvs),
+            has_epilogues=bool(placed),
             tolerance=saved.report.tolerance,
         )
         graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
@@ -291,6 +307,24 @@ def _merged(
     return _on_changed(bench, regions, fusions, saved)
 
 
+def _in_epilogues(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[epilogues.Placed]:
+    if saved.epilogue is None:
+        return []
+    placed, refusals = epilogues.find_places(bench, fusions)
+    if len(placed) != saved.epilogue.sites:
+        why = f": {refusals[0]}" if refusals else ""
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"activations that it moved into GEMMs cannot be moved here{why}")
+    return placed
+
+
+def _checked(bench: Bench, placed: Sequence[epilogues.Placed], saved: SavedPlan) -> list[BuiltLinear]:
+    if not placed:
+        return []
+    if not epilogues.check_first(bench, placed, tolerance=saved.report.tolerance).is_passed:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"{placed[0].call.__name__}: its numbers no longer pass")
+    return [epilogues.built_of(placed)]
+
+
 def _on_changed(
     bench: Bench, regions: Sequence[ChangedRegion], fusions: Sequence[PlannedFusion], saved: SavedPlan
 ) -> tuple[Bench, list[PlannedFusion]]:
@@ -301,9 +335,9 @@ def _on_changed(
     return new, list(itertools.chain.from_iterable(found))
 
 
-def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltGemv]:
+def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltLinear]:
     """Build the kernels of linears on few rows again, with the configurations that were chosen, and check their numbers."""
-    found: list[BuiltGemv] = []
+    found: list[BuiltLinear] = []
     for kind in kinds:
         header = header_of(kind.title)
         for row in (row for row in saved.gemvs if row.kernel == kind.title):

@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph import Region, capture_regions
 from fusion_advisor.chains.find import Group, find_groups
 from fusion_advisor.errors import CannotSpecialize
-from fusion_advisor.fuse import verify
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, replaced_sites
+from fusion_advisor.fuse import epilogues, verify
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, replaced_sites
 from fusion_advisor.fuse.plan import PlannedFusion, judge_with
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
@@ -48,6 +48,8 @@ class Kept:
     """The user's limit on errors, if there was one."""
     has_gemvs: bool = False
     """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
+    has_epilogues: bool = False
+    """Whether activations run in the GEMM that they follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +96,20 @@ def specialise(
     if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
         raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
     found = _sites(bench, kept)
+    placed = epilogues.find_places(bench, [planned for planned, _ in found])[0] if kept.has_epilogues else []
     try:
-        bench.observe([planned for planned, _ in found])
+        bench.observe([planned for planned, _ in found], also=[index for one in placed[:1] for index in one.place.inputs])
         built = [_bound(bench, planned, kernel, kept.tolerance) for planned, kernel in found]
+        linears = _in_epilogues(bench, placed, kept.tolerance)
     finally:
         live.written.restore()
-    variant = bench.build(built, kept.passes)
+    variant = bench.build(built, kept.passes, linears)
     replaced = replaced_sites(variant)
     sites: dict[str, int] = {}
     for fusion in built:
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
+    for one in placed:
+        sites[one.call.__name__] = sites.get(one.call.__name__, 0) + 1
     if (kept.fusions or kept.has_gemvs) and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
@@ -186,3 +192,13 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
     if not numerics.is_passed:
         raise CannotSpecialize(detail=f"{planned.match.kernel} there: {verify.why_wrong(numerics, tolerance)}")
     return bench.install(planned, kernel.kernel, kernel.built)
+
+
+def _in_epilogues(bench: Bench, placed: Sequence[epilogues.Placed], tolerance: Tolerance | None) -> list[BuiltLinear]:
+    """Let GEMMs compute the activations behind them in this call too; the numbers are checked on the first one's tensors."""
+    if not placed:
+        return []
+    numerics = epilogues.check_first(bench, placed, tolerance=tolerance)
+    if not numerics.is_passed:
+        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {verify.why_wrong(numerics, tolerance)}")
+    return [epilogues.built_of(placed)]

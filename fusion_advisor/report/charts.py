@@ -14,8 +14,7 @@ from fusion_advisor import units
 from fusion_advisor.records import (
     COMPILED,
     GRAPHED,
-    MERGED,
-    NARROWED,
+    ON_TOP,
     Chain,
     Fusion,
     GraphRewrite,
@@ -288,9 +287,9 @@ _COUNTED = (Status.KEPT, Status.ABSORBED)
 
 def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
     """Rewrites and fusions in the order in which they were timed."""
-    passes = [row for row in report.rewrites if row.name not in (GRAPHED, MERGED, NARROWED)]
+    passes = [row for row in report.rewrites if row.name not in (GRAPHED, *ON_TOP)]
     chains = [row for row in report.fusions if row.chain_id]
-    on_top = [row for row in report.rewrites if row.name in (MERGED, NARROWED)]
+    on_top = [row for row in report.rewrites if row.name in ON_TOP]
     return [*passes, *chains, *on_top, *(row for row in report.fusions if not row.chain_id)]
 
 

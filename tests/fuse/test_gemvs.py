@@ -16,6 +16,7 @@ import fusion_advisor.fuse.pipeline as pipeline
 import fusion_advisor.fuse.saved as saved
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse import places
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import Decision, Verdict
@@ -125,7 +126,7 @@ TIMES = as_timing([100] * 6, "wall"), as_timing([50] * 6, "wall")
 @pytest.fixture
 def place(monkeypatch):
     """Return a function that places kernels of torch's ops in a decode step whose other rewrites were left out."""
-    monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
     decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
 
     def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, captured=None, **options):
@@ -185,7 +186,7 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
         (f"G{number}", title) for number, title in enumerate(QWEN2, start=1)
     ]
     assert [row.status for row in kept.fusions] == [Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT, Status.KEPT]
-    assert [gemv.id for gemv in kept.gemvs] == ["G1", "G2", "G4", "G5"]
+    assert [gemv.id for gemv in kept.linears] == ["G1", "G2", "G4", "G5"]
     for row in kept.fusions:
         assert row.numerics.is_passed and row.numerics.elements > 0
         assert row.chain_before.median_ns == 100 // row.receipt.sites_found and row.original_source
@@ -210,7 +211,7 @@ def test_the_step_before_is_the_one_as_captured_not_the_merged_one(place, monkey
 
 def test_nothing_changes_where_nothing_pays(place):
     kept = place(lambda _: Status.WITHIN_NOISE)
-    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.gemvs == ()
+    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.linears == ()
     assert place(make=None).fusions == []
 
 
@@ -228,7 +229,7 @@ def test_wrong_numbers_failed_builds_and_cublas_are_rows(place):
     assert "against float64" in found["rmsnorm_gate_up"].reason
     assert found["rmsnorm_linear_bias"].status is Status.BUILD_FAILED
     assert (found["linear_residual"].status, found["linear_residual"].reason) == (Status.SLOWER, "cuBLAS is faster")
-    assert kept.gemvs == ()
+    assert kept.linears == ()
 
 
 def test_one_wrong_layer_among_right_ones_is_found(place):
@@ -257,7 +258,7 @@ def test_only_and_skip_name_these_kernels_too(place):
 def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(stage.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
     monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
     monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
@@ -332,9 +333,9 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
     )
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
     kinds = find_kinds(kept.bench)
-    stage.observe(kept.bench, kinds)
+    places.observe(kept.bench, [place for kind in kinds for place in kind.places])
     (again,) = saved._gemvs(kept.bench, kinds, plan)
-    assert (again.id, again.kernel.name, len(again.sites)) == ("G1", row.rendered[0].name, LAYERS)
+    assert (again.id, {site.call.__name__ for site in again.sites}, len(again.sites)) == ("G1", {row.rendered[0].name}, LAYERS)
 
     def spoiled(problem, header, config, _path, *, tuning):
         return torch_kernel(problem, header, config, spoil=1.0)

@@ -11,14 +11,14 @@ down → + residual. What ends one is what the next begins with, so the residual
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.nodes import storages, written_storages
+from fusion_advisor.capture.nodes import first_reader, is_written_between
 
 MOST_ROWS = 64
 """Above, a GEMM is no longer bound by its weight, and cuBLAS wins (measured on an H200)."""
@@ -106,13 +106,13 @@ def _site(linear: Node, taken: Collection[Node]) -> GemvSite | None:
     result, residual = gate or linear, None
     found = _residual(result)
     # The sum of two linears is computed by one of them.
-    if found is not None and found[0] not in taken and not _is_written(found[1:], linear, _first_reader(found[0])):
+    if found is not None and found[0] not in taken and not is_written_between(found[1:], linear, first_reader(found[0])):
         result, residual = found
-    end = _first_reader(result)
-    if _is_written(linear.all_input_nodes, linear, end):
+    end = first_reader(result)
+    if is_written_between(linear.all_input_nodes, linear, end):
         return None
     norm = _norm(_before_views(source))
-    if norm is not None and _is_written((norm.source, norm.weight), norm.source, end):
+    if norm is not None and is_written_between((norm.source, norm.weight), norm.source, end):
         norm = None
     return GemvSite(
         linear=linear,
@@ -224,22 +224,3 @@ def _residual(node: Node) -> tuple[Node, Node] | None:
     shapes = {tuple(value.meta["val"].shape) for value in (node, other, total)}
     dtypes = {value.meta["val"].dtype for value in (node, other, total)}
     return (total, other) if len(shapes) == len(dtypes) == 1 else None
-
-
-def _first_reader(node: Node) -> Node:
-    """Return the first op that reads a node: a call that replaces the node is written before it."""
-    at = node.next
-    while at not in node.users and at.op != "output":
-        at = at.next
-    return at
-
-
-def _is_written(nodes: Iterable[Node], first: Node, last: Node) -> bool:
-    """Whether any of these is written to between two nodes: then what is read at the first might not be the same at the last."""
-    memory = {key for node in nodes for key in storages(node)}
-    at = first.next
-    while at is not last:
-        if memory.intersection(written_storages(at)):
-            return True
-        at = at.next
-    return False

@@ -1,0 +1,185 @@
+"""Activations in the epilogue of the GEMM that they follow: cuBLAS computes what the model or a kernel launches for itself.
+
+Every place is checked on its own tensors against the ops that it replaces, all are timed alone against them, and then in the step
+on top of all that was kept. What was a kernel of its own until then (a ``gelu_tanh``) is part of a GEMM's; its row says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear
+from fusion_advisor.fuse.changed_step import Kept, not_replaced
+from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.passes.epilogue import find_epilogue_sites
+from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, step_of, without_taken
+from fusion_advisor.fuse.plan import PlannedFusion
+from fusion_advisor.fuse.progress import Progress
+from fusion_advisor.fuse.rewrite import SiteRewrite
+from fusion_advisor.fuse.select import kept_passes
+from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
+from fusion_advisor.workload.device import memory_bytes
+
+TITLE = EPILOGUE
+_FLOAT64_BYTES = 8
+ID = f"R{len(PASSES) + 3}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A call of cuBLAS and where it would stand."""
+
+    place: Place
+    call: Callable[..., Any]
+
+
+def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
+    """Let GEMMs compute the activations behind them where that pays on top of what was kept.
+
+    Args:
+        kept: what was decided so far.
+        options: the keep rule's thresholds, and the user's limit on errors.
+        progress: told what is found.
+        budget_s: seconds for the timing.
+
+    Returns:
+        The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
+    """
+    bench, passes = kept.bench, kept_passes(kept.rewrites)
+    found, refusals = find_places(bench, [item.planned for item in kept.built])
+    if not found:
+        reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
+        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
+    observe(bench, [one.place for one in found])
+    refusal = _why_not(bench, found)
+    if refusal is not None:
+        bench.values.clear()
+        return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
+    numerics = check(bench, found, tolerance=options.tolerance)
+    row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
+    if not numerics.is_passed:
+        bench.values.clear()
+        return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
+    before_ns, after_ns = _alone(kept, found)
+    bench.values.clear()  # activations of every layer
+    progress.note(f"{len(found)} activations behind GEMMs: {before_ns / 1e3:.1f} µs, in their epilogues {after_ns / 1e3:.1f} µs")
+    linear = built_of(found)
+    runner = StepRunner(bench)
+    with_epilogues = step_of(bench, kept.built, passes, [*kept.linears, linear])
+    verdict = on_top(
+        runner, step_of(bench, kept.built, passes, kept.linears), with_epilogues,
+        name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+    )  # fmt: skip
+    errors = f"relative error {numerics.fused_rel_l2:.1e} against float64, of the ops apart {numerics.eager_rel_l2:.1e}"
+    left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
+    row = replace(
+        row,
+        status=verdict.status,
+        reason=f"{verdict.reason} (on top of all that was kept); {errors}{left}",
+        step_delta_ns=verdict.delta_ns,
+        step_delta_ci_ns=verdict.interval_ns,
+        predicted_saving_ns=max(0, before_ns - after_ns),
+    )
+    rewrites = (*kept.rewrites, row)
+    if verdict.status is not Status.KEPT:
+        return replace(kept, rewrites=rewrites)
+    decision = confirmed(runner, kept.decision, step_of(kept.captured, (), (), ()), with_epilogues, budget_s=budget_s / 3)
+    runner.forget()
+    fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]
+    return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
+
+
+def find_places(bench: Bench, fusions: Sequence[PlannedFusion]) -> tuple[list[Placed], list[str]]:
+    """Return where an epilogue could compute an activation, region by region, and why others were left alone.
+
+    Args:
+        bench: over the graphs as they are now.
+        fusions: what kernels compute in them.
+    """
+    placed, refusals = [], []
+    pairs = [(one.match.kernel, *pair) for one in fusions for pair in zip(one.chain.sites, one.sites, strict=True)]
+    chains = [(kernel if lowered.outputs == site.op_indices[-1:] else "", site.op_indices) for kernel, site, lowered in pairs]
+    reads = {lowered.outputs[-1]: lowered.given for _, _, lowered in pairs}
+    for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
+        node_at = {index: node for node, index in index_of.items()}
+        mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
+        sites, reasons = find_epilogue_sites(region.graph.graph, mine, "cuda" if bench.on_cuda else "cpu")
+        refusals += reasons
+        for site in sites:
+            members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
+            if reads.get(members[-1], members[:1]) != members[:1]:
+                continue
+            placed.append(Placed(place=Place(region=region.index, members=members, inputs=inputs), call=site.call()))
+    return placed, refusals
+
+
+def check(bench: Bench, found: Sequence[Placed], *, tolerance: Tolerance | None = None) -> Numerics:
+    """Compare the calls with the ops they replace: on every place's own tensors, and the first on random rows."""
+    sites = [(*original_of(bench, one.place), one.call) for one in found]
+    first, own, call = sites[0]
+    fresh = [[*random_like(own[:1], number, scale), *own[1:]] for number, scale in enumerate(SCALES)]
+    trials = [*((chain, call, roots) for chain, roots, call in sites), *((first, call, roots) for roots in fresh)]
+    text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
+    return check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
+
+
+def check_first(bench: Bench, found: Sequence[Placed], *, tolerance: Tolerance | None = None) -> Numerics:
+    """Compare calls that passed :func:`check` before with the ops they replace, on the first place's own tensors only."""
+    chain, roots = original_of(bench, found[0].place)
+    return check_calls([(chain, found[0].call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
+
+
+def built_of(found: Sequence[Placed]) -> BuiltLinear:
+    """Return the calls as they go into graphs."""
+    sites = tuple(
+        SiteRewrite(
+            fusion_id=ID,
+            members=one.place.members,
+            inputs=one.place.inputs,
+            outputs=one.place.members[-1:],
+            call=one.call,
+        )
+        for one in found
+    )
+    return BuiltLinear(id=ID, sites=sites)
+
+
+def _why_not(bench: Bench, found: Sequence[Placed]) -> str | None:
+    """A reason why the places cannot be checked."""
+    surprise = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
+    if surprise is not None:
+        return surprise
+    free_bytes, _ = memory_bytes(bench.values[found[0].place.inputs[0]].device)
+    oracle_bytes = max(_FLOAT64_BYTES * sum(_elements(bench, index) for index in one.place.members) for one in found)
+    if free_bytes and oracle_bytes > free_bytes:
+        return f"its ops in float64, to check against, take {oracle_bytes:,} bytes, and {free_bytes:,} are free"
+    return None
+
+
+def _elements(bench: Bench, index: int) -> int:
+    return math.prod(bench.ops[index].outputs[0].shape)
+
+
+def _alone(kept: Kept, found: Sequence[Placed]) -> tuple[int, int]:
+    """Time the GEMMs with their activations as the step has them now, and as one call each; all places together, ns."""
+    bench = kept.bench
+    kernels = {site.outputs[0]: site.call for item in kept.built for site in item.sites}
+
+    def apart(place: Place) -> Callable[..., Any]:
+        kernel = kernels.get(place.members[-1])
+        if kernel is None:
+            whole, _ = original_of(bench, place)
+            return lambda *roots: whole.run(roots)
+        product, _ = original_of(bench, replace(place, members=place.members[:1]))
+        return lambda *roots: kernel(*product.run(roots))
+
+    places = [one.place for one in found]
+    given = [[bench.values[index] for index in place.inputs] for place in places]
+    timings = compare_alone([apart(place) for place in places], [one.call for one in found], given, on_cuda=bench.on_cuda)
+    before_ns, after_ns = (timing.median_ns * len(found) for timing in timings)
+    return before_ns, after_ns

@@ -1,0 +1,100 @@
+"""Linears that one call computes with what stands around them: what GEMV kernels and epilogues of cuBLAS have in common.
+
+Such a call takes the place of fused chains as well (the norm of an ``add_rmsnorm``, a ``gelu_tanh``), whose rows say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.chain import OriginalChain, original_chain
+from fusion_advisor.records import Fusion, Status, Timing
+from fusion_advisor.timing import measure
+from fusion_advisor.timing.stopwatch import as_timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One site by op indices."""
+
+    region: int
+    members: tuple[int, ...]
+    """In order; the last is the result."""
+    inputs: tuple[int, ...]
+
+
+def observe(bench: Bench, places: Iterable[Place]) -> None:
+    """Run the model once and keep what the places read."""
+    inputs = {index for place in places for index in place.inputs}
+    bench.observe_values(inputs, inputs)
+
+
+def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.Tensor]]:
+    """Return a place's original ops and its own tensors; the bench has observed them."""
+    chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, place.members[-1:])
+    return chain, [bench.values[index] for index in place.inputs]
+
+
+def compare_alone(
+    before: Sequence[Callable[..., object]],
+    after: Sequence[Callable[..., object]],
+    given: Sequence[Sequence[torch.Tensor]],
+    *,
+    on_cuda: bool,
+) -> tuple[Timing, Timing]:
+    """Time all places one after the other, as a step runs them (one's weight alone would stay in the cache); per place.
+
+    Args:
+        before: one call per place.
+        after: what would stand there.
+        given: what each place reads.
+        on_cuda: whether the device is a GPU.
+    """
+
+    def all_of(calls: Sequence[Callable[..., object]]) -> Callable[[], None]:
+        def run() -> None:
+            for call, tensors in zip(calls, given, strict=True):
+                call(*tensors)
+
+        return run
+
+    one, other = measure.compare_alone(all_of(before), all_of(after), on_cuda=on_cuda)
+    return _each(one, len(given)), _each(other, len(given))
+
+
+def _each(timing: Timing, places: int) -> Timing:
+    return as_timing([ns // places for ns in timing.times_ns], timing.method)
+
+
+def step_of(
+    bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear]
+) -> Callable[[], object]:
+    """Return the step with these rewrites, launched one by one."""
+    variant = bench.build(built, passes, linears)
+    return lambda: bench.run(variant)
+
+
+def without_taken(
+    fusion: Fusion, built: Sequence[BuiltFusion], linears: Sequence[BuiltLinear], titles: Mapping[str, str]
+) -> Fusion:
+    """Say of a kept fusion which of its sites such calls took in.
+
+    Args:
+        fusion: its row so far.
+        built: the fusions of the step.
+        linears: the calls that are in it now.
+        titles: what to call them, by id.
+    """
+    sites = [site for item in built if item.planned.id == fusion.id for site in item.sites]
+    taking = {index: linear.id for linear in linears for site in linear.sites for index in site.members}
+    by = [{taking[index] for index in site.members if index in taking} for site in sites]
+    if fusion.status is not Status.KEPT or not any(by):
+        return fusion
+    takers = ", ".join(titles[name] for name in sorted(set().union(*by)))
+    taken = sum(map(bool, by))
+    status = Status.ABSORBED if taken == len(sites) else fusion.status
+    return replace(fusion, status=status, reason=f"{fusion.reason}; then {takers} took in {taken} of its {len(sites)} sites")
