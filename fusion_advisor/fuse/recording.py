@@ -17,6 +17,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import allows_tf32
 from fusion_advisor.fuse.behind import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.chain import extent
+from fusion_advisor.fuse.memsets import Memsets
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.timing.measure import CannotRecord
 
@@ -51,6 +52,7 @@ class CudaRecorder:
         self._device = torch.cuda.current_device()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: int | None = None
+        self._memsets = Memsets()
 
     def refusal(self) -> str | None:
         """Graphs share memory: they run one after the other on one stream, and never inside another capture."""
@@ -65,7 +67,7 @@ class CudaRecorder:
 
     def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture a call that has run before, so that nothing is loaded or compiled while the stream is being captured."""
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             # Only this thread's calls are watched: a data loader may pin memory meanwhile.
             with (
@@ -73,6 +75,8 @@ class CudaRecorder:
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 result = call()
+            self._memsets.replace(graph)
+            graph.instantiate()
         except LayoutChanged:
             raise
         except RuntimeError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import time
 
 import pytest
 import torch
 
+from fusion_advisor.capture import timeline
 from fusion_advisor.capture.timeline import module_ranges, plain_name, read_events, record
 
 
@@ -152,3 +155,56 @@ def test_a_model_that_runs_otherwise_with_hooks_gets_no_ranges():
 def test_plain_names():
     assert plain_name("model.layers.3.mlp") == "model.layers.3.mlp"
     assert plain_name('a"b\\c\n\u202e') == "a?b?c??"
+
+
+class Stopping:
+    """A profiler that notes the variable that Kineto goes by when it is stopped."""
+
+    seen: str | None = None
+
+    def stop(self):
+        self.seen = os.environ.get("TEARDOWN_CUPTI")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "own", "seen"),
+    [("13.0", None, "1"), ("12.6", None, "1"), ("12.4", None, None), ("13.0", "0", "0"), (None, None, None)],
+)
+def test_cupti_lets_go_of_the_process_behind_a_trace(monkeypatch, cuda, own, seen):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", own)
+    profiler = Stopping()
+    timeline._stop_and_let_go(profiler)
+    assert profiler.seen == seen and os.environ.get("TEARDOWN_CUPTI") == own
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_traces_are_whole_again_and_again_and_launches_stay_quick():
+    """A coarse ratio within one run: with CUPTI attached a launch takes 1.4 times as long."""
+    x = torch.randn(64, 64, device="cuda")
+
+    def step():
+        y = x
+        for _ in range(300):
+            y = y + 1
+        return y
+
+    def fastest_s():
+        times = []
+        for _ in range(60):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    step()
+    before_s = fastest_s()
+    for _ in range(3):
+        traced = timeline.record(step, steps=2, on_cuda=True)
+        assert len(traced.kernels) == 600
+    fastest_s()
+    assert fastest_s() < 1.25 * before_s
