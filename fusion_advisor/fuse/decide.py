@@ -28,6 +28,7 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
+from fusion_advisor.fuse.memsets import Memsets
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval
@@ -285,6 +286,7 @@ class StepRunner:
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
         self.method = "cuda_graph" if bench.on_cuda else "wall"
         self._rest: float | None = None
+        self._memsets = Memsets()
 
     def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
         """Return one call per set of rewrites."""
@@ -303,7 +305,8 @@ class StepRunner:
             return plain
         try:
             around = torch_internals.own_gemm_workspace
-            return [measure.recorded(call, pool=self._pool, before=self.rewind, around=around) for call in plain]
+            finish = self._memsets.replace  # as the fused model's own graph is recorded
+            return [measure.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain]
         except measure.CannotRecord:
             self.method = "cuda_events"
             return plain

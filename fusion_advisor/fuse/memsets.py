@@ -9,12 +9,13 @@ them in 58 µs, and each memset takes the device 1 µs; with kernels in their pl
 from __future__ import annotations
 
 import ctypes
+import warnings
 from typing import Any
 
 import torch
 
 from fusion_advisor.library.nvrtc import compile_loaded, has_cuda_core
-from fusion_advisor.library.source import Rendered
+from fusion_advisor.library.source import KernelBuildFailed, Rendered
 
 _ENTRY = "memset_words"
 _SOURCE = """\
@@ -40,24 +41,31 @@ class Memsets:
 
     def __init__(self) -> None:
         self._kernel: Any = None
+        self._is_on = has_cuda_core()
 
     def replace(self, graph: torch.cuda.CUDAGraph) -> int:
-        """Put kernels in place of memsets of whole words; returns how many. Without cuda-core all of them stay.
+        """Put kernels in place of memsets of whole words; returns how many. Without cuda-core, or its compiler, all of them stay.
 
         Args:
             graph: captured with ``keep_graph=True`` and not instantiated yet.
 
         Raises:
             RuntimeError: the driver refuses; the graph is of no use then.
-            KernelBuildFailed: the kernel does not compile.
         """
-        if not has_cuda_core():
+        if not self._is_on:
             return 0
         from cuda.bindings import driver
 
         captured = driver.CUgraph(graph.raw_cuda_graph())
         memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
         found = [node for node in _listed(driver.cuGraphGetNodes, captured) if _done(driver.cuGraphNodeGetType(node)) == memset]
+        if found and self._kernel is None:
+            try:
+                self._kernel = compile_loaded(Rendered(backend="cuda", entry=_ENTRY, source=_SOURCE, suffix=".cu"), {})
+            except KernelBuildFailed as failure:
+                self._is_on = False
+                warnings.warn(f"memsets stay in CUDA graphs, which are launched more slowly for it: {failure}", stacklevel=2)
+                return 0
         return sum(self._replace(captured, node) for node in found)
 
     def _replace(self, graph: Any, node: Any) -> bool:
@@ -71,8 +79,6 @@ class Memsets:
         # The value has as many bytes as an element; a word repeats it.
         element = int(what.value) & ((1 << 8 * int(what.elementSize)) - 1)
         word = sum(element << 8 * place for place in range(0, _WORD_BYTES, int(what.elementSize)))
-        if self._kernel is None:
-            self._kernel = compile_loaded(Rendered(backend="cuda", entry=_ENTRY, source=_SOURCE, suffix=".cu"), {})
         launch = driver.CUDA_KERNEL_NODE_PARAMS()
         launch.func = _done(driver.cuKernelGetFunction(self._kernel.handle))
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = -(-words // _THREADS), 1, 1

@@ -56,6 +56,7 @@ def recorded(
     repeats: int = 1,
     before: Callable[[], object] = nothing,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    finish: Callable[[torch.cuda.CUDAGraph], object] | None = None,
 ) -> Callable[[], None]:
     """Record ``call`` into a CUDA graph and return its replay.
 
@@ -65,6 +66,7 @@ def recorded(
         repeats: how often the work is recorded into one graph.
         before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
         around: entered around the capture alone, when the warm-up is over.
+        finish: given the captured graph before it is instantiated.
 
     Raises:
         CannotRecord: with the driver's sentence.
@@ -76,11 +78,14 @@ def recorded(
             before()
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
     try:
         with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
             for _ in range(repeats):
                 call()
+        if finish is not None:
+            finish(graph)
+            graph.instantiate()
     except RuntimeError as error:
         raise CannotRecord(str(error).strip().splitlines()[0]) from error
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ from fusion_advisor.fuse import memsets
 from fusion_advisor.fuse.memsets import Memsets
 from fusion_advisor.fuse.recording import CudaRecorder
 from fusion_advisor.library.nvrtc import has_cuda_core
+from fusion_advisor.library.source import KernelBuildFailed
 
 needs_cuda_core = pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core: pip install '.[cuda]'")
 
@@ -75,6 +76,26 @@ def test_what_a_memset_writes_a_kernel_writes():
     assert torch.equal(result, expected) and len({int(value) for value in expected}) > 5
     assert before.count("MEMSET") == 5 and (count, after.count("MEMSET")) == (3, 2)
     assert len(after) == len(before)
+
+
+@pytest.mark.gpu
+@needs_cuda_core
+def test_a_kernel_that_does_not_compile_is_said_once_and_memsets_stay(monkeypatch):
+    def fail(rendered, _):
+        raise KernelBuildFailed(kernel=rendered.entry, target="cuda", cause="planted")
+
+    monkeypatch.setattr(memsets, "compile_loaded", fail)
+    out = torch.ones(64, device="cuda")
+
+    def call():
+        from cuda.bindings import driver
+
+        stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        memsets._done(driver.cuMemsetD8Async(driver.CUdeviceptr(out.data_ptr()), 0, 64, stream))
+
+    with pytest.warns(UserWarning, match=r"memsets stay in CUDA graphs.*planted"):
+        (_, (graph, _, after)), count = recorded(call)
+    assert (count, after.count("MEMSET"), graph.kept.replace(graph)) == (0, 1, 0)
 
 
 @pytest.mark.gpu

@@ -322,8 +322,14 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
             seen.append(f"-{self.name}")
 
     class Graph:
+        def __init__(self, *, keep_graph):
+            self.is_kept = keep_graph
+
         def replay(self):
             seen.append("replay")
+
+        def instantiate(self):
+            seen.append("instantiate")
 
     class Stream:
         def wait_stream(self, _):
@@ -336,4 +342,8 @@ def test_what_is_entered_around_the_capture_is_not_entered_for_the_warm_up(monke
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     recorded(lambda: seen.append("run"), around=lambda: Around("own"))()
-    assert seen == ["waits", "+side", "run", "run", "-side", "waits", "+own", "+capture", "run", "-capture", "-own", "replay"]
+    made = ["waits", "+side", "run", "run", "-side", "waits", "+own", "+capture", "run", "-capture", "-own"]
+    assert seen == [*made, "replay"]
+    seen.clear()
+    recorded(lambda: seen.append("run"), around=lambda: Around("own"), finish=lambda graph: seen.append(graph.is_kept))()
+    assert seen == [*made, True, "instantiate", "replay"]
