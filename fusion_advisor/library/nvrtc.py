@@ -17,7 +17,7 @@ from fusion_advisor.library.staging import SharedMemory
 
 def has_cuda_core() -> bool:
     """Whether kernels can be compiled and launched in this process."""
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+    return all(importlib.util.find_spec(name) is not None for name in ("cuda", "cuda.core", "cuda.bindings"))
 
 
 def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:
