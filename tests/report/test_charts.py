@@ -52,7 +52,10 @@ def test_the_waterfall_stacks_what_was_timed_in_the_order_in_which_it_was() -> N
     assert fall is not None
     assert [row.name.split()[0] for row in fall.rows[1:-2]] == ["R1", "F1", "R2", "G1"]  # a graph changes the wall time alone
     assert [bool(row.width) for row in fall.rows[1:-2]] == [True] * 4
-    assert fall.rows[2].note == "part of a larger kernel"
+    absorbed = fall.rows[2]
+    assert absorbed.note == "part of a larger kernel"
+    page = render_html(replace(report, rewrites=rewrites, fusions=(chain, gemv)))
+    assert f'<rect x="{absorbed.x}" y="{absorbed.y}" width="{absorbed.width}"' in page  # it was in the step, so it has a bar
     assert report.step_after is not None
     rest = report.step_after.median_ns - report.step_before.median_ns + 73_000
     assert fall.table[-2][1] == units.delta(rest)
