@@ -106,11 +106,12 @@ def is_plain_fake(value: torch.Tensor) -> bool:
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
     """Return what a node of a traced graph returns on its inputs' fake tensors (``meta["val"]``); nothing is computed."""
     mode = fake_mode_of([source.meta.get("val") for source in node.all_input_nodes])
+    is_changed = torch.Tag.inplace_view in getattr(node.target, "tags", ())
 
     def value_of(source: torch.fx.Node) -> Any:
         if "val" in source.meta or source.op != "get_attr":
             value = source.meta["val"]
-            return value.detach() if isinstance(value, torch.Tensor) else value  # its layout may be changed in place
+            return value.detach() if is_changed and isinstance(value, torch.Tensor) else value  # the op gives it another layout
         return mode.from_tensor(getattr(graph_module, str(source.target)))  # type: ignore[attr-defined]
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
