@@ -67,7 +67,8 @@ _Value = _Input | _Leaf | _Between
 class _Op:
     """One ATen op, with references in place of nodes."""
 
-    target: Callable[..., Any]
+    target: Callable[..., Any] | torch.Tensor
+    """A tensor stands for itself: the empty one that ``torch.tensor([])`` is made from."""
     name: str
     args: Any
     kwargs: Any
@@ -218,7 +219,7 @@ def _trace(calls: Sequence[_Call]) -> list[_Recipe]:
         returned.append((made, tuple(mine.values())))
     graph.output(tuple(returned))
     interpreter = torch.fx.Interpreter(GraphModule(torch.nn.Module(), graph))
-    traced = torch_internals.retrace_to_aten(interpreter.run, fakes).graph
+    traced = torch_internals.retrace_to_aten(interpreter.run, fakes)
     return _recipes(traced, [len(call.inputs) for call in calls])
 
 
@@ -240,13 +241,13 @@ def _placed(value: Any, places: Mapping[int, Node]) -> Any:
     return type(value)([_placed(item, places) for item in value]) if isinstance(value, tuple | list) else value
 
 
-def _recipes(traced: Graph, counts: Sequence[int]) -> list[_Recipe]:
+def _recipes(traced: GraphModule, counts: Sequence[int]) -> list[_Recipe]:
     reference: dict[Node, _Input | _Made] = {}
     inputs: list[list[Node]] = [[] for _ in counts]
     owners = iter([number for number, count in enumerate(counts) for _ in range(count)])
     made: list[list[Node]] = [[] for _ in counts]
     returned: Sequence[Any] = ()
-    for node in traced.nodes:
+    for node in traced.graph.nodes:
         if node.op == "placeholder":
             mine = inputs[next(owners)]
             reference[node] = _Input(len(mine))
@@ -254,24 +255,37 @@ def _recipes(traced: Graph, counts: Sequence[int]) -> list[_Recipe]:
         elif node.op == "output":
             returned = node.args[0]
         else:
-            _refuse_unusual(node)
+            _refuse_unusual(node, traced)
             ops = made[int(node.meta["stack_trace"])]
             reference[node] = _Made(len(ops))
             ops.append(node)
-    return [_recipe(ops, given, reference, *one) for ops, given, one in zip(made, inputs, returned, strict=True)]
+    return [_recipe(traced, ops, given, reference, *one) for ops, given, one in zip(made, inputs, returned, strict=True)]
 
 
-def _refuse_unusual(node: Node) -> None:
+def _refuse_unusual(node: Node, traced: GraphModule) -> None:
     is_plain = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view not in node.target.tags
-    if node.op != "call_function" or not (is_plain or node.target is operator.getitem) or "stack_trace" not in node.meta:
+    is_call = node.op == "call_function" and (is_plain or node.target is operator.getitem or _detaches_a_constant(node))
+    if not (is_call or _is_empty_constant(node, traced)) or "stack_trace" not in node.meta:
         raise _Differs
     if "val" not in node.meta:
         raise _Differs  # it returns nothing (`_foreach_add_`): what it writes to cannot be told from its result
 
 
+def _is_empty_constant(node: Node, traced: GraphModule) -> bool:
+    """Whether a constant has no numbers, as the keys and values of a cache have before its first token."""
+    return node.op == "get_attr" and getattr(traced, str(node.target)).numel() == 0
+
+
+def _detaches_a_constant(node: Node) -> bool:
+    """Whether an op is the last of the three that ``torch.tensor`` becomes: nobody has seen what it changes in place."""
+    source = node.args[0] if node.target is torch.ops.aten.detach_.default else None
+    return isinstance(source, Node) and source.target is torch.ops.aten.lift_fresh_copy.default and len(source.users) == 1
+
+
 def _recipe(
-    made: Sequence[Node], given: Sequence[Node], reference: Mapping[Node, _Input | _Made], result: Any, after: Sequence[Node]
-) -> _Recipe:
+    traced: GraphModule, made: Sequence[Node], given: Sequence[Node], reference: Mapping[Node, _Input | _Made], result: Any,
+    after: Sequence[Node],
+) -> _Recipe:  # fmt: skip
     leaves = _nodes(result)
     places = _storages(given)
     values = [leaf.meta["val"] for leaf in leaves]
@@ -286,8 +300,9 @@ def _recipe(
         else:
             found = _value(node, value, leaves, after, given, made)
         name = re.sub(r"_\d+$", "", node.name)
-        assert callable(node.target)
-        ops.append(_Op(node.target, name, args, kwargs, found))
+        target = getattr(traced, str(node.target)) if node.op == "get_attr" else node.target
+        assert callable(target) or isinstance(target, torch.Tensor)
+        ops.append(_Op(target, name, args, kwargs, found))
     return _Recipe(
         ops=tuple(ops),
         leaves=tuple(reference[leaf] for leaf in leaves),
@@ -334,7 +349,7 @@ def _value(
 
 
 def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Mapping[Any, _Recipe]) -> GraphModule:
-    graph = Graph()
+    graph, constants = Graph(), torch.nn.Module()
     now: dict[int, Node] = {}  # a fake tensor's id -> the node that stands for it
     sources = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad(), torch_internals.fake_mode_of([_example(node) for node in sources]):
@@ -345,13 +360,13 @@ def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Ma
                 node.meta["val"] = value.detach()
                 now[id(value)] = node
         for call in calls:
-            _add(graph, call, recipes[call.key], now)
+            _add(graph, constants, call, recipes[call.key], now)
     (result,) = next(node for node in graph_module.graph.nodes if node.op == "output").args
     graph.output(map_arg(result, _placing(now)))
-    return torch_internals.lazy_graph_module(torch.nn.Module(), graph, class_name="Region")
+    return torch_internals.lazy_graph_module(constants, graph, class_name="Region")
 
 
-def _add(graph: Graph, call: _Call, recipe: _Recipe, now: dict[int, Node]) -> None:
+def _add(graph: Graph, constants: torch.nn.Module, call: _Call, recipe: _Recipe, now: dict[int, Node]) -> None:
     _compare(call, recipe)
     origin = {name: call.node.meta[name] for name in _ORIGIN if name in call.node.meta}
     given = [now[id(tensor)] for tensor in call.inputs]
@@ -363,7 +378,12 @@ def _add(graph: Graph, call: _Call, recipe: _Recipe, now: dict[int, Node]) -> No
         return made[reference.number] if isinstance(reference, _Made) else reference
 
     for op in recipe.ops:
-        node = graph.create_node("call_function", op.target, _replaced(op.args, find), _replaced(op.kwargs, find), op.name)
+        if isinstance(op.target, torch.Tensor):
+            name = f"_tensor_constant{len(list(constants.buffers()))}"
+            constants.register_buffer(name, op.target)
+            node = graph.create_node("get_attr", name)
+        else:
+            node = graph.create_node("call_function", op.target, _replaced(op.args, find), _replaced(op.kwargs, find), op.name)
         is_many = isinstance(op.value, tuple | list)
         value = type(op.value)([_fake(one, call) for one in op.value]) if is_many else _fake(op.value, call)
         node.meta = {**origin, "val": value}

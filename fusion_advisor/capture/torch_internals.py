@@ -96,11 +96,12 @@ def is_fake(value: object) -> bool:
 
 
 def is_plain_fake(value: torch.Tensor) -> bool:
-    """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, not known by value, not a subclass."""
+    """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, with no known content, no subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    is_fake = type(value) is FakeTensor and value.constant is None and value.layout == torch.strided
-    return is_fake and not value._has_symbolic_sizes_strides
+    if type(value) is not FakeTensor or value.layout != torch.strided or value._has_symbolic_sizes_strides:
+        return False
+    return value.constant is None or value.numel() == 0
 
 
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:

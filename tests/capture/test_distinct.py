@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,13 +32,20 @@ def layout(value):
     return value if value is None else (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
 
 
+def unnumbered(text):
+    """Leave out the numbers of constants: the tracer tells them apart by address, and one may lie where another lay."""
+    return re.sub(r"_tensor_constant[\d_]+", "_tensor_constant", text)
+
+
 def assert_same(ours, theirs):
     """Same ops by name, on tensors that lie alike and share memory alike, from the same modules and lines."""
     assert ours is not None
-    assert ours.code == theirs.code
+    assert unnumbered(ours.code) == unnumbered(theirs.code)
     places = {}
     for one, other in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
-        assert (one.name, module_path(one), source_of(one)) == (other.name, module_path(other), source_of(other))
+        assert (unnumbered(one.name), module_path(one), source_of(one)) == (
+            unnumbered(other.name), module_path(other), source_of(other),
+        )  # fmt: skip
         for mine, its in zip(values_of(one), values_of(other), strict=True):
             assert layout(mine) == layout(its), one
             if mine is not None:
@@ -91,8 +100,17 @@ def made_inside(x, y):
     return x.index_copy(0, ids, y), x[ids], torch.zeros(3, 4) + x, torch.full((3, 4), 2.0) + y, x.new_ones(4)
 
 
+def without_elements(x, y):
+    """The cache of keys and values before its first token, in each layer."""
+    for _ in range(3):
+        x = torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x * 2], dim=-2)
+        y = torch.cat([torch.tensor([], dtype=y.dtype, device=y.device), y], dim=-2)
+    return x, y, torch.tensor([], dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
-    "function", [in_place, no_op_casts, pieces, shared_memory, constants, long_index, composite, made_inside]
+    "function",
+    [in_place, no_op_casts, pieces, shared_memory, constants, long_index, composite, made_inside, without_elements],
 )
 def test_functions(function):
     _, (ours, theirs) = dynamo_graph(function, torch.randn(3, 4), torch.randn(3, 4), then=both)
@@ -100,9 +118,11 @@ def test_functions(function):
 
 
 @pytest.mark.parametrize("make", [gpt2, qwen2])
-def test_models(make):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_models(make, use_cache):
     model, inputs = make()
-    _, (ours, theirs) = dynamo_graph(lambda **kwargs: model(**kwargs, return_dict=False), then=both, **inputs)
+    inputs = {**inputs, "use_cache": use_cache}
+    _, (ours, theirs) = dynamo_graph(lambda **kwargs: model(**kwargs, return_dict=False)[0], then=both, **inputs)
     assert_same(ours, theirs)
 
 
