@@ -89,6 +89,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     with_kernel = [chain for chain in report.chains if view.kernel_cell(report, chain)[0]]
     without = [(chain, view.kernel_cell(report, chain)[1]) for chain in report.chains if not view.kernel_cell(report, chain)[0]]
     removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
+    # What a rewrite that was timed has gained stands in its row; of the others it does not say why.
+    untimed = [row for row in report.rewrites if row.status is not Status.KEPT and row.step_delta_ns is None]
     text = (
         environment()
         .get_template("report.md.jinja")
@@ -114,6 +116,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
             kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
             removed=removed[:100],
+            untimed=untimed[:100],
             without=without[:100],
             without_left=len(without[100:]),
             verdicts=view.VERDICTS,

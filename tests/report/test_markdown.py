@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from fusion_advisor import units
-from fusion_advisor.records import Report
+from fusion_advisor.records import Report, Status
 from fusion_advisor.report import view
 from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
 from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, with_a_copy
@@ -97,6 +97,14 @@ def test_a_kernel_that_a_rewrite_put_in_is_shown() -> None:
     assert text.count("<details><summary>Source: R1, cuda</summary>") == 1 and "fa_permuted_copy_0a1b2c(" in text
     assert "Source: R1" not in render_markdown(applied(), 10**6)
     assert is_balanced(text)
+
+
+def test_a_rewrite_that_was_not_tried_says_why() -> None:
+    row = replace(applied().rewrites[0], status=Status.NOT_REPLACED, reason="its weights lie | apart", step_delta_ns=None)
+    text = render_markdown(replace(applied(), rewrites=(replace(row, step_delta_ci_ns=None),)))
+    assert f"- {row.id} " in text and "its weights lie \\| apart" in text
+    timed = replace(row, status=Status.SLOWER, step_delta_ns=5, step_delta_ci_ns=(4, 6))
+    assert f"- {row.id} " not in render_markdown(replace(applied(), rewrites=(timed,)))
 
 
 def test_parts_are_given_up_in_order() -> None:
