@@ -202,7 +202,14 @@ BackendOpt = Annotated[
         rich_help_panel=_ADVISE,
     ),
 ]
-FastMathOpt = Annotated[bool, typer.Option("--fast-math", help="Allow approximate instructions.", rich_help_panel=_ADVISE)]
+FastMathOpt = Annotated[
+    bool,
+    typer.Option(
+        "--fast-math",
+        help="Allow approximate instructions, and GELU by tanh for GELU with erf inside a GEMM.",
+        rich_help_panel=_ADVISE,
+    ),
+]
 
 MinGainOpt = Annotated[
     str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)

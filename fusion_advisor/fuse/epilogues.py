@@ -51,7 +51,7 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
     """
     bench, passes = kept.bench, kept_passes(kept.rewrites)
-    found, refusals = find_places(bench, [item.planned for item in kept.built])
+    found, refusals = find_places(bench, [item.planned for item in kept.built], fast_math=options.fast_math)
     if not found:
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
         return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
@@ -60,7 +60,7 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     if refusal is not None:
         bench.values.clear()
         return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
-    numerics = check(bench, found, tolerance=options.tolerance)
+    numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
     row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
     if not numerics.is_passed:
         bench.values.clear()
@@ -94,12 +94,13 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
 
 
-def find_places(bench: Bench, fusions: Sequence[PlannedFusion]) -> tuple[list[Placed], list[str]]:
+def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bool = False) -> tuple[list[Placed], list[str]]:
     """Return where an epilogue could compute an activation, region by region, and why others were left alone.
 
     Args:
         bench: over the graphs as they are now.
         fusions: what kernels compute in them.
+        fast_math: take one GELU for the other, in 16 bits.
     """
     placed, refusals = [], []
     pairs = [(one.match.kernel, *pair) for one in fusions for pair in zip(one.chain.sites, one.sites, strict=True)]
@@ -108,7 +109,8 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion]) -> tuple[list[Pl
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
         node_at = {index: node for node, index in index_of.items()}
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
-        sites, reasons = find_epilogue_sites(region.graph.graph, mine, "cuda" if bench.on_cuda else "cpu")
+        device = "cuda" if bench.on_cuda else "cpu"
+        sites, reasons = find_epilogue_sites(region.graph.graph, mine, device, fast_math=fast_math)
         refusals += reasons
         for site in sites:
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
@@ -118,20 +120,23 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion]) -> tuple[list[Pl
     return placed, refusals
 
 
-def check(bench: Bench, found: Sequence[Placed], *, tolerance: Tolerance | None = None) -> Numerics:
+def check(bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None) -> Numerics:
     """Compare the calls with the ops they replace: on every place's own tensors, and the first on random rows."""
     sites = [(*original_of(bench, one.place), one.call) for one in found]
     first, own, call = sites[0]
     fresh = [[*random_like(own[:1], number, scale), *own[1:]] for number, scale in enumerate(SCALES)]
     trials = [*((chain, call, roots) for chain, roots, call in sites), *((first, call, roots) for roots in fresh)]
     text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
-    return check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
+    return check_calls(trials, inputs=f"{text}; the worst is shown", fast_math=fast_math, tolerance=tolerance)
 
 
-def check_first(bench: Bench, found: Sequence[Placed], *, tolerance: Tolerance | None = None) -> Numerics:
+def check_first(
+    bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None
+) -> Numerics:
     """Compare calls that passed :func:`check` before with the ops they replace, on the first place's own tensors only."""
     chain, roots = original_of(bench, found[0].place)
-    return check_calls([(chain, found[0].call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
+    calls = [(chain, found[0].call, roots)]
+    return check_calls(calls, inputs="the first site's own tensors", fast_math=fast_math, tolerance=tolerance)
 
 
 def built_of(found: Sequence[Placed]) -> BuiltLinear:

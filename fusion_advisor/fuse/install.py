@@ -105,7 +105,7 @@ def install(
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
         has_gemvs=any(one.id != epilogues.ID for one in linears), has_epilogues=any(one.id == epilogues.ID for one in linears),
-        tolerance=options.tolerance,
+        fast_math=options.fast_math, tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None
     no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())

@@ -34,7 +34,7 @@ class ProfileOptions:
         kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
         backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
             device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where Triton is known to be slower.
-        fast_math: Whether kernels may use approximate instructions.
+        fast_math: Whether kernels may use approximate instructions, and a GEMM in 16 bits GELU by tanh for the one with erf.
         nvtx: Whether NVTX ranges are opened in timed runs.
         command: The command line that repeats this run.
         run_dir: Where to write while the run goes on; None writes nothing.

@@ -200,14 +200,14 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
             bench, fusions = _narrowed(bench, fusions, saved, saved.narrow)
         if saved.merge is not None:
             bench, fusions = _merged(bench, fusions, saved, saved.merge, loaded)
-        placed = _in_epilogues(bench, fusions, saved)
+        placed, fast_math = _in_epilogues(bench, fusions, saved)
         kinds = find_kinds(bench) if saved.gemvs else []
         firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
         # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
         bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
         built = _built(bench, fusions, saved)
         gemvs = _gemvs(bench, kinds, saved)
-        linears = [*_checked(bench, placed, saved), *gemvs]
+        linears = [*_checked(bench, placed, saved, fast_math=fast_math), *gemvs]
         bench.values.clear()
     with clock.phase("install"):
         variant = bench.build(built, [name for name in PASSES if name in saved.passes], linears)
@@ -218,6 +218,7 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
             on_cuda=bench.on_cuda,
             has_gemvs=bool(gemvs),
             has_epilogues=bool(placed),
+            fast_math=fast_math,
             tolerance=saved.report.tolerance,
         )
         graphs = Graphs(CudaRecorder()) if saved.has_graph and bench.on_cuda else None
@@ -307,20 +308,22 @@ def _merged(
     return _on_changed(bench, regions, fusions, saved)
 
 
-def _in_epilogues(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[epilogues.Placed]:
+def _in_epilogues(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> tuple[list[epilogues.Placed], bool]:
+    """Find the activations that the plan moved, and whether it took one GELU for the other."""
     if saved.epilogue is None:
-        return []
-    placed, refusals = epilogues.find_places(bench, fusions)
-    if len(placed) != saved.epilogue.sites:
-        why = f": {refusals[0]}" if refusals else ""
-        raise PlanMismatch(run=saved.run_dir.name, detail=f"activations that it moved into GEMMs cannot be moved here{why}")
-    return placed
+        return [], False
+    for fast_math in (False, True):
+        placed, refusals = epilogues.find_places(bench, fusions, fast_math=fast_math)
+        if len(placed) == saved.epilogue.sites:
+            return placed, fast_math
+    why = f": {refusals[0]}" if refusals else ""
+    raise PlanMismatch(run=saved.run_dir.name, detail=f"activations that it moved into GEMMs cannot be moved here{why}")
 
 
-def _checked(bench: Bench, placed: Sequence[epilogues.Placed], saved: SavedPlan) -> list[BuiltLinear]:
+def _checked(bench: Bench, placed: Sequence[epilogues.Placed], saved: SavedPlan, *, fast_math: bool) -> list[BuiltLinear]:
     if not placed:
         return []
-    if not epilogues.check_first(bench, placed, tolerance=saved.report.tolerance).is_passed:
+    if not epilogues.check_first(bench, placed, fast_math=fast_math, tolerance=saved.report.tolerance).is_passed:
         raise PlanMismatch(run=saved.run_dir.name, detail=f"{placed[0].call.__name__}: its numbers no longer pass")
     return [epilogues.built_of(placed)]
 

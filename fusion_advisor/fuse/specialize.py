@@ -50,6 +50,8 @@ class Kept:
     """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
     has_epilogues: bool = False
     """Whether activations run in the GEMM that they follow."""
+    fast_math: bool = False
+    """Whether one GELU may be taken for the other there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +98,11 @@ def specialise(
     if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
         raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
     found = _sites(bench, kept)
-    placed = epilogues.find_places(bench, [planned for planned, _ in found])[0] if kept.has_epilogues else []
+    placed = _places(bench, [planned for planned, _ in found], kept)
     try:
         bench.observe([planned for planned, _ in found], also=[index for one in placed[:1] for index in one.place.inputs])
         built = [_bound(bench, planned, kernel, kept.tolerance) for planned, kernel in found]
-        linears = _in_epilogues(bench, placed, kept.tolerance)
+        linears = _in_epilogues(bench, placed, kept)
     finally:
         live.written.restore()
     variant = bench.build(built, kept.passes, linears)
@@ -194,11 +196,15 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
     return bench.install(planned, kernel.kernel, kernel.built)
 
 
-def _in_epilogues(bench: Bench, placed: Sequence[epilogues.Placed], tolerance: Tolerance | None) -> list[BuiltLinear]:
+def _places(bench: Bench, fusions: Sequence[PlannedFusion], kept: Kept) -> list[epilogues.Placed]:
+    return epilogues.find_places(bench, fusions, fast_math=kept.fast_math)[0] if kept.has_epilogues else []
+
+
+def _in_epilogues(bench: Bench, placed: Sequence[epilogues.Placed], kept: Kept) -> list[BuiltLinear]:
     """Let GEMMs compute the activations behind them in this call too; the numbers are checked on the first one's tensors."""
     if not placed:
         return []
-    numerics = epilogues.check_first(bench, placed, tolerance=tolerance)
+    numerics = epilogues.check_first(bench, placed, fast_math=kept.fast_math, tolerance=kept.tolerance)
     if not numerics.is_passed:
-        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {verify.why_wrong(numerics, tolerance)}")
+        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {verify.why_wrong(numerics, kept.tolerance)}")
     return [epilogues.built_of(placed)]

@@ -44,16 +44,16 @@ class Addmm(nn.Module):
         return functional.gelu(torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(*x.shape[:-1], 24))
 
 
-def found(model, *inputs, chains=(), device="cpu"):
+def found(model, *inputs, chains=(), device="cpu", **how):
     """Find the sites of a model's one region; every call is compared with what it would replace."""
     with torch.no_grad():
         (region,) = capture_regions(model.eval(), inputs or (torch.randn(4, ROWS // 4, WIDTH),), {}).regions
         graph = region.graph.graph
         named = [(kernel, tuple(node for node in graph.nodes if pick(node))) for kernel, pick in chains]
-        sites, refusals = find_epilogue_sites(graph, named, device)
+        sites, refusals = find_epilogue_sites(graph, named, device, **how)
         values = torch.fx.Interpreter(region.graph, garbage_collect_values=False)
         values.run(*region.example_args)
-        for site in sites if device == "cpu" else ():
+        for site in sites if device == "cpu" and not how else ():
             result = site.call()(*(values.env[node] for node in site.operands))
             expected = values.env[site.result]
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -138,9 +138,18 @@ def test_a_linear_on_few_rows_is_a_gemv_kernel_s():
 
 def test_another_gelu_is_refused_by_name():
     sites, refusals = found(Behind(lambda y: functional.gelu(y, approximate="tanh")))
-    assert sites == [] and "another GELU" in refusals[0]
-    sites, refusals = found(Behind(functional.gelu), device="cuda")
-    assert sites == [] and "another GELU" in refusals[0]
+    assert sites == [] and refusals == ["the model goes through gelu_tanh, the epilogue's is gelu_erf"]
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    sites, refusals = found(Behind(functional.gelu, dtype=torch.bfloat16), x, device="cuda")
+    assert sites == [] and refusals == ["the model goes through gelu_erf, the epilogue's is gelu_tanh; --fast-math allows it"]
+
+
+def test_fast_math_takes_one_gelu_for_the_other_in_16_bits():
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    (site,), refusals = found(Behind(functional.gelu, dtype=torch.bfloat16), x, device="cuda", fast_math=True)
+    assert (site.name, refusals) == ("linear_gelu_erf", [])
+    sites, refusals = found(Behind(functional.gelu), device="cuda", fast_math=True)
+    assert sites == [] and len(refusals) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -146,7 +146,7 @@ def test_one_wrong_place_among_right_ones_is_found(quick, planted, monkeypatch):
 def test_a_model_whose_gelu_is_another_one_is_told(quick, planted):
     run = apply_workload(mlp(by_tanh), quick)
     row = row_of(run)
-    assert (row.status, row.sites) == (Status.KEPT, 1) and "2 were left alone: the epilogue computes another GELU" in row.reason
+    assert (row.status, row.sites) == (Status.KEPT, 1) and "2 were left alone: the model goes through gelu_tanh" in row.reason
     assert all(one.status is Status.KEPT for one in kernel_of(run, "gelu_tanh"))
 
 
@@ -185,7 +185,7 @@ def test_a_saved_plan_moves_the_same_activations(quick, planted, monkeypatch):
         assert sum("linear_gelu_erf" in call for call in calls_of(fused)) == 2
         assert not any("fa_gelu" in call for call in calls_of(fused))
     monkeypatch.setattr(epilogue, "GELU_OF", {"cpu": "gelu_tanh"})
-    with pytest.raises(PlanMismatch, match="cannot be moved here: the epilogue computes another GELU"):
+    with pytest.raises(PlanMismatch, match="cannot be moved here: the model goes through gelu_erf"):
         apply_plan(mlp(), plan)
 
 
@@ -219,6 +219,33 @@ def test_another_length_has_its_activations_in_its_gemms_too(quick, planted, mon
         with pytest.raises(CannotSpecialize, match="linear_gelu_erf there"):
             run.fused.specialize(y)
     run.revert()
+
+
+def test_with_fast_math_one_gelu_stands_for_the_other_in_the_plan_too(quick, planted):
+    loaded = mlp(by_tanh, dtype=torch.bfloat16)
+    expected = loaded.model(*loaded.args)
+    run = saved_run(loaded, replace(quick, fast_math=True))
+    row = row_of(run)
+    assert (row.status, row.sites) == (Status.KEPT, 3)
+    other, plan = mlp(by_tanh, dtype=torch.bfloat16), load_plan(quick.run_dir)
+    with torch.no_grad(), apply_plan(other, plan) as fused:
+        torch.testing.assert_close(other.model(*other.args), expected, rtol=2e-2, atol=2e-2)
+        assert sum("linear_gelu_tanh" in call for call in calls_of(fused)) == 2
+        made = fused.specialize(torch.randn(3, 30, WIDTH, dtype=torch.bfloat16))
+        assert made.sites["linear_gelu_tanh"] == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_fast_math_moves_a_gelu_by_erf():
+    import fusion_advisor as fa
+
+    loaded = mlp(torch.nn.functional.gelu, rows=2048, device="cuda", dtype=torch.bfloat16)
+    row = next(row for row in fa.apply(loaded.model, loaded.args, compile=False).report.rewrites if row.name == EPILOGUE)
+    assert (row.sites, "2 were left alone" in row.reason) == (1, True)
+    loaded = mlp(torch.nn.functional.gelu, rows=2048, device="cuda", dtype=torch.bfloat16)
+    report = fa.apply(loaded.model, loaded.args, compile=False, fast_math=True).report
+    row = next(row for row in report.rewrites if row.name == EPILOGUE)
+    assert (row.sites, row.status is Status.WRONG_NUMBERS, report.model_check.is_passed) == (3, False, True)
 
 
 @pytest.mark.gpu
