@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear
 from fusion_advisor.fuse.changed_step import Kept, not_replaced
 from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
@@ -159,6 +161,11 @@ def _why_not(bench: Bench, found: Sequence[Placed]) -> str | None:
     surprise = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
     if surprise is not None:
         return surprise
+    own = next(
+        (type(bench.values[i]) for one in found for i in one.place.inputs if type(bench.values[i]) is not torch.Tensor), None
+    )
+    if own is not None:
+        return f"what it reads is a {own.__name__}, whose own kernels may have no such epilogue"
     free_bytes, _ = memory_bytes(bench.values[found[0].place.inputs[0]].device)
     oracle_bytes = max(_FLOAT64_BYTES * sum(_elements(bench, index) for index in one.place.members) for one in found)
     if free_bytes and oracle_bytes > free_bytes:

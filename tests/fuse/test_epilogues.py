@@ -173,6 +173,20 @@ def test_places_that_do_not_fit_beside_their_oracle_are_left_alone(quick, plante
     assert row.status is Status.NOT_REPLACED and "and 1,000 are free" in row.reason
 
 
+def test_tensors_of_a_class_of_their_own_are_left_alone(quick, planted, monkeypatch):
+    class Packed(torch.Tensor):
+        pass
+
+    def observe(bench, found):
+        places.observe(bench, found)
+        index = next(iter(found)).inputs[1]
+        bench.values[index] = bench.values[index].as_subclass(Packed)
+
+    monkeypatch.setattr(stage, "observe", observe)
+    row = row_of(apply_workload(mlp(), quick))
+    assert row.status is Status.NOT_REPLACED and "is a Packed" in row.reason
+
+
 def test_a_saved_plan_moves_the_same_activations(quick, planted, monkeypatch):
     saved_run(mlp(), quick)
     plan = load_plan(quick.run_dir)
