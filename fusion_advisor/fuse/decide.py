@@ -28,7 +28,7 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.fuse.bench import Bench, BuiltFusion
-from fusion_advisor.fuse.memsets import Memsets
+from fusion_advisor.library.memsets import Memsets
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing, median_interval

@@ -17,8 +17,8 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import allows_tf32
 from fusion_advisor.fuse.behind import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.chain import extent
-from fusion_advisor.fuse.memsets import Memsets
 from fusion_advisor.fuse.rewrite import LayoutChanged
+from fusion_advisor.library.memsets import Memsets
 from fusion_advisor.timing.measure import CannotRecord
 
 Outputs = Literal["clone", "static"]

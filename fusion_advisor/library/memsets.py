@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fusion_advisor.library.nvrtc import compile_loaded, has_cuda_core
 from fusion_advisor.library.source import KernelBuildFailed, Rendered
+
+if TYPE_CHECKING:
+    import torch
 
 _ENTRY = "memset_words"
 _SOURCE = """\

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusion_advisor.fuse import memsets
-from fusion_advisor.fuse.memsets import Memsets
 from fusion_advisor.fuse.recording import CudaRecorder
+from fusion_advisor.library import memsets
+from fusion_advisor.library.memsets import Memsets
 from fusion_advisor.library.nvrtc import has_cuda_core
 from fusion_advisor.library.source import KernelBuildFailed
 
