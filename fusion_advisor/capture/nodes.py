@@ -62,6 +62,14 @@ def is_written_between(nodes: Iterable[Node], first: Node, last: Node) -> bool:
     return False
 
 
+def is_in_autocast(node: Node) -> bool:
+    """Whether an op lies between the node that enters autocast and the one that leaves it: elsewhere it means another op."""
+    nodes = list(node.graph.nodes)
+    before = set(nodes[: nodes.index(node)])
+    entered = (other for other in before if getattr(other.target, "__name__", "") == "_enter_autocast")
+    return any(not before.issuperset(other.users) for other in entered)
+
+
 def module_path(node: Node) -> str:
     """Return the path of the module an op belongs to (``h.0.mlp.act``), empty at the top level."""
     stack = node.meta.get("nn_module_stack")

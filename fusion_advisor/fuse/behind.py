@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.nodes import module_path, storages, written_storages
+from fusion_advisor.capture.nodes import is_in_autocast, module_path, storages, written_storages
 from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.fuse.plain_copy import PlainCopy
 
@@ -107,7 +107,7 @@ def _last_product(module: GraphModule, result: Node, theirs: set[int], inputs: M
     read = {key for source in product.all_input_nodes for key in storages(source)}
     if theirs.intersection(storages(hidden)) or read & _written_behind(module.graph, product):
         return None
-    if _is_in_autocast(module.graph, product):
+    if is_in_autocast(product):
         return None
     operands = [hidden, *(source for source in product.all_input_nodes if source is not hidden)]
     left = [product, *reversed(views)]
@@ -130,14 +130,6 @@ def _written_behind(graph: Graph, node: Node) -> set[int]:
     """What the ops after one write to."""
     later = list(graph.nodes)
     return {key for other in later[later.index(node) + 1 :] for key in written_storages(other)}
-
-
-def _is_in_autocast(graph: Graph, node: Node) -> bool:
-    """Whether an op lies between the node that enters autocast and the one that leaves it: elsewhere it means another op."""
-    nodes = list(graph.nodes)
-    at = nodes.index(node)
-    entered = (other for other in nodes[:at] if getattr(other.target, "__name__", "") == "_enter_autocast")
-    return any(not set(nodes[:at]).issuperset(other.users) for other in entered)
 
 
 def _function(operands: Sequence[Node], ops: Sequence[Node]) -> Callable[..., Any]:

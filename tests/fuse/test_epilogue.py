@@ -113,6 +113,17 @@ def test_what_must_stop_it(model):
     assert found(model) == ([], [])
 
 
+def test_in_autocast_that_the_model_enters_by_itself_it_is_refused():
+    class Casting(Behind):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = super().forward(x)
+            return functional.relu(self.linear(y.float()[:, :WIDTH]))
+
+    sites, refusals = found(Casting(functional.relu), torch.randn(ROWS, WIDTH))
+    assert len(sites) == 1 and [refusal.split(",")[0] for refusal in refusals] == ["autocast"]
+
+
 class Writing(nn.Module):
     """What the linear has read is written to before its activation runs."""
 

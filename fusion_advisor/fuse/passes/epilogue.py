@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.nodes import first_reader, is_written_between
+from fusion_advisor.capture.nodes import first_reader, is_in_autocast, is_written_between
 from fusion_advisor.fuse.passes.decode_gemv import MOST_ROWS
 
 _ATEN = torch.ops.aten
@@ -179,6 +179,8 @@ def _is_plain(node: Node) -> bool:
 
 
 def _why_not(site: EpilogueSite, device: str, *, fast_math: bool) -> str:
+    if is_in_autocast(site.product):
+        return "autocast, which the model enters by itself, casts for a linear and not for what would take its place"
     if site.activation == RELU:
         return ""
     is_narrow = site.product.meta["val"].element_size() == 2
