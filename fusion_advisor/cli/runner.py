@@ -23,7 +23,7 @@ from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.report import gate
 from fusion_advisor.report.compare import compare
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.view import is_unchanged
+from fusion_advisor.report.view import is_unchanged, reasons
 from fusion_advisor.serialize import dump_report, read_report, write_atomic, write_capture
 
 INTERRUPTED = 130
@@ -258,7 +258,7 @@ def _be_strict(report: Report) -> None:
         rows = [f"{row.id} {row.kernel}: {row.reason}" for row in report.fusions if row.status in statuses]
         return "; ".join(rows)
 
-    wrong = named(Status.WRONG_NUMBERS)
+    wrong = "; ".join(reasons(report, Status.WRONG_NUMBERS))
     if report.model_check is not None and not report.model_check.is_passed:
         wrong = "; ".join(part for part in (wrong, "the whole model's outputs are outside the limit") if part)
     if wrong:

@@ -24,11 +24,12 @@ from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
-from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
-from fusion_advisor.workload.device import memory_bytes
+from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, OpClass, Status, Tolerance
+from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
 
 TITLE = EPILOGUE
 _FLOAT64_BYTES = 8
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 ID = f"R{len(PASSES) + 3}"
 
 
@@ -57,18 +58,23 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     if not found:
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
         return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
-    observe(bench, [one.place for one in found])
-    refusal = _why_not(bench, found)
-    if refusal is not None:
-        bench.values.clear()
-        return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
-    numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
     row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
-    if not numerics.is_passed:
-        bench.values.clear()
-        return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
-    before_ns, after_ns = _alone(kept, found)
-    bench.values.clear()  # activations of every layer
+    try:
+        refusal = _why_no_room(bench, found) or _why_unlike(bench, found)
+        if refusal:
+            return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
+        numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
+        if not numerics.is_passed:
+            return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
+        before_ns, after_ns = _alone(kept, found)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # What was kept before needs none of this memory.
+        reason = f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
+        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(found))
+    finally:
+        bench.values.clear()  # activations of every layer
     progress.note(f"{len(found)} activations behind GEMMs: {before_ns / 1e3:.1f} µs, in their epilogues {after_ns / 1e3:.1f} µs")
     linear = built_of(found)
     runner = StepRunner(bench)
@@ -110,6 +116,8 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
     reads = {lowered.outputs[-1]: lowered.given for _, _, lowered in pairs}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
         node_at = {index: node for node, index in index_of.items()}
+        placeholders = [node for node in index_of if node.op == "placeholder"]
+        given = dict(zip(placeholders, region.example_args, strict=True))
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
         device = "cuda" if bench.on_cuda else "cpu"
         sites, reasons = find_epilogue_sites(region.graph.graph, mine, device, fast_math=fast_math)
@@ -117,6 +125,10 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
         for site in sites:
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
             if reads.get(members[-1], members[:1]) != members[:1]:
+                continue
+            own = {type(given[node]) for node in site.operands if node in given} - _PLAIN
+            if own:
+                refusals.append(f"what it reads is a {own.pop().__name__}, whose own kernels may have no such epilogue")
                 continue
             placed.append(Placed(place=Place(region=region.index, members=members, inputs=inputs), call=site.call()))
     return placed, refusals
@@ -156,21 +168,31 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
     return BuiltLinear(id=ID, sites=sites)
 
 
-def _why_not(bench: Bench, found: Sequence[Placed]) -> str | None:
-    """A reason why the places cannot be checked."""
-    surprise = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
-    if surprise is not None:
-        return surprise
-    own = next(
-        (type(bench.values[i]) for one in found for i in one.place.inputs if type(bench.values[i]) is not torch.Tensor), None
+def _why_unlike(bench: Bench, found: Sequence[Placed]) -> str | None:
+    """Run the model once for what the places read; a reason if that is not what was traced."""
+    observe(bench, [one.place for one in found])
+    return next((bench.surprises[index] for one in found for index in one.place.inputs if index in bench.surprises), None)
+
+
+def _why_no_room(bench: Bench, found: Sequence[Placed]) -> str | None:
+    """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
+    device = next(
+        value.device for region in bench.live.regions for value in region.example_args if isinstance(value, torch.Tensor)
     )
-    if own is not None:
-        return f"what it reads is a {own.__name__}, whose own kernels may have no such epilogue"
-    free_bytes, _ = memory_bytes(bench.values[found[0].place.inputs[0]].device)
-    oracle_bytes = max(_FLOAT64_BYTES * sum(_elements(bench, index) for index in one.place.members) for one in found)
-    if free_bytes and oracle_bytes > free_bytes:
-        return f"its ops in float64, to check against, take {oracle_bytes:,} bytes, and {free_bytes:,} are free"
+    free_bytes, _ = memory_bytes(device)
+    kept = {index for one in found for index in one.place.inputs if bench.ops[index].op_class is not OpClass.INPUT}
+    kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
+    needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, one.place) for one in found)
+    if free_bytes and needed_bytes > free_bytes:
+        what = "what they read, and the largest of them in float64 to check against"
+        return f"{what}, take {needed_bytes:,} bytes; {free_bytes:,} are free"
     return None
+
+
+def _float64_elements(bench: Bench, place: Place) -> int:
+    """Of what is there at once: inputs, members, and the result some five times over, for its errors."""
+    indices = [*place.inputs, *place.members, *[place.members[-1]] * 5]
+    return sum(_elements(bench, index) for index in indices)
 
 
 def _elements(bench: Bench, index: int) -> int:

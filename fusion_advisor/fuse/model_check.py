@@ -113,7 +113,10 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequen
     free, _ = memory_bytes(device)
     if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
         return None, "eager"
-    model = copy.deepcopy(loaded.model).to(wide)
+    try:
+        model = copy.deepcopy(loaded.model).to(wide)
+    except (RuntimeError, TypeError):  # holds a tensor with a history, or a lock: no copy of it can be made
+        return None, "eager"
 
     def widened(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):  # a cache keeps the dtype of its tensors

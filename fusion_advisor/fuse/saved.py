@@ -26,7 +26,6 @@ from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.narrowing import narrow_all
-from fusion_advisor.fuse.passes import epilogue
 from fusion_advisor.fuse.passes.changed_region import ChangedRegion
 from fusion_advisor.fuse.plan import PlannedFusion, recall
 from fusion_advisor.fuse.progress import PhaseClock, Progress
@@ -105,7 +104,9 @@ def _load(folder: Path) -> SavedPlan:
         next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
         for title in (NARROWED, MERGED, EPILOGUE)
     )
-    kept = {row.chain_id for row in report.fusions if row.chain_id and _is_needed(row, in_epilogues)}
+    # Activations that went into a GEMM are found by their chains, and other lengths may need their kernels.
+    needed = (Status.KEPT, Status.ABSORBED) if in_epilogues is not None else (Status.KEPT,)
+    kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
     return SavedPlan(
@@ -120,12 +121,6 @@ def _load(folder: Path) -> SavedPlan:
         gemvs=tuple(fusion for fusion in report.fusions if fusion.status is Status.KEPT and not fusion.chain_id),
         has_graph=any(row.name == GRAPH_TITLE and row.status is Status.KEPT for row in report.rewrites),
     )
-
-
-def _is_needed(row: Fusion, in_epilogues: GraphRewrite | None) -> bool:
-    """Whether a plan holds a fusion: kept, or an activation that went into a GEMM, which is found by its chain."""
-    is_activation = in_epilogues is not None and row.kernel in epilogue.KERNELS
-    return row.status is Status.KEPT or (row.status is Status.ABSORBED and is_activation)
 
 
 def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None) -> FusedModel:

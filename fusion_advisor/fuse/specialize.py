@@ -112,7 +112,7 @@ def specialise(
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
     for one in placed:
         sites[one.call.__name__] = sites.get(one.call.__name__, 0) + 1
-    if (kept.fusions or kept.has_gemvs) and not any(sites.values()):
+    if (kept.fusions or kept.has_gemvs or kept.has_epilogues) and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
     return live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)

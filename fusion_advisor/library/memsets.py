@@ -28,6 +28,8 @@ extern "C" __global__ void memset_words(unsigned int *to, unsigned int word, uns
     }
 }
 """
+_EDGES_SINCE = 12030
+"""Version of the driver that has the calls which tell a graph's edges with their data."""
 _WORD_BYTES = 4
 _THREADS = 128
 _MOST_WORDS = 1 << 20
@@ -35,7 +37,7 @@ _MOST_WORDS = 1 << 20
 
 
 class Memsets:
-    """Replaces the memsets of recorded graphs on the device that is current when this is made.
+    """Replaces the memsets of recorded graphs on one device, the one that is current when the first is replaced.
 
     The kernel that stands in for them stays loaded as long as this lives: keep it with the graphs.
     """
@@ -45,7 +47,9 @@ class Memsets:
         self._is_on = has_cuda_core()
 
     def replace(self, graph: torch.cuda.CUDAGraph) -> int:
-        """Put kernels in place of memsets of whole words; returns how many. Without cuda-core, or its compiler, all of them stay.
+        """Put kernels in place of memsets of whole words; returns how many.
+
+        All of them stay without cuda-core, where its compiler fails, and with drivers from before CUDA 12.3.
 
         Args:
             graph: captured with ``keep_graph=True`` and not instantiated yet.
@@ -57,6 +61,8 @@ class Memsets:
             return 0
         from cuda.bindings import driver
 
+        if _done(driver.cuDriverGetVersion()) < _EDGES_SINCE:
+            return 0
         captured = driver.CUgraph(graph.raw_cuda_graph())
         memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
         found = [node for node in _listed(driver.cuGraphGetNodes, captured) if _done(driver.cuGraphNodeGetType(node)) == memset]

@@ -15,6 +15,7 @@ from fusion_advisor.records import (
     Chain,
     Finding,
     Fusion,
+    GraphRewrite,
     Match,
     NoMatch,
     Report,
@@ -50,6 +51,14 @@ VERDICTS = {
     Status.NOT_REPLACED: Verdict("!", "replaced nothing", "warn"),
     Status.ABSORBED: Verdict("→", "part of a larger kernel", "plain"),
 }
+
+
+def reasons(report: Report, *statuses: Status) -> list[str]:
+    """Say of each rewrite of either kind that came to such an end which it is, and why."""
+    rows: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+    return [
+        f"{row.id} {row.kernel if isinstance(row, Fusion) else row.name}: {row.reason}" for row in rows if row.status in statuses
+    ]
 
 
 @dataclass(frozen=True, slots=True)

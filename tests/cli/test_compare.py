@@ -107,6 +107,15 @@ def test_gates_of_compare(run: Run, gate: str, code: int) -> None:
         assert command.replace("'numerics'", "numerics") in ran.err
 
 
+def test_the_gate_of_numbers_sees_rewrites_of_the_graph(run: Run) -> None:
+    base = applied()
+    right = replace(base, fusions=tuple(row for row in base.fusions if row.status is not Status.WRONG_NUMBERS))
+    put("20300101-000000-aaaaaa", right)
+    put("20300102-000000-bbbbbb", replace(right, rewrites=(replace(base.rewrites[0], status=Status.WRONG_NUMBERS),)))
+    assert run("compare", "20300101", "20300101", "--fail-on", "numerics").code == 0
+    assert run("compare", "20300101", "20300102", "--fail-on", "numerics").code == 10
+
+
 def test_a_gate_needs_the_whole_interval_past_it(run: Run) -> None:
     base = applied()
     assert base.after is not None

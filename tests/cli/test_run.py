@@ -233,6 +233,15 @@ def test_strict(run: Run, fake: Core, status: Status, code: str, exit_code: int)
     assert run("apply", "org/m", "-o", "other").code == 0
 
 
+def test_strict_sees_a_rewrite_of_the_graph_with_wrong_numbers(run: Run, fake: Core) -> None:
+    report = applied()
+    wrong = replace(report.rewrites[0], status=Status.WRONG_NUMBERS, reason="off by 0.1%")
+    fake.report = replace(report, fusions=(), rewrites=(wrong, *report.rewrites[1:]))
+    ran = run("apply", "org/m", "--strict")
+    assert (ran.code, ran.err.count("error[FA402]")) == (7, 1)
+    assert f"{wrong.id} {wrong.name}: off by 0.1%" in " ".join(ran.err.split())
+
+
 def test_an_interrupted_report_exits_130(run: Run, fake: Core) -> None:
     fake.report = failed_numbers()
     ran = run("apply", "org/m")

@@ -86,12 +86,16 @@ def test_gpt_2_s_linears_are_found():
 def test_a_chain_that_a_gelu_kernel_computes_is_one_and_any_other_keeps_its_ops():
     model = Behind(lambda y: 0.5 * y * (1 + torch.erf(y / 2**0.5)))
     assert found(model) == ([], [])
-    pointwise = ("mul", "add", "erf", "div")
-    ops = lambda node: node.op == "call_function" and node.name.rstrip("_0123456789") in pointwise  # noqa: E731
+
+    def ops(node):
+        return node.op == "call_function" and node.name.rstrip("_0123456789") in ("mul", "add", "erf", "div")
+
+    def of_two(node):
+        return node.name in ("relu", "mul")
+
     (site,), _ = found(model, chains=[("gelu_erf", ops)])
     assert site.activation == "gelu_erf" and len(site.members) >= 5
     assert found(model, chains=[("mul_erf_1a2b", ops)]) == ([], [])
-    of_two = lambda node: node.name in ("relu", "mul")  # noqa: E731
     assert found(Behind(lambda y: functional.relu(y) * 2), chains=[("relu_mul_1a2b", of_two)]) == ([], [])
     assert len(found(Behind(functional.relu), chains=[("relu_1a2b", of_two)])[0]) == 1
 

@@ -170,21 +170,48 @@ def test_without_any_place_the_row_says_why_or_is_not_there(quick, planted):
 def test_places_that_do_not_fit_beside_their_oracle_are_left_alone(quick, planted, monkeypatch):
     monkeypatch.setattr(stage, "memory_bytes", lambda _: (1000, 2000))
     row = row_of(apply_workload(mlp(), quick))
-    assert row.status is Status.NOT_REPLACED and "and 1,000 are free" in row.reason
+    assert row.status is Status.NOT_REPLACED and "bytes; 1,000 are free" in row.reason
 
 
-def test_tensors_of_a_class_of_their_own_are_left_alone(quick, planted, monkeypatch):
-    class Packed(torch.Tensor):
-        pass
+@pytest.mark.parametrize("where", ["observe", "check", "_alone"])
+def test_memory_that_runs_out_while_they_are_checked_ends_the_rewrite_and_not_the_run(quick, planted, monkeypatch, where):
+    def run_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it")
 
-    def observe(bench, found):
-        places.observe(bench, found)
-        index = next(iter(found)).inputs[1]
-        bench.values[index] = bench.values[index].as_subclass(Packed)
+    monkeypatch.setattr(stage, where, run_out)
+    run = apply_workload(mlp(), quick)
+    row = row_of(run)
+    assert row.status is Status.NOT_REPLACED
+    assert "memory ran out while it was checked: CUDA out of memory" in row.reason and "More" not in row.reason
+    assert all(one.status is Status.KEPT for one in kernel_of(run)) and run.report.model_check.is_passed
 
-    monkeypatch.setattr(stage, "observe", observe)
-    row = row_of(apply_workload(mlp(), quick))
-    assert row.status is Status.NOT_REPLACED and "is a Packed" in row.reason
+
+def test_other_failures_of_the_check_are_not_swallowed(quick, planted, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(stage, "check", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        apply_workload(mlp(), quick)
+
+
+class Packed(torch.Tensor):
+    """A class of its own, as quantised weights have."""
+
+
+def test_tensors_of_a_class_of_their_own_are_left_alone(quick, planted):
+    loaded = mlp()
+    loaded.model.up.weight = torch.nn.Parameter(loaded.model.up.weight.detach().as_subclass(Packed))
+    row = row_of(apply_workload(loaded, quick))
+    assert (row.status, row.sites) == (Status.KEPT, 2) and "what it reads is a Packed" in row.reason
+
+
+def test_a_saved_plan_leaves_them_alone_too(quick, planted):
+    saved_run(mlp(), quick)
+    other = mlp()
+    other.model.up.weight = torch.nn.Parameter(other.model.up.weight.detach().as_subclass(Packed))
+    with pytest.raises(PlanMismatch, match="Packed"):
+        apply_plan(other, load_plan(quick.run_dir))
 
 
 def test_a_saved_plan_moves_the_same_activations(quick, planted, monkeypatch):
@@ -235,6 +262,26 @@ def test_another_length_has_its_activations_in_its_gemms_too(quick, planted, mon
     run.revert()
 
 
+def test_a_plan_of_epilogues_alone_needs_a_place_for_one(quick, planted):
+    class Either(torch.nn.Module):
+        """Another activation for odd lengths."""
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.one(x)
+            return self.two(functional.relu(y) if x.shape[0] % 2 == 0 else functional.hardtanh(y))
+
+    run = apply_workload(describe_live(Either().eval(), (torch.randn(96, WIDTH),)), quick)
+    run.fused._kept = replace(run.fused._kept, fusions=())
+    with torch.no_grad():
+        assert run.fused.specialize(torch.randn(98, WIDTH)).sites["linear_relu"] == 1
+        with pytest.raises(CannotSpecialize, match="none of the kept kernels has a place"):
+            run.fused.specialize(torch.randn(99, WIDTH))
+
+
 def test_with_fast_math_one_gelu_stands_for_the_other_in_the_plan_too(quick, planted):
     loaded = mlp(by_tanh, dtype=torch.bfloat16)
     expected = loaded.model(*loaded.args)
@@ -247,6 +294,15 @@ def test_with_fast_math_one_gelu_stands_for_the_other_in_the_plan_too(quick, pla
         assert sum("linear_gelu_tanh" in call for call in calls_of(fused)) == 2
         made = fused.specialize(torch.randn(3, 30, WIDTH, dtype=torch.bfloat16))
         assert made.sites["linear_gelu_tanh"] == 2
+
+
+def test_a_saved_plan_holds_the_kernels_that_gemms_took_in(quick, planted):
+    """Of GELUs and of ReLUs: another length may need either."""
+    saved_run(mlp(), quick)
+    plan = load_plan(quick.run_dir)
+    report = load_report((quick.run_dir / "report.json").read_text())
+    absorbed = {row.chain_id for row in report.fusions if row.status is Status.ABSORBED}
+    assert absorbed and absorbed <= {one.chain.id for one in plan.fusions}
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -289,6 +290,13 @@ def test_a_limit_of_the_users_goes_for_the_whole_model(loaded, quick, monkeypatc
     assert not spoiled[0].is_passed and run.report.model_check.is_passed
     assert run.report.model_check.limit == str(run.report.tolerance)
     assert any(fusion.status is Status.KEPT for fusion in run.report.fusions)
+
+
+def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick, monkeypatch):
+    verdicts(monkeypatch, keep_all)
+    loaded.model.lock = threading.Lock()
+    run = apply_workload(loaded, quick)
+    assert (run.report.model_check.oracle, run.report.model_check.is_passed) == ("eager", True)
 
 
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
