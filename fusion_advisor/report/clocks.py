@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion_advisor import units
-from fusion_advisor.records import EAGER, OURS, Clocks, Report, Timing
+from fusion_advisor.records import OURS, Clocks, Report
+from fusion_advisor.report import others
 from fusion_advisor.report.text import plural, visible
 
 MOST_DIFFERENCE = 0.03
@@ -23,7 +24,7 @@ _THROTTLES = {
 
 def rows(report: Report) -> list[tuple[bool, str]]:
     """What is said under data quality: (whether it speaks against the figures, sentence)."""
-    found = [(name, timing.clocks) for name, timing in _timed(report)]
+    found = [(name, timing.clocks) for name, timing in others.timed(report)]
     first = found[0][1] if found else None
     if report.environment.device_kind == "cpu":
         return [(False, "Clocks: none are read on a CPU.")]
@@ -38,7 +39,9 @@ def rows(report: Report) -> list[tuple[bool, str]]:
 
 def environment_rows(report: Report) -> list[tuple[str, str]]:
     """Clocks and power limit as (name, value), by side."""
-    seen = [(name, timing.clocks) for name, timing in _timed(report)[:2] if timing.clocks is not None and timing.clocks.samples]
+    seen = [
+        (name, timing.clocks) for name, timing in others.timed(report)[:2] if timing.clocks is not None and timing.clocks.samples
+    ]
     if not seen:
         sentence = rows(report)[0][1]
         return [("Clocks while timed", sentence.removeprefix("Clocks: ").rstrip("."))]
@@ -69,15 +72,6 @@ def difference(one_name: str, one: Clocks | None, other_name: str, other: Clocks
         f"The SM clock differed by {share} between {one_name} ({a:,} MHz) and {other_name} ({b:,} MHz): a part of their "
         "difference in time is the clock's."
     )
-
-
-def _timed(report: Report) -> list[tuple[str, Timing]]:
-    """Eager, ours where it is another step, and all baselines."""
-    sides = [(EAGER, report.before.wall)]
-    if report.after is not None and report.after.label != "unchanged":
-        sides.append((OURS, report.after.wall))
-    sides += [(row.name, row.step.wall) for row in report.baselines if row.step is not None and row.name not in (EAGER, OURS)]
-    return [(name, timing) for name, timing in sides if timing is not None]
 
 
 def _throttled(seen: Sequence[tuple[str, Clocks]]) -> list[str]:

@@ -429,6 +429,8 @@ def _quality_rows(report: Report) -> list[tuple[bool, str]]:
     if attention_line(report):
         rows.append((False, attention_line(report)))
     rows += clocks.rows(report)
+    if others.unsteady(report):
+        rows.append((True, others.unsteady(report)))
     if report.noise_share is not None:
         noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}"
         rows.append((report.noise_share > 0.02, f"{noise}; a smaller gain is not counted by itself."))

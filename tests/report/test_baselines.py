@@ -134,6 +134,18 @@ def test_the_prediction_error_is_the_median_over_kept_rewrites():
         assert "−1.56 ms" in text and "−75.0 µs" in text
 
 
+def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
+    report = replace(applied(), baselines=baselines())
+    assert others.unsteady(report) == "" and not any("Uncertain" in row for row in view.quality(report)[1])
+    assert report.after is not None
+    wide, narrow = (timing(15_520_000, spread=spread, method="wall") for spread in (0.21, 0.19))  # to both sides together
+    assert others.unsteady(replace(report, after=replace(report.after, wall=narrow))) == ""
+    varied = replace(report, after=replace(report.after, wall=wide))
+    sentence = others.unsteady(varied)
+    assert sentence.startswith("Uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. They varied")
+    assert sentence in view.quality_warnings(varied) and sentence in view.quality(varied)[1]
+
+
 def test_without_other_ways_there_is_no_table():
     report = replace(applied(), baselines=tuple(row for row in baselines() if row.name in ("eager", "ours")))
     assert others.baseline_rows(report) == ()

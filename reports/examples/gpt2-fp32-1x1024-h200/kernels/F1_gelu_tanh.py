@@ -2,7 +2,6 @@
 #
 # Moves each operand once: x 4 B/element, out 4 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_cols=512 num_warps=4
 # Origin: library kernel gelu_tanh, variant written_out.
 # Source: https://arxiv.org/abs/1606.08415
 
@@ -27,7 +26,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def fa_gelu_tanh_0d3df3(
+def fa_gelu_tanh_361267(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -3,7 +3,7 @@
 # Moves each operand once: x 2 B/column, residual 2 B/column, weight 2 B/column, bias 2 B/column, total
 # 2 B/column, out 2 B/column.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_rows=4 num_warps=4
+# Tuning: num_warps=4
 # Origin: library kernel add_layernorm, variant pre_norm.
 # Source: https://arxiv.org/abs/1607.06450
 
@@ -19,7 +19,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_add_layernorm_06cadc(
+def fa_add_layernorm_aa797a(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     rows, cols,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
