@@ -18,10 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from fusion_advisor.capture import retrace, torch_internals
 from fusion_advisor.capture.graph import capture_regions, describe
-from fusion_advisor.fuse import verify
+from fusion_advisor.fuse import epilogues, places, verify
 from fusion_advisor.fuse.bench import PASSES, Bench, replaced_sites
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.model_check import check_whole_model, named_tensors
+from fusion_advisor.fuse.passes import epilogue
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend
@@ -125,7 +126,7 @@ def as_capture(live, record):
 class Fused:
     """A workload with everything that was planned in place."""
 
-    def __init__(self, loaded, patterns, tmp_path):
+    def __init__(self, loaded, patterns, tmp_path, in_gemms=()):
         torch._dynamo.reset()
         self.loaded = loaded
         with torch.no_grad():
@@ -134,7 +135,7 @@ class Fused:
         bench = Bench(self.live, on_cuda=False)
         bench.observe(self.plan.fusions)
         built = [self._built(bench, fusion, tmp_path, seed) for seed, fusion in enumerate(self.plan.fusions)]
-        self.variant = bench.build(built, tuple(PASSES))
+        self.variant = bench.build(built, tuple(PASSES), self._in_gemms(bench, built, in_gemms) if in_gemms else [])
         # Folding takes whole chains away where they depend on buffers alone (rotary tables).
         self.replaced = replaced_sites(bench.build(built, [name for name in PASSES if name != "fold_constants"]))
         for module in self.variant.modules:
@@ -157,6 +158,15 @@ class Fused:
         installed = bench.install(fusion, record, kernel)
         assert installed.refusals == ()
         return installed
+
+    @staticmethod
+    def _in_gemms(bench, built, expected):
+        """Activations that the GEMMs before them compute, each checked against the ops that it stands for."""
+        placed, _ = epilogues.find_places(bench, [fusion.planned for fusion in built])
+        assert tuple(one.call.__name__ for one in placed) == expected
+        places.observe(bench, [one.place for one in placed])
+        assert epilogues.check(bench, placed).is_passed
+        return [epilogues.built_of(placed)]
 
     def check(self):
         """All sites replaced, and the model right twice: what a first call wrote must not spoil a second."""
@@ -227,6 +237,25 @@ def test_preset_architecture(model_id, patterns, tmp_path):
 def test_preset_architecture_in_bf16(model_id, patterns, tmp_path):
     run = Fused(tiny(model_id, dtype=torch.bfloat16), patterns, tmp_path)
     assert run.plan.fusions
+    run.check()
+
+
+IN_GEMMS = {
+    "EleutherAI/pythia-160m": ("linear_gelu_erf",) * 2,
+    "facebook/opt-125m": ("linear_relu",) * 2,
+    "google-bert/bert-base-uncased": ("linear_gelu_erf",) * 2,
+    "facebook/convnext-tiny-224": ("linear_gelu_erf",) * 2,  # its later stages have too few rows
+    "openai/whisper-tiny": ("linear_gelu_erf",) * 4,
+}
+
+
+@pytest.mark.parametrize("model_id", IN_GEMMS)
+def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path, monkeypatch):
+    """Of the two GELUs a CPU's epilogue has the one with erf."""
+    monkeypatch.setattr(epilogue, "GELU_OF", {"cpu": "gelu_erf"})
+    run = Fused(tiny(model_id, batch=8), patterns, tmp_path, in_gemms=IN_GEMMS[model_id])
+    calls = [node.name.rstrip("_0123456789") for module in run.variant.modules for node in module.graph.nodes]
+    assert all(calls.count(name) == IN_GEMMS[model_id].count(name) for name in set(IN_GEMMS[model_id]))
     run.check()
 
 
