@@ -44,12 +44,18 @@ def timed(report: Report) -> list[tuple[str, Timing]]:
     return [(name, timing) for name, timing in sides if timing is not None]
 
 
+def is_unsteady(timing: Timing) -> bool:
+    """Whether another run need not find the same median."""
+    reach_ns = max(timing.ci_high_ns - timing.median_ns, timing.median_ns - timing.ci_low_ns)
+    return reach_ns > MOST_SPREAD * timing.median_ns
+
+
 def unsteady(report: Report) -> str:
-    """Name the ways whose median another run need not find again; empty where there is none."""
+    """Name the ways that varied while they were timed; empty where there is none."""
     told = [
         f"{name} {units.duration(wall.median_ns)} {units.duration_interval(wall.ci_low_ns, wall.ci_high_ns)}"
         for name, wall in timed(report)
-        if max(wall.ci_high_ns - wall.median_ns, wall.median_ns - wall.ci_low_ns) > MOST_SPREAD * wall.median_ns
+        if is_unsteady(wall)
     ]
     if not told:
         return ""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from fusion_advisor import units
 from fusion_advisor.records import Status
 from fusion_advisor.report import others, view
 from fusion_advisor.report.headline import headline
@@ -144,6 +145,19 @@ def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
     sentence = others.unsteady(varied)
     assert sentence.startswith("Uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. They varied")
     assert sentence in view.quality_warnings(varied) and sentence in view.quality(varied)[1]
+
+
+def test_the_headline_promises_no_more_than_a_step_that_varied_allows():
+    report = applied()
+    assert report.before.wall is not None
+    ratio = report.before.wall.median_ns / 15_520_000
+    least, speed = units.speedup(ratio / 1.105), units.speedup(ratio)
+    for spread, start in (
+        (0.21, f"At least {least} eager's speed, {speed} by the medians ["),
+        (0.19, f"{speed} eager's speed ["),
+    ):
+        wide = replace(report, after=replace(report.after, wall=timing(15_520_000, spread=spread, method="wall")))
+        assert headline(wide).tone == "gain" and headline(wide).text.startswith(start), headline(wide).text
 
 
 def test_without_other_ways_there_is_no_table():
