@@ -470,7 +470,8 @@ class Fusion:
     step_delta_ci_ns: tuple[int, int] | None = None
     predicted_saving_ns: int = 0
     """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
-    took alone × sites."""
+    took alone × sites. Of a linear's kernel, which has no chain: what it saves alone × sites, and 0 where the step has kernels
+    there already."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
@@ -497,7 +498,8 @@ class GraphRewrite:
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
     predicted_saving_ns: int | None = None
-    """What the launches that it takes away were expected to cost; None where no figure of the run says."""
+    """What the launches that it takes away were expected to cost, of the CUDA graph what a step launch by launch takes beyond the
+    device's own time; None where no figure of the run says."""
     rendered: tuple[RenderedKernel, ...] = ()
     """Kernels that it put in: copies of what a GEMM reads and gives."""
 

@@ -10,14 +10,14 @@ needs another kernel.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.bench import Bench, BuiltLinear
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.chain import OriginalChain
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
@@ -90,6 +90,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
         row, built = _tried(bench, kind, make, name=f"G{number}", seed=number, tolerance=options.tolerance)
         if built is not None:
+            row = replace(row, predicted_saving_ns=_expected_ns(bench, kind, row, kept.built, [*kept.linears, *chosen]))
             verdict = on_top(
                 runner,
                 step_of(bench, kept.built, passes, [*kept.linears, *chosen]),
@@ -284,6 +285,18 @@ def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing
         [roots for _, roots in sites],
         on_cuda=bench.on_cuda,
     )
+
+
+def _expected_ns(bench: Bench, kind: Kind, row: Fusion, fusions: Sequence[BuiltFusion], linears: Sequence[BuiltLinear]) -> int:
+    """What the step should save; 0 where it has kernels at these places, for alone the original ops were timed."""
+    taken = {index for linear in linears for site in linear.sites for index in site.members}
+    fused = {index for item in fusions for site in item.sites if taken.isdisjoint(site.members) for index in site.members}
+    if any(not (taken | fused).isdisjoint(place.members) for place in kind.places):
+        return 0
+    assert row.chain_before is not None and row.chain_after is not None  # it was timed
+    runs = bench.live.runs_of_regions()
+    calls = sum(runs[place.region] for place in kind.places)
+    return max(0, row.chain_before.median_ns - row.chain_after.median_ns) * calls
 
 
 def _row(bench: Bench, kind: Kind, name: str) -> Fusion:

@@ -47,6 +47,7 @@ def choose_graph(
     least_s: float = 0.0,
     wait: Callable[[], None],
     on_cuda: bool,
+    device_ns: int | None = None,
     rewind: Callable[[], object] = nothing,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
@@ -63,6 +64,7 @@ def choose_graph(
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
         on_cuda: whether that is a GPU, which may be held down by its power limit.
+        device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
     """
     graphs = fused.graphs
@@ -115,5 +117,6 @@ def choose_graph(
         sites=1,
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
+        predicted_saving_ns=None if device_ns is None else max(0, round(step_ns) - device_ns),
         held_bytes=held,
     )

@@ -134,6 +134,7 @@ def install(
                     fused, fused_call, fused_call if built or linears or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
                     least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=rewind,
+                    device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))

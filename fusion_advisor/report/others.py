@@ -273,8 +273,8 @@ def predicted(row: Fusion | GraphRewrite) -> str:
 
 
 def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
-    """What a rewrite was expected to save; None for what was not timed alone, and for kernels of linears, judged by the step."""
-    if isinstance(row, Fusion) and (row.chain_after is None or not row.chain_id):
+    """What a rewrite was expected to save; None for what was not timed alone, or against other ops than the step has there."""
+    if isinstance(row, Fusion) and (row.chain_after is None or not (row.chain_id or row.predicted_saving_ns)):
         return None
     return row.predicted_saving_ns
 

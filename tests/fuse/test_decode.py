@@ -134,6 +134,9 @@ def test_the_position_is_a_value_and_needs_no_graph_of_its_own(decode, tokens):
     ours, theirs = decode_step(model, tokens), decode_step(model, tokens)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Dynamo guards the length of transformers' table of model classes: when another test has made a model it compiles anew.
+        fused.dispatch(**decode_step(model))
+        chosen = fused._chosen
         for step in range(3):
             got, expected = fused.dispatch(**ours).logits, model(**theirs).logits
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -141,7 +144,7 @@ def test_the_position_is_a_value_and_needs_no_graph_of_its_own(decode, tokens):
             assert int(ours["past_key_values"].get_seq_length()) == tokens + step + 1
     for one, other in zip(contents(ours["past_key_values"]), contents(theirs["past_key_values"]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert fused.fallbacks == {} and fused._chosen == 1
+    assert fused.fallbacks == {} and fused._chosen == chosen
 
 
 def other_class(model):

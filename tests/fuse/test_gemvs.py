@@ -32,6 +32,7 @@ from fusion_advisor.library.gemv_choose import GemvChoice
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.records import RenderedKernel, Status
+from fusion_advisor.report import others
 from fusion_advisor.serialize import dump_report, load_report
 from fusion_advisor.timing.stopwatch import as_timing
 from fusion_advisor.workload.adjacent import lay_out_siblings
@@ -192,6 +193,8 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
         assert row.chain_before.median_ns == 100 // row.receipt.sites_found and row.original_source
         assert row.receipt.launches_before > row.receipt.sites_found
         assert "on top of all that was kept" in row.reason
+        sites = row.receipt.sites_found
+        assert row.predicted_saving_ns == (100 // sites - 50 // sites) * sites and others.predicted(row) != "–"
     assert kept.decision.method == "wall" and kept.decision.after != kept.decision.before
 
 
@@ -272,6 +275,8 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     for row in rows:
         placed = row.receipt.sites_found if row.status is Status.KEPT else 0
         assert row.receipt.sites_replaced == row.receipt.launches_after == placed, row.receipt.refusals
+    # The norms and the gate had kernels of their own there; the residual adds lost theirs to G1 to G3.
+    assert [row.kernel for row in rows if others.predicted_ns(row)] == ["linear_residual", "linear_residual"]
     assert run.report.model_check.is_passed
     found = {fusion.kernel: fusion for fusion in run.report.fusions if fusion.chain_id}
     swiglu, norm = found["swiglu"], found["add_rmsnorm"]

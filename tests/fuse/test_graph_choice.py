@@ -26,7 +26,7 @@ def chosen(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
 
-    def choose(plain_ns, graph_ns, recorder=None):
+    def choose(plain_ns, graph_ns, recorder=None, device_ns=None):
         model, args = toy()
         with torch.no_grad():
             fused = graphed_model(model, args, recorder=recorder or FakeRecorder())
@@ -50,6 +50,7 @@ def chosen(monkeypatch):
             budget_s=1.0,
             wait=lambda: None,
             on_cuda=False,
+            device_ns=device_ns,
         )
         return fused, row
 
@@ -62,6 +63,12 @@ def test_a_graph_that_saves_wall_time_stays(chosen):
     assert "wall time" in row.reason and row.name == TITLE
     assert row.held_bytes > 1 << 20
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
+
+
+def test_the_step_is_expected_to_come_down_to_the_devices_own_time(chosen):
+    assert chosen(10_000_000, 2_000_000)[1].predicted_saving_ns is None
+    assert chosen(10_000_000, 2_000_000, device_ns=1_800_000)[1].predicted_saving_ns == 8_200_000
+    assert chosen(4_000_000, 4_100_000, device_ns=4_050_000)[1].predicted_saving_ns == 0
 
 
 def test_a_gain_that_is_too_little_to_tell_is_looked_at_once_more(chosen, monkeypatch):
