@@ -60,8 +60,11 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
     row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
     try:
-        refusal = _why_no_room(bench, found) or _why_unlike(bench, found)
-        if refusal:
+        refusal = _why_no_room(bench, found)
+        if refusal is None:
+            observe(bench, [one.place for one in found])
+            refusal = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
+        if refusal is not None:
             return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
         numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
         if not numerics.is_passed:
@@ -166,12 +169,6 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
         for one in found
     )
     return BuiltLinear(id=ID, sites=sites)
-
-
-def _why_unlike(bench: Bench, found: Sequence[Placed]) -> str | None:
-    """Run the model once for what the places read; a reason if that is not what was traced."""
-    observe(bench, [one.place for one in found])
-    return next((bench.surprises[index] for one in found for index in one.place.inputs if index in bench.surprises), None)
 
 
 def _why_no_room(bench: Bench, found: Sequence[Placed]) -> str | None:

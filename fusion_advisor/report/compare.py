@@ -213,7 +213,7 @@ def _side(report: Report, state: State) -> Side:
     if state == "applied" and check is not None:
         sign = "✓" if check.is_passed else "✗"
         numerics = f"{sign} relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
-    wrong = view.reasons(report, Status.WRONG_NUMBERS)
+    wrong = view.reasons([*report.rewrites, *report.fusions], Status.WRONG_NUMBERS)
     if check is not None and not check.is_passed:
         wrong.append(f"the whole model's outputs are outside the limit: {check.limit}")
     return Side(

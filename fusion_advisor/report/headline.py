@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fusion_advisor import units
 from fusion_advisor.records import Match, Report, Status, Timing, Training
 from fusion_advisor.report import others, view
+from fusion_advisor.report.quality import is_unsteady
 from fusion_advisor.report.text import plural
 
 
@@ -112,12 +113,9 @@ def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) ->
     ratio, low, high = view.speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     speed, spread = units.speedup(ratio), units.speedup_interval(low, high)
-    if low > 1 and (others.is_unsteady(before) or others.is_unsteady(after)):
+    if low > 1 and (is_unsteady(before) or is_unsteady(after)):
         # A median that another run need not find again is no headline.
-        return (
-            "gain",
-            f"At least {units.speedup(low)} {rival}'s speed{mode}, {speed} by the medians {spread}: {times}.",
-        )
+        return "gain", f"At least {units.speedup(low)} {rival}'s speed{mode}, {speed} by the medians {spread}: {times}."
     if low > 1:
         return "gain", f"{speed} {rival}'s speed{mode} {spread}: {times}."
     if high < 1:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
-from fusion_advisor.report import charts, others, redact, strip, view
+from fusion_advisor.report import charts, others, quality, redact, strip, view
 from fusion_advisor.report.code import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.embed import EmbeddedTrace
 from fusion_advisor.report.gaps import bin_names, gap_rows, histogram
@@ -76,7 +76,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         caveats=view.caveats(report),
         context=view.context_line(report),
         device=view.device_word(report),
-        quality=view.quality(report),
+        quality=quality.verdict(report),
         findings=view.finding_lines(report),
         comparisons=view.comparisons(report),
         launch_line=view.launch_line(report),

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import others, view
+from fusion_advisor.report import others, quality, view
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.text import plural, visible, visible_lines
 
@@ -102,7 +102,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             caveats=view.caveats(report),
             context=view.context_line(report),
             device=view.device_word(report),
-            quality=view.quality(report),
+            quality=quality.verdict(report),
             findings=view.finding_lines(report),
             comparisons=view.comparisons(report),
             launch_line=view.launch_line(report),

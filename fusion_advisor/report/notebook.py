@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Fusion, GraphRewrite, Report
-from fusion_advisor.report import others, tables, terminal, view
+from fusion_advisor.report import others, quality, tables, terminal, view
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import environment
 
@@ -41,7 +41,7 @@ def to_html(report: Report, *notes: str) -> str:
             report=report,
             headline=headline(report),
             context=view.context_line(report),
-            caveats=(*view.caveats(report), *view.quality_warnings(report)[:_MOST_WARNINGS]),
+            caveats=(*view.caveats(report), *quality.warnings(report)[:_MOST_WARNINGS]),
             notes=(*view.step_lines(report), *notes),
             comparisons=view.comparisons(report),
             caption="Modules" if report.training else "Rewrites" if tried else "Chains",

@@ -26,10 +26,6 @@ UNCHANGED = "unchanged"
 """Label of the profile after a run that kept nothing."""
 
 
-MOST_SPREAD = 0.1
-"""Share of a median by which its interval may reach to one side before the median is doubted."""
-
-
 def is_unchanged(report: Report) -> bool:
     """Whether a finished run left the model as it was: then before and after are one measurement, and have no ratio."""
     return report.after is not None and report.after.label == UNCHANGED
@@ -42,27 +38,6 @@ def timed(report: Report) -> list[tuple[str, Timing]]:
         sides.append((OURS, report.after.wall))
     sides += [(row.name, row.step.wall) for row in report.baselines if row.step is not None and row.name not in (EAGER, OURS)]
     return [(name, timing) for name, timing in sides if timing is not None]
-
-
-def is_unsteady(timing: Timing) -> bool:
-    """Whether another run need not find the same median."""
-    reach_ns = max(timing.ci_high_ns - timing.median_ns, timing.median_ns - timing.ci_low_ns)
-    return reach_ns > MOST_SPREAD * timing.median_ns
-
-
-def unsteady(report: Report) -> str:
-    """Name the ways that varied while they were timed; empty where there is none."""
-    told = [
-        f"{name} {units.duration(wall.median_ns)} {units.duration_interval(wall.ci_low_ns, wall.ci_high_ns)}"
-        for name, wall in timed(report)
-        if is_unsteady(wall)
-    ]
-    if not told:
-        return ""
-    return (
-        f"Uncertain by more than {MOST_SPREAD:.0%}: {', '.join(told)}. They varied while they were timed, as steps do "
-        "that wait for a busy host: another run may find another median, and another ratio to it."
-    )
 
 
 def compiled_walls(report: Report) -> list[tuple[str, Timing]]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site, Training
-from fusion_advisor.report import clocks, compare_tables, others, view
+from fusion_advisor.report import clocks, compare_tables, others, quality, view
 from fusion_advisor.report import gate as gates
 from fusion_advisor.report.compare import Comparison
 from fusion_advisor.report.headline import headline, kept_count
@@ -248,7 +248,7 @@ def _caveats(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [_line(view.context_line(report), console, "bold")]
     lines += [_line(f"! {caveat}", console, "yellow") for caveat in view.caveats(report)]
     lines += [_line(sentence, console) for sentence in view.step_lines(report)]
-    lines += [_line(f"! {sentence}", console, "yellow") for sentence in view.quality_warnings(report)[:_MOST_WARNINGS]]
+    lines += [_line(f"! {sentence}", console, "yellow") for sentence in quality.warnings(report)[:_MOST_WARNINGS]]
     return lines
 
 

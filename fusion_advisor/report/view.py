@@ -6,6 +6,7 @@ Nothing is measured or judged here: ratios of two figures of the report, sums th
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusion_advisor import units
@@ -53,9 +54,8 @@ VERDICTS = {
 }
 
 
-def reasons(report: Report, *statuses: Status) -> list[str]:
-    """Say of each rewrite of either kind that came to such an end which it is, and why."""
-    rows: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+def reasons(rows: Iterable[Fusion | GraphRewrite], *statuses: Status) -> list[str]:
+    """Say of each rewrite that came to such an end which it is, and why."""
     return [
         f"{row.id} {row.kernel if isinstance(row, Fusion) else row.name}: {row.reason}" for row in rows if row.status in statuses
     ]
@@ -402,42 +402,6 @@ GLOSSARY = (
     ("roofline", "Speed against operations per byte, under what the device's memory and arithmetic allow."),
 )
 """Terms of the report: (term, meaning)."""
-
-
-def quality(report: Report) -> tuple[str, tuple[str, ...]]:
-    """Whether the trace can be trusted: a tone and the sentences that say why."""
-    rows = _quality_rows(report)
-    return ("warn" if any(is_bad for is_bad, _ in rows) else "gain"), tuple(sentence for _, sentence in rows)
-
-
-def quality_warnings(report: Report) -> tuple[str, ...]:
-    """Only those sentences of :func:`quality` that speak against the figures."""
-    return tuple(sentence for is_bad, sentence in _quality_rows(report) if is_bad)
-
-
-def _quality_rows(report: Report) -> list[tuple[bool, str]]:
-    data = report.quality
-    launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
-    if data.launches == data.kernels:
-        rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
-    else:
-        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
-    joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
-    rows.append((data.joined_share < 0.95, joined))
-    eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
-    rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
-    if attention_line(report):
-        rows.append((False, attention_line(report)))
-    rows += clocks.rows(report)
-    if others.unsteady(report):
-        rows.append((True, others.unsteady(report)))
-    if report.noise_share is not None:
-        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}"
-        rows.append((report.noise_share > 0.02, f"{noise}; a smaller gain is not counted by itself."))
-    for broken in data.graph_breaks:
-        rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
-    rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]
-    return rows
 
 
 def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fusion_advisor import units
 from fusion_advisor.records import Status
-from fusion_advisor.report import others, view
+from fusion_advisor.report import others, quality, view
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
@@ -137,14 +137,14 @@ def test_the_prediction_error_is_the_median_over_kept_rewrites():
 
 def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
     report = replace(applied(), baselines=baselines())
-    assert others.unsteady(report) == "" and not any("Uncertain" in row for row in view.quality(report)[1])
+    assert quality.unsteady(report) == "" and not any("Uncertain" in row for row in quality.verdict(report)[1])
     assert report.after is not None
     wide, narrow = (timing(15_520_000, spread=spread, method="wall") for spread in (0.21, 0.19))  # to both sides together
-    assert others.unsteady(replace(report, after=replace(report.after, wall=narrow))) == ""
+    assert quality.unsteady(replace(report, after=replace(report.after, wall=narrow))) == ""
     varied = replace(report, after=replace(report.after, wall=wide))
-    sentence = others.unsteady(varied)
+    sentence = quality.unsteady(varied)
     assert sentence.startswith("Uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. They varied")
-    assert sentence in view.quality_warnings(varied) and sentence in view.quality(varied)[1]
+    assert sentence in quality.warnings(varied) and sentence in quality.verdict(varied)[1]
 
 
 def test_the_headline_promises_no_more_than_a_step_that_varied_allows():

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from fusion_advisor.records import EAGER, OURS, Baseline, Clocks, ClockSample
-from fusion_advisor.report import clocks, view
+from fusion_advisor.report import clocks, quality, view
 from fusion_advisor.report.compare import compare
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
@@ -43,7 +43,7 @@ def test_steady_clocks_are_told_and_warn_of_nothing():
     assert "eager SM 1,965 to 1,980 MHz, memory 3,201 MHz, 45 to 47 °C, 512 W, power limit 700 W (2 readings)" in told
     assert "ours SM 1,980 MHz" in told
     assert sentences(report, bad=True) == []
-    assert told in view.quality(report)[1]
+    assert told in quality.verdict(report)[1]
 
 
 def test_a_reason_that_holds_the_clock_down_is_a_warning_with_its_counts():
@@ -53,7 +53,7 @@ def test_a_reason_that_holds_the_clock_down_is_a_warning_with_its_counts():
     power, heat = sentences(report, bad=True)[:2]
     assert power.endswith("by its power limit: eager in 2 of 3 readings.")
     assert heat.endswith("by its temperature (hardware): other in 1 of 1 reading.")
-    assert view.quality(report)[0] == "warn"
+    assert quality.verdict(report)[0] == "warn"
 
 
 @pytest.mark.parametrize(("mhz", "is_said"), [(1980, False), (1921, False), (1920, True), (2060, True)])

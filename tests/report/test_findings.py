@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from fusion_advisor.records import Finding
-from fusion_advisor.report import view
+from fusion_advisor.report import quality, view
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal import result_table
@@ -63,7 +63,7 @@ def test_without_findings_nothing_is_said():
 def test_the_backends_of_attention_stand_side_by_side():
     line = view.attention_line(with_findings())
     assert line.index("eager cudnn (28 kernels") < line.index("captured math (56 kernels")
-    assert line in view.quality(with_findings())[1]
+    assert line in quality.verdict(with_findings())[1]
     assert line in terminal(with_findings())
     assert view.attention_line(profiled()) == ""
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fusion_advisor import units
 from fusion_advisor.records import GenerationCheck, Tolerance
-from fusion_advisor.report import view
+from fusion_advisor.report import quality, view
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import render_html
 from fusion_advisor.report.markdown import render_markdown
@@ -163,10 +163,10 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     report = replace(
         report, quality=replace(report.quality, graph_breaks=(), warnings=(), joined_share=1.0, launches=3, kernels=3)
     )
-    assert view.quality_warnings(report) == (
+    assert quality.warnings(report) == (
         "A step compared with itself differs by ±40.0%; a smaller gain is not counted by itself.",
     )
-    assert view.quality(report)[0] == "warn"
+    assert quality.verdict(report)[0] == "warn"
 
 
 def test_markup_in_names_is_text() -> None:

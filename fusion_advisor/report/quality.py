@@ -1,0 +1,68 @@
+"""Whether a run's data can be trusted: what was dropped, whether the clocks differed, which steps varied, in words."""
+
+from __future__ import annotations
+
+from fusion_advisor import units
+from fusion_advisor.records import Report, Timing
+from fusion_advisor.report import clocks, others, view
+from fusion_advisor.report.text import plural, visible
+
+MOST_SPREAD = 0.1
+"""Share of a median by which its interval may reach to one side before the median is doubted."""
+
+
+def verdict(report: Report) -> tuple[str, tuple[str, ...]]:
+    """Whether the trace can be trusted: a tone and the sentences that say why."""
+    rows = _rows(report)
+    return ("warn" if any(is_bad for is_bad, _ in rows) else "gain"), tuple(sentence for _, sentence in rows)
+
+
+def warnings(report: Report) -> tuple[str, ...]:
+    """Only those sentences of :func:`verdict` that speak against the figures."""
+    return tuple(sentence for is_bad, sentence in _rows(report) if is_bad)
+
+
+def _rows(report: Report) -> list[tuple[bool, str]]:
+    data = report.quality
+    launches, kernels = plural(data.launches, "launch", "launches"), plural(data.kernels, "kernel")
+    if data.launches == data.kernels:
+        rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
+    else:
+        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
+    joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
+    rows.append((data.joined_share < 0.95, joined))
+    eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
+    rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
+    if attention := view.attention_line(report):
+        rows.append((False, attention))
+    rows += clocks.rows(report)
+    if doubt := unsteady(report):
+        rows.append((True, doubt))
+    if report.noise_share is not None:
+        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}"
+        rows.append((report.noise_share > 0.02, f"{noise}; a smaller gain is not counted by itself."))
+    for broken in data.graph_breaks:
+        rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
+    rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]
+    return rows
+
+
+def is_unsteady(timing: Timing) -> bool:
+    """Whether another run need not find the same median."""
+    reach_ns = max(timing.ci_high_ns - timing.median_ns, timing.median_ns - timing.ci_low_ns)
+    return reach_ns > MOST_SPREAD * timing.median_ns
+
+
+def unsteady(report: Report) -> str:
+    """Name the ways that varied while they were timed; empty where there is none."""
+    told = [
+        f"{name} {units.duration(wall.median_ns)} {units.duration_interval(wall.ci_low_ns, wall.ci_high_ns)}"
+        for name, wall in others.timed(report)
+        if is_unsteady(wall)
+    ]
+    if not told:
+        return ""
+    return (
+        f"Uncertain by more than {MOST_SPREAD:.0%}: {', '.join(told)}. They varied while they were timed, and "
+        "nothing here tells why: another run may find another median, and another ratio to it."
+    )
