@@ -468,10 +468,10 @@ class Fusion:
     step_delta_ns: int | None = None
     """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
     step_delta_ci_ns: tuple[int, int] | None = None
-    predicted_saving_ns: int = 0
+    predicted_saving_ns: int | None = 0
     """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
-    took alone × sites. Of a linear's kernel, which has no chain: what it saves alone × sites, and 0 where the step has kernels
-    there already."""
+    took alone × sites. Of a linear's kernel, which has no chain: what the ops and kernels that it stands in for took alone beyond
+    what it did, all sites in a row; None where they cannot run so."""
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
@@ -498,8 +498,8 @@ class GraphRewrite:
     held_bytes: int = 0
     """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
     predicted_saving_ns: int | None = None
-    """What the launches that it takes away were expected to cost, of the CUDA graph what a step launch by launch takes beyond the
-    device's own time; None where no figure of the run says."""
+    """What the launches that it takes away were expected to cost; of the CUDA graph what a step launch by launch takes beyond the
+    device's own time; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
     rendered: tuple[RenderedKernel, ...] = ()
     """Kernels that it put in: copies of what a GEMM reads and gives."""
 

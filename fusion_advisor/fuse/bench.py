@@ -171,6 +171,18 @@ class Bench:
         return result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A variant and the bench over whose graphs it is written."""
+
+    bench: Bench
+    variant: Variant
+
+    def run(self) -> Any:
+        """Run it, launched op by op."""
+        return self.bench.run(self.variant)
+
+
 def replaced_sites(variant: Variant) -> Mapping[str, int]:
     """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
     counts: Counter[str] = Counter()

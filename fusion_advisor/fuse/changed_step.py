@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, Step
 from fusion_advisor.fuse.decide import Decision, StepRunner, confirmed, on_top
+from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.changed_region import ChangedRegion
 from fusion_advisor.fuse.plan import PlannedFusion
@@ -165,17 +165,11 @@ def judged(
         The same with one more row, and on the changed graphs when they stay.
     """
     passes = kept_passes(kept.rewrites)
-    plain, with_change = kept.bench.build(kept.built, passes), changed.bench.build(changed.built, passes)
-
-    def before() -> Any:
-        return kept.bench.run(plain)
-
-    def after() -> Any:
-        return changed.bench.run(with_change)
-
+    before = Step(bench=kept.bench, variant=kept.bench.build(kept.built, passes))
+    after = Step(bench=changed.bench, variant=changed.bench.build(changed.built, passes))
     runner = StepRunner(kept.bench)
     verdict = on_top(
-        runner, before, after, name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s
+        runner, before.run, after.run, name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s
     )
     row = GraphRewrite(
         id=name,
@@ -186,16 +180,13 @@ def judged(
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
         held_bytes=changed.held_bytes if verdict.status is Status.KEPT else 0,
+        predicted_saving_ns=saving_alone_ns(runner, before, after),
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    untouched = kept.captured.build((), ())
-
-    def original() -> Any:
-        return kept.captured.run(untouched)
-
-    decision = confirmed(runner, kept.decision, original, after, budget_s=budget_s / 3)
+    original = Step(bench=kept.captured, variant=kept.captured.build((), ()))
+    decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3)
     fusions = [
         replace(fusion, rendered=changed.kernels[fusion.id]) if fusion.id in changed.kernels else fusion
         for fusion in kept.fusions

@@ -16,9 +16,10 @@ import torch
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear
 from fusion_advisor.fuse.changed_step import Kept, not_replaced
 from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.epilogue import find_epilogue_sites
-from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, step_of, without_taken
+from fusion_advisor.fuse.places import Place, observe, original_of, step_of, without_taken
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite
@@ -69,7 +70,6 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
         if not numerics.is_passed:
             return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
-        before_ns, after_ns = _alone(kept, found)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -78,12 +78,13 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(found))
     finally:
         bench.values.clear()  # activations of every layer
-    progress.note(f"{len(found)} activations behind GEMMs: {before_ns / 1e3:.1f} µs, in their epilogues {after_ns / 1e3:.1f} µs")
+    progress.note(f"{len(found)} activations behind GEMMs, timed on top of what was kept")
     linear = built_of(found)
     runner = StepRunner(bench)
+    without = step_of(bench, kept.built, passes, kept.linears)
     with_epilogues = step_of(bench, kept.built, passes, [*kept.linears, linear])
     verdict = on_top(
-        runner, step_of(bench, kept.built, passes, kept.linears), with_epilogues,
+        runner, without.run, with_epilogues.run,
         name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
     )  # fmt: skip
     errors = f"relative error {numerics.fused_rel_l2:.1e} against float64, of the ops apart {numerics.eager_rel_l2:.1e}"
@@ -94,12 +95,13 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         reason=f"{verdict.reason} (on top of all that was kept); {errors}{left}",
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
-        predicted_saving_ns=max(0, before_ns - after_ns),
+        predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues),
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    decision = confirmed(runner, kept.decision, step_of(kept.captured, (), (), ()), with_epilogues, budget_s=budget_s / 3)
+    original = step_of(kept.captured, (), (), ())
+    decision = confirmed(runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3)
     runner.forget()
     fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
@@ -194,23 +196,3 @@ def _float64_elements(bench: Bench, place: Place) -> int:
 
 def _elements(bench: Bench, index: int) -> int:
     return math.prod(bench.ops[index].outputs[0].shape)
-
-
-def _alone(kept: Kept, found: Sequence[Placed]) -> tuple[int, int]:
-    """Time the GEMMs with their activations as the step has them now, and as one call each; all places together, ns."""
-    bench = kept.bench
-    kernels = {site.outputs[0]: site.call for item in kept.built for site in item.sites}
-
-    def apart(place: Place) -> Callable[..., Any]:
-        kernel = kernels.get(place.members[-1])
-        if kernel is None:
-            whole, _ = original_of(bench, place)
-            return lambda *roots: whole.run(roots)
-        product, _ = original_of(bench, replace(place, members=place.members[:1]))
-        return lambda *roots: kernel(*product.run(roots))
-
-    places = [one.place for one in found]
-    given = [[bench.values[index] for index in place.inputs] for place in places]
-    timings = compare_alone([apart(place) for place in places], [one.call for one in found], given, on_cuda=bench.on_cuda)
-    before_ns, after_ns = (timing.median_ns * len(found) for timing in timings)
-    return before_ns, after_ns

@@ -10,17 +10,18 @@ needs another kernel.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.bench import Bench, BuiltLinear
 from fusion_advisor.fuse.chain import OriginalChain
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
+from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
 from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, step_of, without_taken
@@ -90,17 +91,18 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
         row, built = _tried(bench, kind, make, name=f"G{number}", seed=number, tolerance=options.tolerance)
         if built is not None:
-            row = replace(row, predicted_saving_ns=_expected_ns(bench, kind, row, kept.built, [*kept.linears, *chosen]))
+            before = step_of(bench, kept.built, passes, [*kept.linears, *chosen])
+            after = step_of(bench, kept.built, passes, [*kept.linears, *chosen, built])
             verdict = on_top(
                 runner,
-                step_of(bench, kept.built, passes, [*kept.linears, *chosen]),
-                step_of(bench, kept.built, passes, [*kept.linears, *chosen, built]),
+                before.run,
+                after.run,
                 name=built.id,
                 min_gain=options.min_gain,
                 confidence=options.confidence,
                 budget_s=budget_s / len(kinds),
             )
-            row = _judged(row, verdict)
+            row = _judged(row, verdict, saving_alone_ns(runner, before, after))
             chosen += [built] if verdict.status is Status.KEPT else []
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
@@ -110,8 +112,8 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        step_of(kept.captured, (), (), ()),
-        step_of(bench, kept.built, passes, [*kept.linears, *chosen]),
+        step_of(kept.captured, (), (), ()).run,
+        step_of(bench, kept.built, passes, [*kept.linears, *chosen]).run,
         budget_s=budget_s / 3,
     )
     runner.forget()
@@ -287,18 +289,6 @@ def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing
     )
 
 
-def _expected_ns(bench: Bench, kind: Kind, row: Fusion, fusions: Sequence[BuiltFusion], linears: Sequence[BuiltLinear]) -> int:
-    """What the step should save; 0 where it has kernels at these places, for alone the original ops were timed."""
-    taken = {index for linear in linears for site in linear.sites for index in site.members}
-    fused = {index for item in fusions for site in item.sites if taken.isdisjoint(site.members) for index in site.members}
-    if any(not (taken | fused).isdisjoint(place.members) for place in kind.places):
-        return 0
-    assert row.chain_before is not None and row.chain_after is not None  # it was timed
-    runs = bench.live.runs_of_regions()
-    calls = sum(runs[place.region] for place in kind.places)
-    return max(0, row.chain_before.median_ns - row.chain_after.median_ns) * calls
-
-
 def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
     last = bench.ops[kind.places[0].members[-1]]
     runs = bench.live.runs_of_regions()
@@ -322,13 +312,14 @@ def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
     )
 
 
-def _judged(row: Fusion, verdict: Verdict) -> Fusion:
+def _judged(row: Fusion, verdict: Verdict, alone_ns: int | None) -> Fusion:
     return replace(
         row,
         status=verdict.status,
         reason=f"{verdict.reason} (timed last, on top of all that was kept)",
         step_delta_ns=verdict.delta_ns,
         step_delta_ci_ns=verdict.interval_ns,
+        predicted_saving_ns=alone_ns,
     )
 
 

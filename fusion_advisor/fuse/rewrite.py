@@ -185,6 +185,7 @@ def _replace_site(graph: Graph, site: SiteRewrite, live: dict[int, Node]) -> Non
         call = graph.call_function(site.call, tuple(live[index] for index in site.inputs))
         call.meta = {key: originals[0].meta[key] for key in ("nn_module_stack", "stack_trace") if key in originals[0].meta}
         call.meta["fusion_id"] = site.fusion_id
+        call.meta["replaces"] = tuple(original.name for original in originals)
         call.meta["results"] = [original.meta.get("val") for original in originals]
         call.meta["written"] = tuple(key for original in originals for key in written_storages(original))
         results = [call]

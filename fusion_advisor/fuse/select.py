@@ -190,7 +190,7 @@ def choose(
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
-    return next(fusion.predicted_saving_ns for fusion in fusions if fusion.id == item.planned.id)
+    return next(fusion.predicted_saving_ns or 0 for fusion in fusions if fusion.id == item.planned.id)
 
 
 def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:

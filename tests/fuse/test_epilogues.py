@@ -10,14 +10,13 @@ from torch.nn import functional
 
 import fusion_advisor.fuse.epilogues as stage
 from fusion_advisor.errors import CannotSpecialize, PlanMismatch
-from fusion_advisor.fuse import epilogues, places
+from fusion_advisor.fuse import epilogues
 from fusion_advisor.fuse.decide import Verdict
 from fusion_advisor.fuse.passes import epilogue
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.saved import apply_plan, load_plan
 from fusion_advisor.records import EPILOGUE, Status
 from fusion_advisor.serialize import dump_report, load_report
-from fusion_advisor.timing.stopwatch import as_timing
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
 from tests.fuse.test_pipeline import keep_all, verdicts
@@ -61,7 +60,7 @@ def planted(monkeypatch):
     """Every rewrite is kept, this one as asked; a CPU's epilogue has the GELU with erf."""
     verdicts(monkeypatch, keep_all)
     monkeypatch.setattr(epilogue, "GELU_OF", {"cpu": "gelu_erf"})
-    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: (as_timing([300], "wall"), as_timing([150], "wall")))
+    monkeypatch.setattr(stage, "saving_alone_ns", lambda *_: 150)
 
     def plant(status=Status.KEPT):
         def verdict(_runner, before, after, *, name, **_):
@@ -173,7 +172,7 @@ def test_places_that_do_not_fit_beside_their_oracle_are_left_alone(quick, plante
     assert row.status is Status.NOT_REPLACED and "bytes; 1,000 are free" in row.reason
 
 
-@pytest.mark.parametrize("where", ["observe", "check", "_alone"])
+@pytest.mark.parametrize("where", ["observe", "check"])
 def test_memory_that_runs_out_while_they_are_checked_ends_the_rewrite_and_not_the_run(quick, planted, monkeypatch, where):
     def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it")
