@@ -21,7 +21,7 @@ from fusion_advisor.capture.bias import LAUNCHES_OF
 from fusion_advisor.chains.traced_bytes import read_bytes
 from fusion_advisor.fuse.bench import PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
-from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref
+from fusion_advisor.records import Arg, Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref, TensorMeta
 
 _LINEAR = "aten.linear.default"
 _PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
@@ -34,6 +34,7 @@ _PADS = "pad_linears"
 _STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
 _SHARED_MASKS = "share_masks"
+_GROUPS = "group_query_heads"
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
@@ -80,7 +81,9 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
     one over patches, is expected to be as quick per multiplication as the quickest of the step's other products; the result of
     the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
     save that copy and to launch its products in its stead. What an op makes of a boolean mask, besides attention's own kernels,
-    is expected to be made once. Biases that stay apart get no figure: how long the op with its bias takes is not in the trace.
+    is expected to be made once. Where repeated KV heads go, attention of a single token, which does little more than read them,
+    is expected to read so much less. Biases that stay apart get no figure: how long the op with its bias takes is not in the
+    trace.
 
     Args:
         rewrites: of a run.
@@ -107,6 +110,8 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
             continue
         saved = [launch for launch in capture.launches if launch.op_index in now - gone]
         saving_ns = sum(launch.duration_ns for launch in saved) + len(saved) * cost_ns
+        if name == _GROUPS:
+            saving_ns += _unread_ns(capture, bench, variant)
         if name == _SHARED_MASKS:
             saving_ns += _repeated_masks_ns(capture, now, row.sites, cost_ns)
         if name == _MASKS:
@@ -129,6 +134,28 @@ def _unmasked_saving_ns(capture: Capture, removed: Collection[int], cost_ns: int
     eager = [launch for launch in capture.eager_launches if launch.category == OpClass.ATTENTION]
     beyond_ns = sum(launch.duration_ns for launch in traced) - sum(launch.duration_ns for launch in eager)
     return max(0, beyond_ns + (len(traced) - len(eager)) * cost_ns)
+
+
+def _unread_ns(capture: Capture, bench: Bench, variant: Variant) -> int:
+    """What reading the copies of KV heads took, where each key meets one query of its head and no more."""
+    unread_bytes = 0
+    runs = bench.live.runs_of_regions()
+    for module, index_of, often in zip(variant.modules, bench.index_of, runs, strict=True):
+        index_at = {node.name: index for node, index in index_of.items()}
+        for node in module.graph.nodes:
+            index = index_at.get(node.name)
+            if index is None or capture.ops[index].target != _ATTENTION:
+                continue
+            query, *before = (_read(capture, value) for value in capture.ops[index].args[:3])
+            after = [value.meta["val"] for value in node.args[1:3] if isinstance(value, Node)]
+            if query is not None and query.shape[-2] == 1:
+                unread_bytes += often * sum(read_bytes(one) for one in before if one is not None)
+                unread_bytes -= often * sum(int(one.nbytes) for one in after)
+    return max(0, round(unread_bytes * 1e9 / capture.bandwidth.copy_bytes_per_s))
+
+
+def _read(capture: Capture, value: Arg) -> TensorMeta | None:
+    return capture.ops[value.index].outputs[0] if isinstance(value, Ref) else None
 
 
 def _repeated_masks_ns(capture: Capture, removed: Collection[int], sites: int, cost_ns: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from fusion_advisor.capture import retrace
 from fusion_advisor.fuse.bench import PASSES, Bench
 from fusion_advisor.fuse.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
-from fusion_advisor.records import GraphRewrite, Launch, Status
+from fusion_advisor.records import GraphRewrite, Launch, OpClass, Status
 from fusion_advisor.workload.adjacent import leave_room
 from tests.report.fixtures import applied, chain, timing
 from tests.tiny import profile_live
@@ -91,6 +91,26 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     assert masks.predicted_saving_ns == removed * 1500 + 4600 + 500
     assert folded.predicted_saving_ns == 0  # nothing is left to fold once the mask is gone
     assert other.predicted_saving_ns is None
+
+
+class Grouped(torch.nn.Module):
+    def forward(self, query, key, value):
+        key, value = (one[:, :, None].expand(-1, -1, 4, -1, -1).reshape(1, 8, -1, 16) for one in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_attention_of_one_token_is_expected_to_read_no_repeated_heads(queries):
+    given = torch.randn(1, 8, queries, 16), torch.randn(1, 2, 32, 16), torch.randn(1, 2, 32, 16)
+    capture, live = profile_live(Grouped(), given)
+    bench = Bench(live, on_cuda=False)
+    launches = tuple(launch(op.index, 1000) for op in bench.ops if op.op_class is OpClass.MEMORY)
+    assert len(launches) == 2
+    capture = replace(capture, launches=launches, bandwidth=replace(capture.bandwidth, copy_bytes_per_s=1e9))
+    row = GraphRewrite(id="R2", name=PASSES["group_query_heads"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    (priced,) = price_passes([row], bench, capture, 500)
+    unread_bytes = 2 * (8 - 2) * 32 * 16 * 4 if queries == 1 else 0
+    assert priced.predicted_saving_ns == 3000 + unread_bytes
 
 
 class Layers(torch.nn.Module):
