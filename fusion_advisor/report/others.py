@@ -248,8 +248,13 @@ def predicted(row: Fusion | GraphRewrite) -> str:
 
 
 def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
-    """What a rewrite was expected to save; None for what was not timed alone."""
-    return None if isinstance(row, Fusion) and row.chain_after is None else row.predicted_saving_ns
+    """What a rewrite was expected to save; None for what was not timed alone.
+
+    In reports of before linears' kernels were timed against what the step had in their places, 0 stands for no figure.
+    """
+    if isinstance(row, Fusion) and (row.chain_after is None or not (row.chain_id or row.predicted_saving_ns)):
+        return None
+    return row.predicted_saving_ns
 
 
 def run_lines(report: Report) -> list[str]:

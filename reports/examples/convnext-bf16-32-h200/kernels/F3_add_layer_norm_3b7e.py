@@ -2,7 +2,6 @@
 #
 # Moves each operand once: x 2 B/element, bias 2 B/column, weight 2 B/column, bias2 2 B/column, out 2 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_rows=4 num_warps=2
 # Origin: generated from the chain.
 
 import triton
@@ -17,7 +16,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_add_layer_norm_3b7e_a86c2f(
+def fa_add_layer_norm_3b7e_20ae5b(
     x_ptr, bias_ptr, weight_ptr, bias2_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
