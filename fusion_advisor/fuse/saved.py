@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +143,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
             run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
         )
     clock = clock or PhaseClock(Progress())
-    # Dynamo leaves a heap behind that takes half a second to walk, and would be walked as soon as it may.
+    # Dynamo leaves a heap behind that takes half a second to walk.
     with current_device(device), collector_paused():
         return _apply(loaded, saved, clock)
 
@@ -165,6 +166,7 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
         write_capture(capture, Path(folder) / "capture.json.gz")
         write_report(report, Path(folder) / "report.json")
         bench.wait()
+        started = time.perf_counter()
         with clock.phase("read the plan"):
             saved = load_plan(folder)
         fused = apply_plan(loaded, saved, clock)
@@ -172,13 +174,16 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
             with clock.phase("first step"), torch.no_grad():
                 fused(*loaded.args, **loaded.kwargs)
                 bench.wait()
+            taken_s = time.perf_counter() - started
         finally:
             fused.revert()
     bench.live.written.restore()
     if fused.fallbacks:
         raise PlanMismatch(run="this run", detail=f"its first step ran the original ops: {next(iter(fused.fallbacks))}")
     built = [kernel.build_ns for fusion in report.fusions if fusion.status is Status.KEPT for kernel in fusion.rendered]
-    return WarmUp(phases_s=tuple(clock.durations_s), build_s=round(sum(built) / 1e9, 3))
+    between_s = round(taken_s - sum(phase_s for _, phase_s in clock.durations_s), 3)
+    between = (("between them", between_s),) if between_s > 0 else ()
+    return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
 
 
 def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> FusedModel:

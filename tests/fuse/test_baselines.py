@@ -333,7 +333,9 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
     assert report.before.wall == named(report.baselines, EAGER).step.wall
     if status is keep_all:
         assert report.after.wall == named(report.baselines, OURS).step.wall
-        assert [name for name, _ in report.warm_up.phases_s] == ["read the plan", "capture", "kernels", "install", "first step"]
+        phases = [name for name, _ in report.warm_up.phases_s]
+        assert phases[:5] == ["read the plan", "capture", "kernels", "install", "first step"]
+        assert set(phases[5:]) <= {"between them"}
         assert named(report.baselines, OURS).first_call_s == pytest.approx(report.warm_up.seconds, abs=1e-3)
         early = so_far[-1]  # what a run that is ended while compilers work has found
         assert (early.status, [row.name for row in early.baselines]) == ("interrupted", [EAGER, OURS])
