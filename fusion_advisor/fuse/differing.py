@@ -99,7 +99,8 @@ def _alone(region: Region, module: GraphModule, nodes: list[Node], known: dict[H
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     own = dict(zip(placeholders, region.example_args, strict=True))
     graph, copies, given = Graph(), {}, []
-    for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes):
+    mine = set(nodes)
+    for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine):
         copies[source] = graph.placeholder(source.name)
         if source in own:
             given.append(own[source])
@@ -124,6 +125,10 @@ def _random(value: torch.Tensor, known: dict[Hashable, torch.Tensor]) -> torch.T
     key = _layout(value)
     if key not in known:
         extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-        made = torch.zeros(max(extent, 0), dtype=value.dtype, device=value.device)
-        known[key] = (made.normal_() if value.is_floating_point() else made).as_strided(value.shape, value.stride())
+        extent = extent if value.numel() else 0
+        made = torch.zeros(extent, dtype=value.dtype, device=value.device)
+        if value.is_floating_point():
+            own = torch.Generator(value.device).manual_seed(len(known))  # the user's random numbers go on as if this had not run
+            made = torch.randn(extent, generator=own, device=value.device).to(value.dtype)
+        known[key] = made.as_strided(value.shape, value.stride())
     return known[key]

@@ -71,7 +71,9 @@ def with_call(bench, targets, call, *, reads):
 def test_of_a_merge_the_linears_alone_run(ran):
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    drawn = torch.random.get_rng_state()
     assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
+    assert torch.equal(torch.random.get_rng_state(), drawn)
     assert ran == [[("mm", (96, 96))] * 2, [("mm", (96, 192))]]
     assert stage.saving_alone_ns(StepRunner(bench), after, before) == -1000
 
