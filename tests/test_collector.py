@@ -47,6 +47,8 @@ def test_what_was_made_inside_is_walked_in_the_next_full_collection_and_not_at_o
     gc.callbacks.append(lambda phase, info: walked.append(info["generation"]) if phase == "start" else None)
     try:
         with collector_paused():
+            assert walked == [1]  # what lay about before
+            walked.clear()
             kept = [Node() for _ in range(5 * gc.get_threshold()[0])]
             gone = weakref.ref(kept.pop())
         assert gc.get_count()[0] < 100 and not walked

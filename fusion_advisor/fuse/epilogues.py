@@ -1,7 +1,8 @@
 """Activations in the epilogue of the GEMM that they follow: cuBLAS computes what the model or a kernel launches for itself.
 
-Every place is checked on its own tensors against the ops that it replaces, all are timed alone against them, and then in the step
-on top of all that was kept. What was a kernel of its own until then (a ``gelu_tanh``) is part of a GEMM's; its row says so.
+Every place is checked on its own tensors against the ops that it replaces; all are timed in the step on top of all that was kept,
+and alone against what the step has in their places. What was a kernel of its own until then (a ``gelu_tanh``) is part of a
+GEMM's; its row says so.
 """
 
 from __future__ import annotations

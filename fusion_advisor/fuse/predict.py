@@ -146,8 +146,9 @@ def _unread_ns(capture: Capture, bench: Bench, variant: Variant) -> int:
             index = index_at.get(node.name)
             if index is None or capture.ops[index].target != _ATTENTION:
                 continue
-            query, *before = (_read(capture, value) for value in capture.ops[index].args[:3])
+            before = [_read(capture, value) for value in capture.ops[index].args[1:3]]
             after = [value.meta["val"] for value in node.args[1:3] if isinstance(value, Node)]
+            query = _read(capture, next(iter(capture.ops[index].args), None))
             if query is not None and query.shape[-2] == 1:
                 unread_bytes += often * sum(read_bytes(one) for one in before if one is not None)
                 unread_bytes -= often * sum(int(one.nbytes) for one in after)

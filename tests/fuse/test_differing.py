@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion_advisor.fuse.differing as stage
+from fusion_advisor.capture import retrace
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse.bench import Bench, BuiltLinear, Step
 from fusion_advisor.fuse.decide import StepRunner
@@ -15,6 +16,7 @@ from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.narrowing import narrow_all
 from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.fuse.rewrite import SiteRewrite
+from fusion_advisor.workload.adjacent import lay_out_siblings, leave_room
 from tests.fuse.test_merging import gated
 from tests.fuse.test_narrowing import classifier
 
@@ -47,6 +49,7 @@ def ran(monkeypatch):
         return [[1000 * len(ops)] * 6 for ops in found[-2:]]
 
     monkeypatch.setattr(stage.measure, "interleave", interleave)
+    monkeypatch.setattr(stage, "_LEAST_OPS", 1)
     return found
 
 
@@ -68,13 +71,17 @@ def with_call(bench, targets, call, *, reads):
     return [Step(bench=bench, variant=bench.build((), (), linears)) for linears in ((), [linear])]
 
 
-def test_of_a_merge_the_linears_alone_run(ran):
+def test_of_a_merge_the_linears_and_what_reads_slices_now_run(ran):
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
     drawn = torch.random.get_rng_state()
     assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
     assert torch.equal(torch.random.get_rng_state(), drawn)
-    assert ran == [[("mm", (96, 96))] * 2, [("mm", (96, 192))]]
+    wide = (2, 48, 96)
+    assert ran == [
+        [("mm", (96, 96)), ("silu", wide), ("mm", (96, 96)), ("mul", wide)],
+        [("mm", (96, 192)), ("silu", wide), ("mul", wide)],
+    ]
     assert stage.saving_alone_ns(StepRunner(bench), after, before) == -1000
 
 
@@ -82,9 +89,9 @@ def test_of_rows_left_out_what_has_another_size_runs(ran):
     bench = bench_of(classifier())
     before, after = steps(bench, narrow_all(bench)[0])
     stage.saving_alone_ns(StepRunner(bench), before, after)
-    shapes = [{shape for name, shape in ops if name in ("addmm", "mm")} for ops in ran]
+    rows = [{shape[0] for name, shape in ops if name in ("addmm", "mm")} for ops in ran]
     assert len(ran[0]) == len(ran[1]) > 3
-    assert all(shape[0] == 2 for shape in shapes[1]) and not shapes[0] & shapes[1]
+    assert rows == [{2, 96}, {2}]  # the classes' linear reads a slice no more
     assert ("cumsum", (2, 48, 64)) not in ran[0]
 
 
@@ -121,6 +128,139 @@ def test_parameters_and_inputs_are_the_models_own(ran):
     assert given[0] is loaded.args[0] and given[1] is loaded.model.norm.weight
 
 
+def test_few_ops_run_several_times_over(monkeypatch, ran):
+    monkeypatch.setattr(stage, "_LEAST_OPS", 20)
+    bench = bench_of(gated())
+    before, after = with_call(bench, ["aten.silu.default"], lambda x: x, reads=["aten.linear.default"])
+    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
+    assert [len(ops) for ops in ran] == [10, 0]  # 20 over an op and a call
+
+
+class Shared(torch.nn.Module):
+    """Linears of one input, and a reshape that is a view of one of them alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(64, 96, bias=False)
+
+    def forward(self, x):
+        return self.gate(x).tanh(), self.up(x).reshape(-1).tanh()
+
+
+def test_a_copy_that_only_one_step_makes_counts(ran):
+    torch.manual_seed(0)
+    model = Shared().eval()
+    assert lay_out_siblings(model) == 1
+    bench = Bench(capture_regions(model, (torch.randn(2, 48, 64),), {}), on_cuda=False)
+    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    saving_ns = stage.saving_alone_ns(StepRunner(bench), before, after)
+    assert [[name for name, _ in ops].count("clone") for ops in ran] == [0, 1]
+    assert saving_ns == 0  # a GEMM less and a copy more
+
+
+class Layer(torch.nn.Module):
+    """Linears with biases, of several widths, and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(64, 64) for _ in range(4))
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = x + self.o(functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+        return x + self.down(functional.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_gemms_with_their_biases_written_out_are_told_apart(monkeypatch, ran, layers):
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda *_: True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Layer() for _ in range(layers))).eval()
+    assert lay_out_siblings(model) == layers
+    bench = Bench(capture_regions(model, (torch.randn(1, 64, 64),), {}), on_cuda=False)
+    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    stage.saving_alone_ns(StepRunner(bench), before, after)
+    columns = [sum(shape[-1] for name, shape in ops if name in ("addmm", "mm")) for ops in ran]
+    assert columns == [layers * 3 * 64] * 2  # q, k and v of each layer, and nothing else
+
+
+class Looped(torch.nn.Module):
+    """Layers that share a graph and have their own weights: there is a graph break in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = broken(layer, x)
+        return x
+
+
+def broken(layer, x):
+    return torch.sigmoid(layer(x))
+
+
+def test_each_run_of_a_region_is_on_its_own_tensors(ran):
+    model = Looped().eval()
+    bench = Bench(capture_regions(model, (torch.randn(4, 8),), {}), on_cuda=False)
+    before, after = (Step(bench=bench, variant=bench.build((), ())) for _ in range(2))
+    given = []
+
+    def noted(*args):
+        given.append(args)
+        return torch.nn.functional.linear(*args)
+
+    for module in after.variant.modules:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                node.target = noted
+    stage.saving_alone_ns(StepRunner(bench), before, after)
+    assert {args[1].data_ptr() for args in given} == {layer.weight.data_ptr() for layer in model.layers}
+    assert len(given) == 4
+
+
+def test_a_step_does_not_differ_from_itself(ran):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 31)).eval().to(torch.bfloat16)
+    leave_room(model)
+    bench = Bench(capture_regions(model, (torch.randn(64, 64, dtype=torch.bfloat16),), {}), on_cuda=False)
+    variants = [bench.build((), ("pad_linears", "store_odd_rows", "fold_constants")) for _ in range(2)]
+    assert variants[0].changed["pad_linears"]
+    assert stage.saving_alone_ns(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants]) == 0
+    assert not ran
+
+
+class Divides(torch.nn.Module):
+    def forward(self, x, ids):
+        return torch.sigmoid(x) * (ids * 7 % (ids + 3).cumsum(0))
+
+
+def test_integers_that_are_not_known_divide_nothing(ran):
+    bench = Bench(capture_regions(Divides().eval(), (torch.randn(4), torch.arange(4)), {}), on_cuda=False)
+    before, after = (Step(bench=bench, variant=bench.build((), ())) for _ in range(2))
+    (graph,) = [module.graph for module in after.variant.modules]
+    (node,) = (node for node in graph.nodes if str(node.target) == "aten.remainder.Tensor")
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
+
+
+def test_a_recording_that_fails_leaves_the_runner_as_it_was(monkeypatch, ran):
+    bench = bench_of(gated())
+    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    runner = StepRunner(bench)
+
+    def recorded(calls):
+        runner.method = "cuda_events"
+        return calls
+
+    monkeypatch.setattr(runner, "recorded", recorded)
+    assert stage.saving_alone_ns(runner, before, after) is None
+    assert runner.method == "wall"
+
+
 class Writes(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,6 +269,21 @@ class Writes(torch.nn.Module):
     def forward(self, x):
         self.seen.add_(x.sum(0))
         return torch.sigmoid(x)
+
+
+class Inplace(torch.nn.Module):
+    def forward(self, x):
+        return functional.relu(x * 2, inplace=True)
+
+
+def test_what_writes_to_the_steps_own_activations_runs(ran):
+    bench = Bench(capture_regions(Inplace().eval(), (torch.randn(4),), {}), on_cuda=False)
+    before, after = (Step(bench=bench, variant=bench.build((), ())) for _ in range(2))
+    (graph,) = [module.graph for module in after.variant.modules]
+    (node,) = (node for node in graph.nodes if str(node.target) == "aten.relu_.default")
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
 
 
 class Mixed(torch.nn.Module):
