@@ -183,6 +183,11 @@ class Step:
         return self.bench.run(self.variant)
 
 
+def step_of(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Step:
+    """Return the step with these rewrites."""
+    return Step(bench=bench, variant=bench.build(built, passes, linears))
+
+
 def replaced_sites(variant: Variant) -> Mapping[str, int]:
     """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
     counts: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, Step
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide import Decision, StepRunner, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
@@ -165,8 +165,7 @@ def judged(
         The same with one more row, and on the changed graphs when they stay.
     """
     passes = kept_passes(kept.rewrites)
-    before = Step(bench=kept.bench, variant=kept.bench.build(kept.built, passes))
-    after = Step(bench=changed.bench, variant=changed.bench.build(changed.built, passes))
+    before, after = step_of(kept.bench, kept.built, passes), step_of(changed.bench, changed.built, passes)
     runner = StepRunner(kept.bench)
     verdict = on_top(
         runner, before.run, after.run, name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s
@@ -185,7 +184,7 @@ def judged(
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    original = Step(bench=kept.captured, variant=kept.captured.build((), ()))
+    original = step_of(kept.captured, (), ())
     decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3)
     fusions = [
         replace(fusion, rendered=changed.kernels[fusion.id]) if fusion.id in changed.kernels else fusion

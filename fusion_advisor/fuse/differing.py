@@ -61,13 +61,11 @@ def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None
         what the model holds or is given, run in autocast that the model enters, divide integers that are not known, cannot be
         recorded as the step can, or do not fit into memory beside the model.
     """
-    try:
-        found = _differing(before, after)
-    except _CannotRunAlone:
-        return None
-    times_over = max(1, _LEAST_OPS // max(1, sum(len(nodes) for pair in found.values() for nodes in pair)))
     method = runner.method
     try:
+        found = _differing(before, after)
+        differing = sum(len(nodes) for pair in found.values() for nodes in pair)
+        times_over = max(1, _LEAST_OPS // max(1, differing))
         took_ns, takes_ns = _took_ns(runner, before, after, found, times_over) if found else (0.0, 0.0)
     except _CannotRunAlone:
         return None

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.changed_step import Kept, not_replaced
 from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.epilogue import find_epilogue_sites
-from fusion_advisor.fuse.places import Place, observe, original_of, step_of, without_taken
+from fusion_advisor.fuse.places import Place, observe, original_of, without_taken
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite
@@ -101,7 +101,7 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
-    original = step_of(kept.captured, (), (), ())
+    original = step_of(kept.captured, (), ())
     decision = confirmed(runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3)
     runner.forget()
     fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.bench import Bench, BuiltLinear
+from fusion_advisor.fuse.bench import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.chain import OriginalChain
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
-from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, step_of, without_taken
+from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, without_taken
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
 from fusion_advisor.fuse.select import kept_passes
@@ -112,7 +112,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     decision = confirmed(
         runner,
         kept.decision,
-        step_of(kept.captured, (), (), ()).run,
+        step_of(kept.captured, (), ()).run,
         step_of(bench, kept.built, passes, [*kept.linears, *chosen]).run,
         budget_s=budget_s / 3,
     )

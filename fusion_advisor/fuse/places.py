@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, Step
+from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
 from fusion_advisor.records import Fusion, Status, Timing
 from fusion_advisor.timing import measure
@@ -68,11 +68,6 @@ def compare_alone(
 
 def _each(timing: Timing, places: int) -> Timing:
     return as_timing([ns // places for ns in timing.times_ns], timing.method)
-
-
-def step_of(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear]) -> Step:
-    """Return the step with these rewrites."""
-    return Step(bench=bench, variant=bench.build(built, passes, linears))
 
 
 def without_taken(
