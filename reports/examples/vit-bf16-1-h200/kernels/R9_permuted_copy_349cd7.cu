@@ -2,7 +2,7 @@
 //
 // Moves each operand once: permuted 2 B/element, plain 2 B/element.
 // Maths in float32, rounded once, at the store.
-// Tuning: num_warps=4 packs=2
+// Tuning: num_warps=2 packs=2
 // Origin: generated for what a GEMM over patches reads and gives.
 
 #ifndef THREADS
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_permuted_copy_468ec9(
+fa_permuted_copy_349cd7(
     const bfloat16_bits* __restrict__ permuted_ptr,
     bfloat16_bits* __restrict__ plain_ptr,
     index_t rows,
