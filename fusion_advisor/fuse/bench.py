@@ -24,13 +24,16 @@ from fusion_advisor.fuse.rewrite import GraphPass, SiteRewrite, fused_call, rewr
 from fusion_advisor.library.source import BuiltKernel
 from fusion_advisor.records import OpNode, RenderedKernel
 
+BIASES = "split_gemm_biases"
+"""The pass whose ops are not in the trace before it: how long a GEMM takes with its bias is timed."""
+
 PASSES: dict[str, tuple[str, GraphPass]] = {
     "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
     "group_query_heads": ("repeated KV heads are read in place (enable_gqa)", group_query_heads),
     "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
     "share_values": ("values that layers compute alike are computed once", share_values),
     "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
-    "split_gemm_biases": ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
+    BIASES: ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
     "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
     "store_odd_rows": ("padded GEMMs on many rows store their results where they belong", store_odd_rows),
     "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.bias import LAUNCHES_OF
 from fusion_advisor.chains.traced_bytes import read_bytes
-from fusion_advisor.fuse.bench import PASSES, Bench, Variant
+from fusion_advisor.fuse.bench import BIASES, PASSES, Bench, Variant
 from fusion_advisor.fuse.odd_rows import OddRows
 from fusion_advisor.records import Arg, Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref, TensorMeta
 
@@ -29,7 +29,6 @@ _PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _MASKS = "drop_masks"
-_BIASES = "split_gemm_biases"
 _PADS = "pad_linears"
 _STORED = "store_odd_rows"
 _PATCHES = "patches_as_gemm"
@@ -48,7 +47,7 @@ def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[
     """
     if not launches or not step_ns:
         return 0
-    apart, _ = PASSES[_BIASES]
+    apart, _ = PASSES[BIASES]
     step_ns += sum(row.step_delta_ns or 0 for row in rewrites if row.name == apart)
     kernels_ns = sum(launch.duration_ns for launch in launches)
     return min(max(0, round((step_ns - kernels_ns) / len(launches))), most_ns)
@@ -82,8 +81,8 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
     the first is copied once, what the second reads and gives once each. One that stores odd rows where they belong is expected to
     save that copy and to launch its products in its stead. What an op makes of a boolean mask, besides attention's own kernels,
     is expected to be made once. Where repeated KV heads go, attention of a single token, which does little more than read them,
-    is expected to read so much less. Biases that stay apart get no figure: how long the op with its bias takes is not in the
-    trace.
+    is expected to read so much less. Biases that stay apart keep the figure that they came with: how long the op with its bias
+    takes is not in the trace.
 
     Args:
         rewrites: of a run.
@@ -104,7 +103,7 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         placed.append(name)
         variant = bench.build((), placed)
         now = removed_ops(bench, variant)
-        if name == _BIASES:
+        if name == BIASES:
             priced.append(row)
             gone = now
             continue

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion_advisor import units
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion
-from fusion_advisor.fuse.decide import Candidate, Decision, decide
+from fusion_advisor.fuse.bench import BIASES, PASSES, Bench, BuiltFusion, step_of
+from fusion_advisor.fuse.decide import Candidate, Decision, StepRunner, decide
+from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.fold import held_bytes
 from fusion_advisor.fuse.plan import Plan
@@ -168,6 +169,7 @@ def choose(
                 step_delta_ns=verdict.delta_ns,
                 step_delta_ci_ns=verdict.interval_ns,
                 held_bytes=held_for if verdict.status is Status.KEPT else 0,
+                predicted_saving_ns=_apart_ns(bench, passes) if candidate.graph_pass == BIASES else None,
             )
         )
     judged = []
@@ -187,6 +189,13 @@ def choose(
         )
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _apart_ns(bench: Bench, passes: Sequence[Candidate]) -> int | None:
+    """What biases apart are expected to save, on top of the passes that were timed before them."""
+    names = [candidate.graph_pass for candidate in passes]
+    before = names[: names.index(BIASES)]
+    return saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, BIASES]))
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.select as selection
-from fusion_advisor.capture import torch_internals
+from fusion_advisor.capture import retrace, torch_internals
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import install, pipeline, trial
-from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.bench import BIASES, PASSES, Bench
 from fusion_advisor.fuse.decide import Decision, Verdict
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
@@ -183,6 +183,27 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, mo
     for fusion in report.fusions:
         assert (quick.run_dir / fusion.rendered[0].path).read_text() == fusion.rendered[0].source
     assert_traces(quick.run_dir, report)
+
+
+def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, monkeypatch):
+    asked = []
+
+    def alone(_, before, after):
+        asked.append(
+            [[node for node in step.variant.modules[0].graph.nodes if node.op == "call_function"] for step in (before, after)]
+        )
+        return 41_000
+
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+    monkeypatch.setattr(selection, "saving_alone_ns", alone)
+    verdicts(monkeypatch, keep_all)
+    rows = {row.name: row for row in apply_workload(loaded, quick).report.rewrites}
+    assert rows[PASSES[BIASES][0]].predicted_saving_ns == 41_000
+    ((before, after),) = asked  # of this pass alone
+    linears = [[len(node.args) for node in ops if "linear" in str(node.target)] for ops in (before, after)]
+    assert linears == [[3, 3], [2, 2]]
+    assert len(after) == len(before) + 2  # an addition for each
+    assert not [node for node in before if "tril" in str(node.target)]  # passes of before this one are in place
 
 
 def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):

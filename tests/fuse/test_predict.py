@@ -159,19 +159,21 @@ def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
     assert priced.predicted_saving_ns == 0
 
 
-def test_nothing_is_expected_of_biases_that_stay_apart(monkeypatch):
+def test_biases_that_stay_apart_keep_the_figure_that_was_timed(monkeypatch):
     monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     rows = [
-        GraphRewrite(id=name, name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
-        for name in ("split_gemm_biases", "fold_constants")
+        GraphRewrite(
+            id=name, name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1, predicted_saving_ns=timed_ns
+        )
+        for name, timed_ns in (("split_gemm_biases", 41_000), ("fold_constants", None))
     ]
     bench = Bench(live, on_cuda=False)
     made = [op.index for op in capture.ops if op.target in ("aten.ones.default", "aten.tril.default")]
     product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
     launches = [launch(product, 70_000), launch(total, 4_000), *(launch(index, 1_000) for index in made)]
     apart, folded = price_passes(rows, bench, replace(capture, launches=tuple(launches), eager_launches=()), 500)
-    assert apart.predicted_saving_ns is None
+    assert apart.predicted_saving_ns == 41_000
     assert folded.predicted_saving_ns == len(made) * 1500 > 0
 
 
