@@ -227,6 +227,16 @@ def is_quiet(share: float, confidence: float) -> Callable[[list[list[int]]], boo
     return found
 
 
+def is_known(share: float) -> Callable[[list[list[int]]], bool]:
+    """Return the question whether the quicker half of the candidates is known to within a share of each one's time."""
+
+    def found(times: list[list[int]]) -> bool:
+        spans = sorted(map(median_interval, times))
+        return all(high - low <= 2 * share * middle for middle, low, high in spans[: -(-len(spans) // 2)])
+
+    return found
+
+
 def compare_alone(
     before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3
 ) -> tuple[Timing, Timing]:

@@ -255,6 +255,16 @@ def test_a_step_is_quiet_when_it_does_not_differ_from_itself():
     assert measure.noise_ns(same, [value - 12 for value in same]) == 12
 
 
+def test_ways_are_known_when_the_intervals_of_the_quicker_ones_are_narrow():
+    known = measure.is_known(0.01)
+    narrow, wide = [1000 + number % 20 for number in range(30)], [1000 + 5 * (number % 20) for number in range(30)]
+    slow = [2 * value for value in wide]
+    assert known([narrow]) and not known([wide])
+    assert known([slow, narrow]) and known([slow, narrow, narrow, slow])
+    assert not known([slow, narrow, wide]) and not known([wide, narrow, slow])
+    assert not known([narrow, slow, slow])  # two are the quicker half of three
+
+
 def test_a_difference_is_after_minus_before():
     change = difference([100] * 20, [70] * 20)
     assert (change.median_ns, change.low_ns, change.high_ns) == (-30, -30, -30)

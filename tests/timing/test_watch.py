@@ -163,11 +163,25 @@ def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn
     monkeypatch.setattr(held, "runs_at_power_limit", lambda queue, wait: asked.append(queue) or True)
     for module in (steps, watch):
         monkeypatch.setattr(module, "watching", lambda *, on_cuda: contextlib.nullcontext(held if on_cuda else Watch(None)))
-    monkeypatch.setattr(steps, "interleave", lambda *_, turn_s, **__: [[round(turn_s * 1e9)]])
+    monkeypatch.setattr(steps, "interleave", lambda *_, turn_s, most_s, **__: [[round(turn_s * 1e9), round(most_s * 1e9)]])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for on_cuda, turn_ns in ((True, 200_000_000), (False, 0)):
-        (timing,) = steps.walls([lambda: None], on_cuda=on_cuda, runs=6, budget_s=0.0)
-        assert timing.times_ns == (turn_ns,) and len(asked) == 1
+    for on_cuda, expected_ns in ((True, (200_000_000, 6_000_000_000)), (False, (0, 0))):
+        (timing,) = steps.walls([lambda: None], on_cuda=on_cuda, runs=6, budget_s=2.0, patience=3.0)
+        assert timing.times_ns == expected_ns and len(asked) == 1
+
+
+def test_ways_that_are_held_down_are_timed_until_they_are_known(monkeypatch):
+    monkeypatch.setattr(steps, "is_held_down", lambda *_, **__: True)
+    swings = iter([*range(0, 60, 6), *[0] * 90])
+
+    def timed(run, before, count):
+        return [10_000 + 10 * next(swings)] * count
+
+    monkeypatch.setattr(measure, "_timed_on_host", timed)
+    monkeypatch.setattr(steps, "TURN_S", 1e-9)
+    (timing,) = steps.walls([lambda: None], on_cuda=False, runs=99, budget_s=1e-6, patience=1e9)
+    assert 10 < len(timing.times_ns) < 40
+    assert timing.ci_high_ns - timing.ci_low_ns <= 0.02 * timing.median_ns
 
 
 def test_after_rests_ways_are_timed_without_turns_and_without_readings(monkeypatch):
