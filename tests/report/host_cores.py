@@ -1,7 +1,7 @@
 """How fast each of a host's cores runs Python now: python -m tests.report.host_cores.
 
-What waits for Python (eager steps, torch.compile's first call, dynamo in a warm-up) is as fast as the core that it runs on. On a
-host whose cores are shared with others these are not equal, and which of them are slow changes.
+What waits for Python (eager steps, torch.compile's first call, dynamo in a warm-up) is as fast as the core that it runs on, and
+on a host cores can be unequal: 27 to 48 ms for this loop on one with an H200, where others were the slow ones minutes later.
 """
 
 from __future__ import annotations
