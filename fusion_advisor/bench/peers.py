@@ -63,7 +63,7 @@ class Work:
     refusal: str
     """Why it could not be lowered."""
     problem: GemvProblem | None
-    """Of a linear layer on few rows, which takes the place of what would be lowered."""
+    """Of a linear layer, which takes the place of what would be lowered."""
     sets: Sequence[TensorSet]
     device: torch.device
     folder: Path

@@ -20,7 +20,7 @@ from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.epilogue import find_epilogue_sites
-from fusion_advisor.fuse.places import Place, observe, original_of, without_taken
+from fusion_advisor.fuse.places import Place, device_of, observe, original_of, own_classes, without_taken
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite
@@ -31,7 +31,6 @@ from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
 
 TITLE = EPILOGUE
 _FLOAT64_BYTES = 8
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 ID = f"R{len(PASSES) + 3}"
 
 
@@ -122,8 +121,6 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
     reads = {lowered.outputs[-1]: lowered.given for _, _, lowered in pairs}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
         node_at = {index: node for node, index in index_of.items()}
-        placeholders = [node for node in index_of if node.op == "placeholder"]
-        given = dict(zip(placeholders, region.example_args, strict=True))
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
         device = "cuda" if bench.on_cuda else "cpu"
         sites, reasons = find_epilogue_sites(region.graph.graph, mine, device, fast_math=fast_math)
@@ -132,9 +129,9 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
             if reads.get(members[-1], members[:1]) != members[:1]:
                 continue
-            own = {type(given[node]) for node in site.operands if node in given} - _PLAIN
+            own = own_classes(region, site.operands)
             if own:
-                refusals.append(f"what it reads is a {own.pop().__name__}, whose own kernels may have no such epilogue")
+                refusals.append(f"what it reads is a {min(own)}, whose own kernels may have no such epilogue")
                 continue
             placed.append(Placed(place=Place(region=region.index, members=members, inputs=inputs), call=site.call()))
     return placed, refusals
@@ -176,10 +173,7 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
 
 def _why_no_room(bench: Bench, found: Sequence[Placed]) -> str | None:
     """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
-    device = next(
-        value.device for region in bench.live.regions for value in region.example_args if isinstance(value, torch.Tensor)
-    )
-    free_bytes, _ = memory_bytes(device)
+    free_bytes, _ = memory_bytes(device_of(bench))
     kept = {index for one in found for index in one.place.inputs if bench.ops[index].op_class is not OpClass.INPUT}
     kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
     needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, one.place) for one in found)

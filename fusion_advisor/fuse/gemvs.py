@@ -1,4 +1,4 @@
-"""Linears on few rows as hand-written kernels, tried last: norm, bias, gate and residual go into the linear they stand around.
+"""Linears as hand-written kernels, tried last: on few rows norm, bias, gate and residual go into them, on many the gate alone.
 
 Every kind of site (one kernel, all its layers) is built, checked on every site's own tensors, timed alone against the ops that it
 replaces, and then in the step on top of all that was kept before it; one that does not pay is out before the next is timed. It
@@ -24,7 +24,7 @@ from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
-from fusion_advisor.fuse.places import Place, compare_alone, observe, original_of, without_taken
+from fusion_advisor.fuse.places import Place, compare_alone, device_of, observe, original_of, own_classes, without_taken
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
 from fusion_advisor.fuse.select import kept_passes
@@ -32,7 +32,7 @@ from fusion_advisor.fuse.trial import source_around
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.library.build import gemv_backend
 from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem
-from fusion_advisor.library.gemv_choose import BACKENDS, choose
+from fusion_advisor.library.gemv_choose import BACKENDS, choose, is_served
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
@@ -79,7 +79,8 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     Returns:
         The same with one more fusion for each kind of site, and those that stay in ``linears``.
     """
-    kinds = [kind for kind in find_kinds(kept.bench) if _is_wanted(kind.title, options)] if make is not None else []
+    kinds = find_kinds(kept.bench) if make is not None else []
+    kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and is_served(kind.problem, device_of(kept.bench))]
     if make is None or not kinds:
         return kept
     bench, passes = kept.bench, kept_passes(kept.rewrites)
@@ -127,7 +128,7 @@ def find_kinds(bench: Bench) -> list[Kind]:
     found: dict[tuple[str, GemvProblem], list[Place]] = {}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
         for site in find_gemv_sites(region.graph.graph):
-            if not _is_served(site):
+            if not _is_served(site) or own_classes(region, site.operands):
                 continue
             place = Place(
                 region=region.index,

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
+from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
 from fusion_advisor.records import Fusion, Status, Timing
@@ -27,6 +29,19 @@ class Place:
     inputs: tuple[int, ...]
 
 
+def own_classes(region: Region, operands: Iterable[Node]) -> set[str]:
+    """Return the classes of tensors that are no plain ones: an op means something of its own there, or there is no such memory.
+
+    Args:
+        region: with the tensors of a call.
+        operands: of one place; of what is computed from the region's inputs (merged weights), those are asked.
+    """
+    inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(inputs, region.example_args, strict=True))
+    asked = {source for node in operands for source in (node, *node.all_input_nodes) if source in given}
+    return {type(given[node]).__name__ for node in asked if type(given[node]) not in (torch.Tensor, torch.nn.Parameter)}
+
+
 def observe(bench: Bench, places: Iterable[Place]) -> None:
     """Run the model once and keep what the places read."""
     inputs = {index for place in places for index in place.inputs}
@@ -37,6 +52,12 @@ def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.T
     """Return a place's original ops and its own tensors; the bench has observed them."""
     chain = original_chain(bench.ops, bench.index_of[place.region], place.members, place.inputs, place.members[-1:])
     return chain, [bench.values[index] for index in place.inputs]
+
+
+def device_of(bench: Bench) -> torch.device:
+    """Return where a bench's tensors are."""
+    values = (value for region in bench.live.regions for value in region.example_args)
+    return next(value.device for value in values if isinstance(value, torch.Tensor))
 
 
 def compare_alone(

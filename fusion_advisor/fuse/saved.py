@@ -77,7 +77,7 @@ class SavedPlan:
     epilogue: GraphRewrite | None = None
     """The activations that run in GEMMs, if that was kept."""
     gemvs: tuple[Fusion, ...] = ()
-    """Kept kernels of linears on few rows."""
+    """Kept kernels of linears."""
     has_graph: bool = False
     """Whether a CUDA graph around the step was kept."""
 
@@ -339,7 +339,7 @@ def _on_changed(
 
 
 def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltLinear]:
-    """Build the kernels of linears on few rows again, with the configurations that were chosen, and check their numbers."""
+    """Build the kernels of linears again, with the configurations that were chosen, and check their numbers."""
     found: list[BuiltLinear] = []
     for kind in kinds:
         header = header_of(kind.title)

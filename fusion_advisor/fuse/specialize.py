@@ -47,7 +47,7 @@ class Kept:
     tolerance: Tolerance | None = None
     """The user's limit on errors, if there was one."""
     has_gemvs: bool = False
-    """Whether linears on few rows run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
+    """Whether linears run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
     has_epilogues: bool = False
     """Whether activations run in the GEMM that they follow."""
     fast_math: bool = False

@@ -36,7 +36,7 @@ def backend(name: str) -> Backend:
 
 
 def gemv_backend(name: str) -> GemvCuda | GemvTriton:
-    """Return the backend ``triton`` or ``cuda`` for linear layers on few rows.
+    """Return the backend ``triton`` or ``cuda`` for linear layers.
 
     Raises:
         UsageError: there is none of that name.

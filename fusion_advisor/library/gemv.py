@@ -1,4 +1,4 @@
-"""A linear layer on few rows, with what stands around it: the problem, and the launch parameters of its hand-written kernels.
+"""A linear layer with what stands around it: the problem, and the launch parameters of its hand-written kernels.
 
 ``out = epilogue(prologue(x) @ weight.T)``: RMSNorm before, bias, gate and residual after. Up to some 16 rows the time goes into
 reading the weight, so a kernel is as good as its loads; beyond, a GEMM is. A GEMV is no loop over one output row's elements and
@@ -19,11 +19,11 @@ from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Header, identifier
 from fusion_advisor.library.spec import Case, KernelSpec
 
-Form = Literal["cuda_fma", "cuda_mma", "triton_fma", "triton_dot", "cublas", "cuda_cublas", "triton_cublas"]
-FORMS: dict[str, tuple[Form, ...]] = {"cuda": ("cuda_fma", "cuda_mma"), "triton": ("triton_fma", "triton_dot")}
+Form = Literal["cuda_fma", "cuda_mma", "cuda_wgmma", "triton_fma", "triton_dot", "cublas", "cuda_cublas", "triton_cublas"]
+FORMS: dict[str, tuple[Form, ...]] = {"cuda": ("cuda_fma", "cuda_mma", "cuda_wgmma"), "triton": ("triton_fma", "triton_dot")}
 AROUND: dict[str, Form] = {"cuda": "cuda_cublas", "triton": "triton_cublas"}
 MOST_ROWS = 64
-"""Above, cuBLAS is at its limit, and no GEMV kernel is offered."""
+"""Above, cuBLAS is at its limit, and no GEMV kernel is offered: only a GEMM that computes a gate as well."""
 CROSSOVER_ROWS = 8
 """Up to here one of ours is taken where nothing was measured.
 
@@ -42,6 +42,16 @@ _SMS = 132
 """Multiprocessors of an H100 or H200; on another GPU the blocks are as right, only less even."""
 _MOST_LINES = 48
 """Rows of the weight that a warp of tensor cores has registers for, in blocks of up to 512 threads."""
+_TILE_TOKENS = 128
+"""Rows of x for a block of ``cuda_wgmma``."""
+_TILE_BYTES = 128
+"""Of a row of one of its tiles: 64 columns."""
+_WGMMA_ROWS = (128, 112, 96, 80, 64)
+_WGMMA_STAGES = 6
+_WGMMA_SHARED_BYTES = 227 * 1024 - 1024
+"""Of a block on Hopper, less what barriers and alignment take."""
+_TILE_COST = 4
+"""What a tile costs beside its multiplications, in rows of the weight: its results' way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +115,8 @@ class GemvConfig:
 
     ``cuda_fma``  a thread owns columns and multiplies them with every row of its block in float32; any dtype
     ``cuda_mma``  a warp multiplies 16 rows of x by 8 of the weight in tensor cores, from registers to registers
-    ``triton_fma``, ``triton_dot``  the same two ideas in Triton
+    ``cuda_wgmma``  a GEMM on Hopper's tensor cores that computes the gate from its sums; see ``library.gemm_cuda``
+    ``triton_fma``, ``triton_dot``  the first two ideas in Triton
     ``cublas``  torch's own ops
     ``cuda_cublas``, ``triton_cublas``  cuBLAS, with library kernels of that backend for the norm before it and the gate behind it
     """
@@ -119,7 +130,7 @@ class GemvConfig:
     block_k: int = 0
     """Triton: columns of a tile."""
     stages: int = 0
-    """Triton: tiles under way together."""
+    """Triton and ``cuda_wgmma``: tiles under way together."""
 
     @property
     def text(self) -> str:
@@ -135,7 +146,7 @@ class GemvConfig:
             ValueError: it names no form of ours, or a parameter that is no number.
         """
         form, *given = text.partition(" (")[0].split(" ")
-        forms = [known for known in _CONFIGS if known == form]
+        forms = [known for names in FORMS.values() for known in names if known == form]
         if not forms:
             raise ValueError(f"{form} is no form of a GEMV kernel")
         return cls(form=forms[0], **{name: int(value) for name, _, value in (item.partition("=") for item in given)})
@@ -171,6 +182,8 @@ def refusal(problem: GemvProblem, form: Form) -> str:
         return ""
     if form in AROUND.values():
         return "" if around(problem, form.partition("_")[0]) else "no kernel of the library stands around this linear"
+    if form == "cuda_wgmma":
+        return _wgmma_refusal(problem)
     most = {"cuda_fma": _FMA_ROWS, "triton_fma": 1}.get(form, MOST_ROWS)
     if problem.m > most:
         return f"{form} takes up to {most} rows, not {problem.m}"
@@ -189,6 +202,18 @@ def refusal(problem: GemvProblem, form: Form) -> str:
     return ""
 
 
+def _wgmma_refusal(problem: GemvProblem) -> str:
+    if problem.m <= MOST_ROWS:
+        return f"cuda_wgmma takes more than {MOST_ROWS} rows, not {problem.m}"
+    if not problem.is_gated or problem.has_norm or problem.has_bias or problem.has_residual:
+        return "cuda_wgmma computes a gate and nothing else beside its GEMM"
+    if problem.dtype not in _HALF:
+        return f"cuda_wgmma multiplies in tensor cores, which round {problem.dtype}"
+    if min(problem.n, problem.k) < 1 or problem.n % 8 or problem.k % 8:
+        return f"cuda_wgmma's rows begin at multiples of 16 bytes, and {problem.n} or {problem.k} is no multiple of 8"
+    return ""
+
+
 def candidates(problem: GemvProblem, backends: tuple[str, ...] = ("cuda", "triton")) -> tuple[GemvConfig, ...]:
     """Configurations of ours that serve a problem, each backend's own choice first; cuBLAS is not among them.
 
@@ -203,6 +228,8 @@ def candidates(problem: GemvProblem, backends: tuple[str, ...] = ("cuda", "trito
 
 
 def _configs(problem: GemvProblem, form: Form) -> tuple[GemvConfig, ...]:
+    if form == "cuda_wgmma":
+        return _even_tiles(problem)
     return (*_CONFIGS[form], *(_even_blocks(problem) if form == "cuda_mma" else ()))
 
 
@@ -223,6 +250,39 @@ def _even_blocks(problem: GemvProblem) -> tuple[GemvConfig, ...]:
     return ()
 
 
+def _even_tiles(problem: GemvProblem) -> tuple[GemvConfig, ...]:
+    """The two widths of a tile that leave the busiest cluster the least to do, the better one first.
+
+    512 rows of x by 14,336 of a weight are 3.9 rounds of tiles of 112 rows for 132 multiprocessors, and 5.3 of 80: 161 µs, 181 by
+    104, 179 by 128 (3.4 rounds). Over nine widths and three layers the time was within 3 % of rounds times rows.
+    """
+    blocks = blocks_of(problem)
+    down = -(-problem.m // (_TILE_TOKENS * blocks))
+
+    def cost(rows: int) -> int:
+        rounds = -(-down * -(-problem.n // rows) // (_SMS // blocks))
+        return rounds * (rows + _TILE_COST)
+
+    chosen = sorted(_WGMMA_ROWS, key=cost)[:2]
+    return tuple(GemvConfig(form="cuda_wgmma", rows=rows, warps=12, stages=_stages(rows)) for rows in chosen)
+
+
+def _stages(rows: int) -> int:
+    results = _TILE_TOKENS * rows * 2
+    config = GemvConfig(form="cuda_wgmma", rows=rows)
+    return min(_WGMMA_STAGES, (_WGMMA_SHARED_BYTES - results) // stage_bytes(config))
+
+
+def stage_bytes(config: GemvConfig) -> int:
+    """Shared memory of ``cuda_wgmma`` for a tile of x and those of both halves of the weight."""
+    return (_TILE_TOKENS + 2 * config.rows) * _TILE_BYTES
+
+
+def blocks_of(problem: GemvProblem) -> int:
+    """Blocks of a cluster of ``cuda_wgmma``: 2 share the weight's tiles where there are rows of x for both."""
+    return 2 if problem.m > _TILE_TOKENS else 1
+
+
 def around(problem: GemvProblem, backend: str) -> GemvConfig | None:
     """Put a backend's kernels for norm and gate around cuBLAS; None where there is neither, or a norm of no library kernel.
 
@@ -234,8 +294,8 @@ def around(problem: GemvProblem, backend: str) -> GemvConfig | None:
 
 
 def default_config(problem: GemvProblem, backends: tuple[str, ...] = ("cuda", "triton")) -> GemvConfig:
-    """The choice where nothing was measured: ours up to CROSSOVER_ROWS, cuBLAS above."""
-    ours = candidates(problem, backends) if problem.m <= CROSSOVER_ROWS else ()
+    """The choice where nothing was measured: ours up to CROSSOVER_ROWS and for a gate on many rows, cuBLAS between them."""
+    ours = candidates(problem, backends) if problem.m <= CROSSOVER_ROWS or problem.m > MOST_ROWS else ()
     return ours[0] if ours else CUBLAS
 
 
@@ -262,11 +322,15 @@ def entry_of(problem: GemvProblem, header: Header, config: GemvConfig) -> str:
 def heading_lines(problem: GemvProblem, header: Header, config: GemvConfig) -> list[str]:
     """What the head comment says."""
     read = f"{problem.weight_rows} x {problem.k} {problem.dtype}"
-    lines = [
-        f"{header.title}: {header.summary}",
-        "",
-        f"Reads the weight ({read}, {problem.weight_bytes / 1e6:.1f} MB) once, for {problem.m} row{'s' * (problem.m != 1)} of x.",
-    ]
+    weight = (
+        f"Reads the weight ({read}, {problem.weight_bytes / 1e6:.1f} MB) once, for {problem.m} row{'s' * (problem.m != 1)} of x."
+    )
+    if config.form == "cuda_wgmma":
+        flops = 2 * problem.m * problem.weight_rows * problem.k
+        weight = (
+            f"{flops / 1e9:.1f} GFLOP on {problem.moved_bytes / 1e6:.1f} MB: the weight ({read}), x and the result, once each."
+        )
+    lines = [f"{header.title}: {header.summary}", "", weight]
     is_rounded = config.form in ("cuda_mma", "triton_dot") and problem.has_norm
     lines.append("Sums in float32, rounded once, at the store" + ("; x * norm_weight is rounded before." if is_rounded else "."))
     if problem.has_norm:

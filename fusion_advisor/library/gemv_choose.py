@@ -1,4 +1,4 @@
-"""Who computes a linear layer on few rows: one of our kernels or cuBLAS, with our kernels or torch's around it, by measurement.
+"""Who computes a linear layer: one of our kernels or cuBLAS, with our kernels or torch's around it, by measurement.
 
 A choice is kept on disk beside the tuned launch parameters, by kernel, dtype, shape bucket and GPU. Where nothing can be measured
 the crossover that is declared in ``library.gemv`` decides.
@@ -21,11 +21,13 @@ from fusion_advisor.library.gemv import (
     AROUND,
     CROSSOVER_ROWS,
     CUBLAS,
+    MOST_ROWS,
     GemvConfig,
     GemvProblem,
     around,
     candidates,
     default_config,
+    refusal,
 )
 from fusion_advisor.library.gemv_around import around_launcher
 from fusion_advisor.library.gemv_torch import torch_launcher
@@ -37,6 +39,7 @@ from fusion_advisor.library.tuning_store import TuningStore
 from fusion_advisor.timing.clock import Clock, make_clock
 
 BACKENDS = ("cuda", "triton")
+_WGMMA_CAPABILITY = (9, 0)
 Build = Callable[[GemvConfig], Launcher]
 
 
@@ -77,6 +80,15 @@ def tensors_refusal(problem: GemvProblem, tensors: Sequence[torch.Tensor]) -> st
         if tensor.device != tensors[0].device:
             return f"{name} is on {tensor.device}, x on {tensors[0].device}"
     return ""
+
+
+def is_served(problem: GemvProblem, device: torch.device | str) -> bool:
+    """Whether a device may have a kernel of ours for a problem: one for many rows needs Hopper's tensor cores, and cuda-core."""
+    if problem.m <= MOST_ROWS:
+        return True
+    if refusal(problem, "cuda_wgmma") or torch.device(device).type != "cuda" or not has_cuda_core():
+        return False
+    return torch.cuda.get_device_capability(device) == _WGMMA_CAPABILITY
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Linear layers on few rows in CUDA C++: one kernel for each shape, compiled by NVRTC in some tens of milliseconds.
+"""Linear layers in CUDA C++, on few rows and, with a gate, on many: a kernel for each shape, compiled in tens of ms by NVRTC.
 
 Sizes are constants of the source: a model has a handful of them, and the compiler drops every bound that they make superfluous.
 """
@@ -10,11 +10,21 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fusion_advisor.library import gemm_cuda
 from fusion_advisor.library.backend_cuda import CudaLaunch, launcher_of
-from fusion_advisor.library.gemv import GemvConfig, GemvProblem, default_config, entry_of, heading_lines, refusal, token_tiles
+from fusion_advisor.library.gemv import (
+    FORMS,
+    GemvConfig,
+    GemvProblem,
+    default_config,
+    entry_of,
+    heading_lines,
+    refusal,
+    token_tiles,
+)
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.heading import comment
-from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded
+from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded, target_of
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, environment
 
@@ -34,9 +44,11 @@ class GemvCuda:
         """
         config = config or default_config(problem, (self.name,))
         entry = entry_of(problem, header, config)
-        cause = refusal(problem, config.form) or ("" if config.form in ("cuda_fma", "cuda_mma") else "the choice is cuBLAS")
+        cause = refusal(problem, config.form) or ("" if config.form in FORMS[self.name] else "the choice is cuBLAS")
         if cause:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=cause)
+        if config.form == "cuda_wgmma":
+            return gemm_cuda.render(problem, header, config)
         is_mma = config.form == "cuda_mma"
         kind = {"float16": "half", "bfloat16": "bfloat16"}.get(problem.dtype, "")
         type_name = _TYPES[problem.dtype]
@@ -101,6 +113,8 @@ class GemvCudaKernel:
 
         config = config or default_config(problem, ("cuda",))
         self.tuning = config.text
+        if config.form == "cuda_wgmma":
+            return gemm_cuda.launcher(self._kernel, problem, config)
         grid = -(-problem.n // config.rows)
         first = CudaLaunch(
             kernel=self._kernel,
@@ -121,4 +135,4 @@ def pack_width(problem: GemvProblem) -> int:
 
 def compile_for(rendered: Rendered, arch: int, *, compiler: str = "") -> bytes:
     """Compile a kernel for a GPU that need not be here; see :func:`fusion_advisor.library.nvrtc.compile_cubin`."""
-    return compile_cubin(rendered, f"sm_{arch}", {}, compiler=compiler)
+    return compile_cubin(rendered, target_of(rendered, arch), {}, compiler=compiler)

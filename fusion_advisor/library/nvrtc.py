@@ -39,7 +39,12 @@ def compile_loaded(rendered: Rendered, macros: dict[str, int]) -> Any:
     device = Device(torch.cuda.current_device())
     device.set_current()
     major, minor = torch.cuda.get_device_capability()
-    return _nvrtc(rendered, f"sm_{major}{minor}", macros).get_kernel(rendered.entry)
+    return _nvrtc(rendered, target_of(rendered, 10 * major + minor), macros).get_kernel(rendered.entry)
+
+
+def target_of(rendered: Rendered, arch: int) -> str:
+    """Name a compute capability (80, 90, 100) as compilers do."""
+    return f"sm_{arch}{'a' * rendered.is_for_one_arch}"
 
 
 def device_shared_memory() -> SharedMemory:

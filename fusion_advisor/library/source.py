@@ -73,6 +73,8 @@ class Rendered:
     source: str
     suffix: str
     """``.py``, ``.cu`` or ``.cpp``."""
+    is_for_one_arch: bool = False
+    """CUDA: uses instructions that no other generation has; ``sm_90a``, not ``sm_90``."""
 
 
 Launcher = Callable[..., None]

@@ -80,7 +80,7 @@ class Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemv:
-    """A kernel that is written by hand: a linear layer on few rows, see ``library.gemv``."""
+    """A kernel that is written by hand: a linear layer, see ``library.gemv``."""
 
     is_gated: bool
     """The weight holds gate and up rows; the result is ``silu(gate) * up``."""

@@ -1,7 +1,8 @@
-"""Linears on few rows, with the norm before and the gate or residual after them: where one GEMV kernel could stand.
+"""Linears with the norm before and the gate or residual after them: where one kernel of ours could stand.
 
-At up to 64 rows a linear's time is that of reading its weight, and every small kernel around it is a launch of its own. This
-finds such places in a graph; which kernel is written into them, and whether one pays, is ``fuse.gemvs``' business. It looks at
+At up to 64 rows a linear's time is that of reading its weight, and every small kernel around it is a launch of its own. On more
+rows cuBLAS is at the limit, but a gate reads what it has written: there a linear and its gate alone are such a place. This finds
+them in a graph; which kernel is written into them, and whether one pays, is ``fuse.gemvs``' business. It looks at
 graphs whose GEMMs were merged: a gate and its up projection are one linear then, and a norm that fed three linears feeds one.
 
 A decoder layer is four such places: norm → q/k/v, attention's output → + residual, norm → gate and up → silu · mul, and
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.nodes import first_reader, is_written_between
 
 MOST_ROWS = 64
-"""Above, a GEMM is no longer bound by its weight, and cuBLAS wins (measured on an H200)."""
+"""Above, a GEMM is no longer bound by its weight, and only one with its gate is better than cuBLAS (measured on an H200)."""
 
 _ATEN = torch.ops.aten
 _LINEAR = _ATEN.linear.default
@@ -39,7 +40,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvSite:
-    """One linear on few rows; a call there computes ``result``."""
+    """One linear; a call there computes ``result``."""
 
     linear: Node
     result: Node
@@ -85,7 +86,7 @@ class GemvSite:
 
 
 def find_gemv_sites(graph: Graph) -> list[GemvSite]:
-    """Return the linears on at most 64 rows, each with as much of its surroundings as one kernel can take in."""
+    """Return the linears on at most 64 rows, each with all around it that one kernel takes in, and gated ones on more."""
     found: dict[Node, GemvSite] = {}
     for node in graph.nodes:
         site = _site(node, found) if node.target is _LINEAR else None
@@ -99,19 +100,22 @@ def _site(linear: Node, taken: Collection[Node]) -> GemvSite | None:
     assert isinstance(source, Node) and isinstance(weight, Node)
     inner = weight.meta["val"].shape[1]
     rows = source.meta["val"].numel() // max(inner, 1)
-    if rows > MOST_ROWS or not weight.meta["val"].is_contiguous():
+    if not weight.meta["val"].is_contiguous():
         return None
     columns = out.shape[-1]
     gate = _gate(linear)
+    is_gate_alone = rows > MOST_ROWS
+    if is_gate_alone and gate is None:
+        return None
     result, residual = gate or linear, None
-    found = _residual(result)
+    found = None if is_gate_alone else _residual(result)
     # The sum of two linears is computed by one of them.
     if found is not None and found[0] not in taken and not is_written_between(found[1:], linear, first_reader(found[0])):
         result, residual = found
     end = first_reader(result)
     if is_written_between(linear.all_input_nodes, linear, end):
         return None
-    norm = _norm(_before_views(source))
+    norm = None if is_gate_alone else _norm(_before_views(source))
     if norm is not None and is_written_between((norm.source, norm.weight), norm.source, end):
         norm = None
     return GemvSite(
