@@ -7,12 +7,9 @@ GEMM's; its row says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.changed_step import Kept, not_replaced
@@ -20,17 +17,16 @@ from fusion_advisor.fuse.decide import StepRunner, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.epilogue import find_epilogue_sites
-from fusion_advisor.fuse.places import Place, device_of, observe, original_of, own_classes, without_taken
+from fusion_advisor.fuse.places import Place, observe, original_of, own_classes, why_no_room, without_taken
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
-from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, OpClass, Status, Tolerance
-from fusion_advisor.workload.device import is_out_of_memory, memory_bytes
+from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
+from fusion_advisor.workload.device import is_out_of_memory
 
 TITLE = EPILOGUE
-_FLOAT64_BYTES = 8
 ID = f"R{len(PASSES) + 3}"
 
 
@@ -61,7 +57,7 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
     row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
     try:
-        refusal = _why_no_room(bench, found)
+        refusal = why_no_room(bench, [one.place for one in found])
         if refusal is None:
             observe(bench, [one.place for one in found])
             refusal = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
@@ -169,25 +165,3 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
         for one in found
     )
     return BuiltLinear(id=ID, sites=sites)
-
-
-def _why_no_room(bench: Bench, found: Sequence[Placed]) -> str | None:
-    """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
-    free_bytes, _ = memory_bytes(device_of(bench))
-    kept = {index for one in found for index in one.place.inputs if bench.ops[index].op_class is not OpClass.INPUT}
-    kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
-    needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, one.place) for one in found)
-    if free_bytes and needed_bytes > free_bytes:
-        what = "what they read, and the largest of them in float64 to check against"
-        return f"{what}, take {needed_bytes:,} bytes; {free_bytes:,} are free"
-    return None
-
-
-def _float64_elements(bench: Bench, place: Place) -> int:
-    """Of what is there at once: inputs, members, and the result some five times over, for its errors."""
-    indices = [*place.inputs, *place.members, *[place.members[-1]] * 5]
-    return sum(_elements(bench, index) for index in indices)
-
-
-def _elements(bench: Bench, index: int) -> int:
-    return math.prod(bench.ops[index].outputs[0].shape)

@@ -10,7 +10,7 @@ needs another kernel.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,16 @@ from fusion_advisor.fuse.decide import StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.decode_gemv import GemvSite, find_gemv_sites
-from fusion_advisor.fuse.places import Place, compare_alone, device_of, observe, original_of, own_classes, without_taken
+from fusion_advisor.fuse.places import (
+    Place,
+    compare_alone,
+    device_of,
+    observe,
+    original_of,
+    own_classes,
+    why_no_room,
+    without_taken,
+)
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.rewrite import SiteRewrite, fused_call
 from fusion_advisor.fuse.select import kept_passes
@@ -36,10 +45,8 @@ from fusion_advisor.library.gemv_choose import BACKENDS, choose, is_served
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
-from fusion_advisor.workload.device import memory_bytes
 
 _DTYPES = ("float16", "bfloat16")
-_FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +91,18 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     if make is None or not kinds:
         return kept
     bench, passes = kept.bench, kept_passes(kept.rewrites)
-    observe(bench, [place for kind in kinds for place in kind.places])
+    refusals, seen = _refused(bench, kinds)
+    observe(bench, seen)
     runner = StepRunner(bench)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []
-    for number, kind in enumerate(kinds, start=1):
+    for number, (kind, refusal) in enumerate(zip(kinds, refusals, strict=True), start=1):
         progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
-        row, built = _tried(bench, kind, make, name=f"G{number}", seed=number, tolerance=options.tolerance)
+        row, built = _row(bench, kind, f"G{number}"), None
+        if refusal is not None:
+            row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
+        else:
+            row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance)
         if built is not None:
             before = step_of(bench, kept.built, passes, [*kept.linears, *chosen])
             after = step_of(bench, kept.built, passes, [*kept.linears, *chosen, built])
@@ -243,20 +255,24 @@ def header_of(title: str) -> Header:
     return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
 
 
+def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:
+    """Return for each kind why it does not fit into memory beside those before it, and the places of all that do."""
+    refusals: list[str | None] = []
+    seen: list[Place] = []
+    for kind in kinds:
+        refusals.append(why_no_room(bench, [*seen, *kind.places]))
+        seen += kind.places if refusals[-1] is None else ()
+    return refusals, seen
+
+
 def _tried(
-    bench: Bench, kind: Kind, make: Make, *, name: str, seed: int, tolerance: Tolerance | None
+    bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None
 ) -> tuple[Fusion, BuiltLinear | None]:
-    row = _row(bench, kind, name)
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
-    free_bytes, _ = memory_bytes(bench.values[kind.places[0].inputs[0]].device)
-    oracle_bytes = kind.problem.weight_rows * kind.problem.k * _FLOAT64_BYTES
     if surprise is not None:
         return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
-    if free_bytes and oracle_bytes > free_bytes:
-        reason = f"its weight in float64, to check against, takes {oracle_bytes:,} bytes, and {free_bytes:,} are free"
-        return replace(row, status=Status.NOT_REPLACED, reason=reason), None
     try:
-        made = make(kind.problem, header_of(kind.title), f"{name}_{kind.title}")
+        made = make(kind.problem, header_of(kind.title), f"{row.id}_{kind.title}")
         if isinstance(made, str):
             return replace(row, status=Status.SLOWER, reason=made), None
         row = replace(row, rendered=(made.kernel,))
@@ -267,7 +283,7 @@ def _tried(
     assert numerics is not None
     if not numerics.is_passed:
         return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, tolerance)), None
-    built = install(bench, kind, made, name=name)
+    built = install(bench, kind, made, name=row.id)
     before, after = _alone(bench, kind, built)
     row = replace(row, chain_before=before, chain_after=after)
     if after.ci_low_ns >= before.ci_high_ns:

@@ -5,6 +5,7 @@ Such a call takes the place of fused chains as well (the norm of an ``add_rmsnor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,12 @@ from torch.fx import Node
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.chain import OriginalChain, original_chain
-from fusion_advisor.records import Fusion, Status, Timing
+from fusion_advisor.records import Fusion, OpClass, Ref, Status, Timing
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.stopwatch import as_timing
+from fusion_advisor.workload.device import memory_bytes
+
+_FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,35 @@ def device_of(bench: Bench) -> torch.device:
     """Return where a bench's tensors are."""
     values = (value for region in bench.live.regions for value in region.example_args)
     return next(value.device for value in values if isinstance(value, torch.Tensor))
+
+
+def why_no_room(bench: Bench, places: Sequence[Place]) -> str | None:
+    """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
+    free_bytes, _ = memory_bytes(device_of(bench))
+    kept = {index for place in places for index in place.inputs if not _is_weight(bench, index)}
+    kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
+    needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, place) for place in places)
+    if free_bytes and needed_bytes > free_bytes:
+        what = "what they read, and the largest of them in float64 to check against"
+        return f"{what}, take {needed_bytes:,} bytes; {free_bytes:,} are free"
+    return None
+
+
+def _is_weight(bench: Bench, index: int) -> bool:
+    """Whether it is in memory anyway: an input of the graph, or inputs that are read as one (merged weights)."""
+    op = bench.ops[index]
+    sources = [bench.ops[argument.index] for argument in op.args if isinstance(argument, Ref)]
+    return op.op_class is OpClass.INPUT or (bool(sources) and all(source.role == "parameter" for source in sources))
+
+
+def _float64_elements(bench: Bench, place: Place) -> int:
+    """Of what is there at once: inputs, members, and the result some five times over, for its errors."""
+    indices = [*place.inputs, *place.members, *[place.members[-1]] * 5]
+    return sum(_elements(bench, index) for index in indices)
+
+
+def _elements(bench: Bench, index: int) -> int:
+    return math.prod(bench.ops[index].outputs[0].shape)
 
 
 def compare_alone(

@@ -48,7 +48,7 @@ def render(problem: GemvProblem, header: Header, config: GemvConfig) -> Rendered
         entry=entry,
         signature=[f"const __grid_constant__ TensorMap {name}" for name, _ in problem.operands], bounds=f"{_THREADS}, 1",
         is_clustered=True, fast_math=False, bits=32, has_pairs=False, rows=config.rows, ptx=_PTX_TYPES[problem.dtype],
-        registers=_lines(range(config.rows), 16, '"{}"', "%{}"), operands=_lines(range(config.rows), 8, "{}", '"+f"(sums[{}])'),
+        registers=_lines(range(config.rows), 16, '"{}"', "%{}"), operands=_lines(range(config.rows), 6, "{}", '"+f"(sums[{}])'),
     )  # fmt: skip
     return Rendered(backend="cuda", entry=entry, source=source, suffix=".cu", is_for_one_arch=True)
 

@@ -128,6 +128,16 @@ def test_the_sum_of_two_linears_is_computed_by_one():
     torch.testing.assert_close(module(*region.example_args), region.graph(*region.example_args))
 
 
+def test_on_many_rows_a_linear_and_its_gate_are_a_site_and_nothing_else():
+    x, n, r = torch.randn(1, MOST_ROWS + 1, 16), NORM, torch.randn(1, MOST_ROWS + 1, 12)
+    region, (site,) = sites_of(lambda x, n, w, r: gated(rmsnorm(x, n), w) + r, x, n, W, r)
+    assert (site.is_gated, site.norm, site.residual, site.rows, site.columns) == (True, None, None, MOST_ROWS + 1, 12)
+    module, calls = rewritten(region)
+    assert len(calls) == 1 and torch.ops.aten.rsqrt.default in {node.target for node in module.graph.nodes}
+    torch.testing.assert_close(module(x, n, W, r), region.graph(x, n, W, r))
+    assert sites_of(lambda x, w: gated_pieces(x, w, 3), x, W)[1] == []
+
+
 def test_many_rows_are_left_to_cublas():
     assert sites_of(F.linear, torch.randn(MOST_ROWS + 1, 16), W)[1] == []
     assert len(sites_of(F.linear, torch.randn(MOST_ROWS, 16), W)[1]) == 1

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import fusion_advisor.fuse.epilogues as stage
 from fusion_advisor.errors import CannotSpecialize, PlanMismatch
-from fusion_advisor.fuse import epilogues
+from fusion_advisor.fuse import epilogues, places
 from fusion_advisor.fuse.decide import Verdict
 from fusion_advisor.fuse.passes import epilogue
 from fusion_advisor.fuse.pipeline import apply_workload
@@ -167,7 +167,7 @@ def test_without_any_place_the_row_says_why_or_is_not_there(quick, planted):
 
 
 def test_places_that_do_not_fit_beside_their_oracle_are_left_alone(quick, planted, monkeypatch):
-    monkeypatch.setattr(stage, "memory_bytes", lambda _: (1000, 2000))
+    monkeypatch.setattr(places, "memory_bytes", lambda _: (1000, 2000))
     row = row_of(apply_workload(mlp(), quick))
     assert row.status is Status.NOT_REPLACED and "bytes; 1,000 are free" in row.reason
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.fuse.saved import apply_plan, load_plan
+from fusion_advisor.library import gemv_choose
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, entry_of
 from fusion_advisor.library.gemv_choose import GemvChoice
 from fusion_advisor.library.gemv_torch import torch_launcher
@@ -174,13 +176,25 @@ def test_float32_and_many_rows_are_cublas_s():
     assert kinds_of(decoder(dtype=torch.float32)) == []
     model = decoder().model
     loaded = describe_live(model, (), {"input_ids": torch.randint(1, 200, (5, 16)), "use_cache": False})
-    assert kinds_of(loaded) == []
+    assert [kind.title for kind in kinds_of(loaded)] == ["gate_up"]
+    assert kinds_of(describe_live(gpt2()[0].to(torch.bfloat16), (), {"input_ids": torch.randint(1, 200, (5, 16))})) == []
 
 
 def test_without_merging_a_norm_that_three_linears_read_stays():
     kinds = kinds_of(decoder(is_laid_out=False))
     norms = {kind.title: len(kind.places) for kind in kinds if kind.problem.has_norm}
     assert norms == {"rmsnorm_linear": 1}
+
+
+def test_a_weight_of_a_class_of_its_own_is_left_alone():
+    class Packed(torch.Tensor):
+        """As quantised weights are."""
+
+    loaded = decoder()
+    weight = loaded.model.lm_head.weight
+    assert "rmsnorm_linear" in {kind.title for kind in kinds_of(loaded)}
+    loaded.model.lm_head.weight = torch.nn.Parameter(weight.detach().as_subclass(Packed))
+    assert "rmsnorm_linear" not in {kind.title for kind in kinds_of(loaded)}
 
 
 def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
@@ -329,6 +343,82 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
         assert model.fallbacks == {}
     assert len(observed) == 1
     assert sorted(built) == sorted((row.rendered[0].name, row.rendered[0].tuning) for row in rows if row.status is Status.KEPT)
+
+
+def prefill(rows):
+    """A Qwen2 whose step has as many rows, siblings laid out side by side."""
+    model = qwen2()[0].to(torch.bfloat16)
+    lay_out_siblings(model)
+    ids = torch.randint(1, 200, (1, rows), generator=torch.Generator().manual_seed(0))
+    return describe_live(model, (), {"input_ids": ids, "use_cache": False})
+
+
+def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noqa: F811
+    """The whole loop, its saved plan, and another length, which has cuBLAS' GEMMs as before."""
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    for module in (changed_step, stage):
+        monkeypatch.setattr(module, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "is_served", lambda problem, device: problem.m > 64 and device.type == "cpu")
+    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    loaded = prefill(70)
+    with torch.no_grad():
+        expected = loaded.model(**loaded.kwargs).logits
+    run = apply_workload(loaded, replace(quick, only=("swiglu", "add_rmsnorm", "gate_up")))
+    (row,) = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert (row.id, row.kernel, row.status) == ("G1", "gate_up", Status.KEPT)
+    assert row.receipt.sites_replaced == row.receipt.launches_after == LAYERS
+    swiglu = next(fusion for fusion in run.report.fusions if fusion.kernel == "swiglu")
+    assert swiglu.status is Status.ABSORBED and "G1 gate_up took in" in swiglu.reason
+    config = GemvConfig.read(row.rendered[0].tuning)
+    assert config.form == "cuda_wgmma" and config.stages > 1
+    with torch.no_grad():
+        torch.testing.assert_close(run.fused(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
+        longer = prefill(90).kwargs
+        assert all("add_rmsnorm" in name for name in run.fused.specialize(**longer).sites)
+        before = dict(run.fused.fallbacks)
+        fused = run.fused(**longer).logits
+        run.revert()
+        torch.testing.assert_close(fused, loaded.model(**longer).logits, rtol=0.05, atol=0.05)
+    assert run.fused.fallbacks == before == {}
+    save(run, quick.run_dir)
+    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
+    with torch.no_grad(), apply_plan(loaded, load_plan(quick.run_dir)) as model:
+        torch.testing.assert_close(loaded.model(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
+        assert model.fallbacks == {}
+
+
+def test_a_gate_on_many_rows_is_offered_where_there_are_tensor_cores_for_it(monkeypatch):
+    problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
+    monkeypatch.setattr(gemv_choose, "has_cuda_core", lambda: True)
+    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert stage.is_served(problem, "cuda") is expected
+        assert stage.is_served(replace(problem, m=64), "cuda")
+        assert not stage.is_served(replace(problem, has_bias=True), "cuda")
+        assert not stage.is_served(problem, "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(gemv_choose, "has_cuda_core", lambda: False)
+    assert not stage.is_served(problem, "cuda")
+
+
+def test_kinds_that_do_not_fit_into_memory_are_left_alone_and_the_others_tried(place, monkeypatch):
+    kinds = find_kinds(qwen2_bench())
+    needed = iter([None, "too large", *[None] * (len(kinds) - 2)])
+    monkeypatch.setattr(stage, "why_no_room", lambda bench, places: next(needed))
+    rows = place().fusions
+    assert [row.status for row in rows] == [Status.KEPT, Status.NOT_REPLACED, *[Status.KEPT] * (len(kinds) - 2)]
+    assert rows[1].reason == "too large" and rows[1].numerics is None
+
+
+def test_merged_weights_are_in_memory_anyway(monkeypatch):
+    bench = qwen2_bench()
+    (first, *_) = find_kinds(bench)
+    monkeypatch.setattr(places, "memory_bytes", lambda _: (1, 2))
+    told = places.why_no_room(bench, first.places)
+    x = sum(math.prod(bench.ops[place.inputs[0]].outputs[0].shape) for place in first.places)
+    float64 = max(places._float64_elements(bench, place) for place in first.places)
+    assert f"take {2 * x + 8 * float64:,} bytes" in told
 
 
 def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):

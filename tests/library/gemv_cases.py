@@ -35,6 +35,16 @@ def problems():
     return found
 
 
+def gated_on_many_rows():
+    """Name → problem: around a tile's rows and a cluster's, widths that no tile divides, fewer columns than are under way."""
+    sizes = ((65, 8, 8), (100, 344, 520), (128, 256, 64), (129, 136, 4096), (300, 1000, 72), (513, 1080, 776), (1024, 4096, 512))
+    return {
+        f"{dtype}-{m}x{n}x{k}": GemvProblem(m=m, n=n, k=k, dtype=dtype, is_gated=True)
+        for number, (m, n, k) in enumerate(sizes)
+        for dtype in (("bfloat16",), ("bfloat16", "float16"))[number % 2]
+    }
+
+
 def surrounded():
     """Name → problem: on both sides of the rows that GEMV kernels take, what cuBLAS computes between kernels of the library."""
     found = {}

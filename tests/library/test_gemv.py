@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import simt_on_host
 import torch
-from gemv_cases import EPILOGUES, HEADER, complaint, problems, surrounded, tensors
+from gemv_cases import EPILOGUES, HEADER, complaint, gated_on_many_rows, problems, surrounded, tensors
 
 from fusion_advisor.library import gemv_choose, gemv_cuda, gemv_triton, tuning
 from fusion_advisor.library.check import check_kernel
@@ -32,6 +32,7 @@ from fusion_advisor.library.gemv import (
     fits,
     problem_of,
     refusal,
+    stage_bytes,
 )
 from fusion_advisor.library.gemv_choose import choose, launcher_for, operands, tensors_refusal
 from fusion_advisor.library.gemv_cuda import GemvCuda
@@ -43,6 +44,7 @@ from fusion_advisor.library.tuning_store import TuningStore
 
 HERE = Path(__file__).parent
 PROBLEMS = problems()
+MANY = gated_on_many_rows()
 CUDA = [(name, config) for name, problem in PROBLEMS.items() for config in candidates(problem, ("cuda",))]
 needs_gpp = pytest.mark.skipif(shutil.which("g++") is None, reason="runs kernels on the host, and there is no g++")
 
@@ -112,6 +114,44 @@ def test_compiles_without_a_gpu(name, arch):
     for config in candidates(problem, ("cuda",)):
         rendered = GemvCuda().render(problem, HEADER, config=config)
         assert gemv_cuda.compile_for(rendered, arch).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(not has_cuda_core() and find_nvcc() is None, reason="neither cuda-core nor nvcc is here")
+@pytest.mark.parametrize("name", MANY)
+def test_a_gate_in_its_gemm_compiles_for_hopper_alone(name):
+    problem = MANY[name]
+    for config in candidates(problem, ("cuda",)):
+        rendered = GemvCuda().render(problem, HEADER, config=config)
+        assert gemv_cuda.compile_for(rendered, 90).startswith(b"\x7fELF")
+    with pytest.raises(KernelBuildFailed):
+        gemv_cuda.compile_for(rendered, 80)
+    assert candidates(problem, ("triton",)) == ()
+
+
+def test_tiles_of_a_gated_gemm_are_even_over_the_multiprocessors():
+    """As on an H200, where all widths were timed."""
+    for m, n, k, best in ((512, 14336, 4096, 112), (512, 18944, 3584, 96)):
+        problem = GemvProblem(m=m, n=n, k=k, dtype="bfloat16", is_gated=True)
+        assert candidates(problem, ("cuda",))[0].rows == best
+        assert default_config(problem, ("cuda",)).rows == best
+        assert default_config(problem, ("triton",)) == CUBLAS
+    for problem in MANY.values():
+        for config in candidates(problem, ("cuda",)):
+            assert 2 <= config.stages <= 6 and config.rows % 16 == 0
+            assert config.stages * stage_bytes(config) + 128 * config.rows * 2 + 1024 <= 227 * 1024
+            assert GemvConfig.read(config.text) == config
+
+
+def test_what_a_gated_gemm_does_not_serve_is_refused():
+    problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
+    assert not refusal(problem, "cuda_wgmma")
+    for given, text in (
+        ({"m": 64}, "more than 64 rows"), ({"is_gated": False}, "a gate and nothing else"), ({"has_bias": True}, "nothing else"),
+        ({"has_norm": True}, "nothing else"), ({"has_residual": True}, "nothing else"), ({"dtype": "float32"}, "round float32"),
+        ({"n": 60}, "no multiple of 8"), ({"k": 63}, "no multiple of 8"),
+    ):  # fmt: skip
+        assert text in refusal(replace(problem, **given), "cuda_wgmma")
+        assert candidates(replace(problem, **given), ("cuda",)) == () or given == {"m": 64}
 
 
 def test_what_a_kernel_does_not_serve_is_refused():
@@ -291,6 +331,9 @@ def test_a_manifest_becomes_a_problem():
     ]
 
 
+HAS_WGMMA = has_cuda_core() and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
 class TestOnAGpu:
@@ -309,11 +352,48 @@ class TestOnAGpu:
                 assert not complaint(problem, given, outs[0]), (config.text, kind)
                 assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num()), config.text
 
-    @pytest.mark.parametrize("name", ["rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual"])
+    @pytest.mark.parametrize("name", ["rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual", "gate_up"])
     def test_every_case_of_the_manifests(self, name):
         rows = check_kernel(name, Silent())
         assert {row.result for row in rows} == {"passed", "skipped"}
         assert all(row.result == "passed" or "cuBLAS computes it" in row.detail for row in rows)
+
+    @pytest.mark.skipif(not HAS_WGMMA, reason="needs compute capability 9.0 and cuda-core")
+    @pytest.mark.parametrize("name", MANY)
+    def test_a_gate_in_its_gemm(self, tmp_path, name):
+        problem = MANY[name]
+        for config in candidates(problem, ("cuda",)):
+            launch = launcher_for(problem, config, header=HEADER, folder=tmp_path)
+            for kind in ("normal", "large", "special"):
+                given = tensors(problem, kind)
+                x, weight = (tensor.cuda() for tensor in given)
+                outs = []
+                for _ in range(2):  # at two addresses, what lies around them left alone
+                    around = torch.full((problem.m + 2, problem.n), 3.0, dtype=x.dtype, device="cuda")
+                    launch(x, weight, around[1:-1])
+                    assert (around[0] == 3).all() and (around[-1] == 3).all()
+                    outs.append(around[1:-1].cpu())
+                assert not complaint(problem, given, outs[0]), (config.text, kind)
+                assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num()), config.text
+
+    @pytest.mark.skipif(not HAS_WGMMA, reason="needs compute capability 9.0 and cuda-core")
+    def test_a_gate_in_its_gemm_recorded_and_from_places_that_are_not_aligned(self, tmp_path):
+        problem = GemvProblem(m=300, n=256, k=512, dtype="bfloat16", is_gated=True)
+        launch = launcher_for(problem, candidates(problem, ("cuda",))[0], header=HEADER, folder=tmp_path)
+        given = tensors(problem)
+        x, weight = (tensor.cuda() for tensor in given)
+        out = torch.empty(300, 256, dtype=torch.bfloat16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        launch(x, weight, out)
+        with torch.cuda.graph(graph):
+            launch(x, weight, out)
+        for _ in range(3):
+            out.fill_(3.0)
+            graph.replay()
+            assert not complaint(problem, given, out.cpu())
+        shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+        launch(shifted, weight, out.fill_(3.0))
+        assert not complaint(problem, given, out.cpu())
 
     def test_any_alignment(self, tmp_path):
         problem = GemvProblem(m=2, n=64, k=256, dtype="bfloat16", has_norm=True)
