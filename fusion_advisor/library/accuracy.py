@@ -35,8 +35,10 @@ def error_of(result: torch.Tensor, oracle: torch.Tensor) -> Error:
     """Measure ``result`` against ``oracle`` (same shape, fp64 or any wider type), over positions where both are finite."""
     got, want = result.detach().to(torch.float64), oracle.detach().to(torch.float64)
     both = torch.isfinite(got) & torch.isfinite(want)
-    # A NaN answers a NaN and an infinity the infinity of the same sign; everything else that is not finite is a mismatch.
-    agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == want)
+    # A NaN answers a NaN, and an infinity one of the same sign or what the result's dtype has no number for; everything else that
+    # is not finite is a mismatch.
+    rounded = want.to(result.dtype).to(torch.float64) if result.dtype.is_floating_point else want
+    agree = both | (torch.isnan(got) & torch.isnan(want)) | (got == rounded)
     difference = torch.where(both, got - want, torch.zeros_like(got))
     kept = torch.where(both, want, torch.zeros_like(want))
     norm = float(torch.linalg.vector_norm(kept))

@@ -12,7 +12,8 @@ from fusion_advisor.library.patterns import example
 from fusion_advisor.library.spec import Case, KernelSpec, below_of
 
 KINDS = {"normal": 1.0, "large": 3e3, "tiny": 1e-4, "NaN and Inf": 1.0}
-"""Kinds of input, with the magnitude of what has the first input's shape; parameters stay near 1."""
+"""Kinds of input, with the magnitude of what has the first input's shape; parameters stay near 1, and a linear layer's weight so
+that its results have the magnitude of its inputs."""
 
 
 def make_inputs(spec: KernelSpec, case: Case, dtype: str, kind: str, device: str = "cpu", *, seed: int = 0) -> list[torch.Tensor]:
@@ -40,6 +41,8 @@ def make_inputs(spec: KernelSpec, case: Case, dtype: str, kind: str, device: str
             values = torch.randn(made.shape, generator=generator, dtype=torch.float64)
             if tensor.shape == spec.inputs[0].shape:
                 values = (values * KINDS[kind]).clamp(-1e4, 1e4)
+            if spec.gemv is not None and tensor.name == "weight":
+                values /= values.shape[-1] ** 0.5
             if kind == "NaN and Inf" and number == 0:
                 _plant(values)
         found.append(made.copy_(values).to(device))

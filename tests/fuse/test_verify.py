@@ -257,6 +257,9 @@ def test_error_of():
     nothing = error_of(torch.empty(0), torch.empty(0))
     assert (nothing.max_abs, nothing.rel_l2, nothing.nonfinite) == (0.0, 0.0, 0)
     assert error_of(torch.tensor([0.25]), torch.tensor([0.0])).rel_l2 == 0.25
+    # Beyond float16's largest number, 65504, infinity is what the truth rounds to; the largest number itself is near, too.
+    wide = error_of(torch.tensor([inf, -inf, inf, 65504, inf], dtype=torch.float16), torch.tensor([7e4, -7e4, 6e4, 7e4, -7e4]))
+    assert (wide.nonfinite, wide.max_abs) == (2, 7e4 - 65504)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
