@@ -355,7 +355,7 @@ class TestOnAGpu:
     @pytest.mark.parametrize("name", ["rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual", "gate_up"])
     def test_every_case_of_the_manifests(self, name):
         rows = check_kernel(name, Silent())
-        assert {row.result for row in rows} == {"passed", "skipped"}
+        assert "passed" in {row.result for row in rows} <= {"passed", "skipped"}, rows
         assert all(row.result == "passed" or "cuBLAS computes it" in row.detail for row in rows)
 
     @pytest.mark.skipif(not HAS_WGMMA, reason="needs compute capability 9.0 and cuda-core")
