@@ -39,7 +39,7 @@ def layer(name):
     return parts[1] if len(parts) > 1 else ""
 
 
-BASE = {"records", "errors", "units", "content", "serialize", "collector"}
+BASE = {"records", "errors", "units", "content", "serialize", "collector", "frame_stack"}
 """Imported by all and importing nothing of the layers."""
 ALLOWED = {
     "records": set(),
@@ -47,6 +47,7 @@ ALLOWED = {
     "content": set(),
     "units": set(),
     "collector": set(),
+    "frame_stack": set(),
     "serialize": {"records", "errors"},
     "environment": {"records", "errors", "content"},
     "timing": BASE,

@@ -29,6 +29,7 @@ from fusion_advisor.capture.retrace import retrace
 from fusion_advisor.capture.state import Written, written_by
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import CannotCapture
+from fusion_advisor.frame_stack import in_one_piece
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
 
 
@@ -176,7 +177,7 @@ def capture_regions(
         with (
             torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(), lines
         ):  # fmt: skip
-            live.output = compiled.call(*args, **kwargs)
+            live.output = in_one_piece(lambda: compiled.call(*args, **kwargs))
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
         raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
