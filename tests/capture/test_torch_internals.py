@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -106,6 +108,18 @@ def test_dynamo_traces_without_source_lines_and_keeps_modules():
     _, lines = dynamo_graph(model, torch.randn(2, 32), then=meta)
     assert {text for text, _ in without} == {""} and all("tiny.py" in text for text, _ in lines)
     assert [has for _, has in without] == [has for _, has in lines] and any(has for _, has in lines)
+
+
+def test_what_the_first_compile_would_load_is_loaded():
+    program = """
+import sys, torch
+from fusion_advisor.capture import torch_internals
+before = set(sys.modules)
+torch_internals.compiled_call(torch.nn.ReLU(), lambda graph, inputs: graph.forward)
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & {"functorch", "networkx", "sympy"}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
 
 
 def test_a_node_that_only_says_something_is_known():
