@@ -357,7 +357,7 @@ def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Ma
             value = _example(source)
             node = graph.placeholder(f"arg{number}_1")
             if isinstance(value, torch.Tensor):
-                node.meta["val"] = value.detach()
+                node.meta["val"] = torch_internals.detached_fake(value)
                 now[id(value)] = node
         for call in calls:
             _add(graph, constants, call, recipes[call.key], now)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo.repro.after_dynamo  # the first torch.compile of a process loads it: 0.14 to 0.3 s, most of it networkx
 from torch._guards import TracingContext
+from torch._subclasses.fake_impls import fast_detach
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,6 +104,14 @@ def is_plain_fake(value: torch.Tensor) -> bool:
     if type(value) is not FakeTensor or value.layout != torch.strided or value._has_symbolic_sizes_strides:
         return False
     return value.constant is None or value.numel() == 0
+
+
+def detached_fake(value: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor's ``detach()`` without the way through all modes: a quarter of the time, for one that is plain."""
+    if not is_plain_fake(value):
+        return value.detach()
+    detached: torch.Tensor = fast_detach(value.fake_mode, value)  # type: ignore[attr-defined,arg-type]
+    return detached
 
 
 def fake_result(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:

@@ -122,6 +122,20 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & {"
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_detached_fake_is_what_detach_gives(needs_grad):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode():
+        value = torch.nn.Parameter(torch.empty(4, 6), requires_grad=needs_grad) if needs_grad else torch.empty(6, 4).t()[1:]
+        found, expected = torch_internals.detached_fake(value), value.detach()
+        for name in ("shape", "dtype", "device", "requires_grad", "fake_mode"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert (found.stride(), found.storage_offset()) == (expected.stride(), expected.storage_offset())
+        assert type(found) is type(expected) and found is not value
+        assert torch_internals.storage_key(found) == torch_internals.storage_key(value)
+
+
 def test_a_node_that_only_says_something_is_known():
     def graph(x):
         torch_internals.SAYS_ONLY("fusion-advisor.test")
