@@ -175,7 +175,8 @@ def capture_regions(
     lines = contextlib.nullcontext() if with_lines else torch_internals.without_source_lines()
     try:
         with (
-            torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(), lines
+            torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(),
+            torch_internals.linear_in_one_step(), lines,
         ):  # fmt: skip
             live.output = in_one_piece(lambda: compiled.call(*args, **kwargs))
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause

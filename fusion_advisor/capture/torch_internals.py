@@ -298,6 +298,34 @@ def without_source_lines() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def linear_in_one_step() -> Iterator[None]:
+    """Let dynamo compute the fake result of a linear layer as that of one op: 6 % less time for 32 layers of Llama.
+
+    Above autograd a linear is taken apart into five ops, partly in Python, each of which the fake mode looks up. Below autograd
+    the fake mode sees the linear itself, takes it apart once for each layout, and remembers the result. With gradients, and for
+    tensors that see to their ops themselves, all stays as it is. What is registered here runs in traces alone, not in calls.
+    """
+    linear, keys = torch.ops.aten.linear.default, (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
+    mine = [key for key in keys if key not in linear.py_kernels]
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if torch.is_grad_enabled() or not all(map(is_plain_fake, tensors)):
+            return linear.decompose(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return linear(*args, **kwargs)
+
+    for key in mine:
+        linear.py_impl(key)(result)
+    try:
+        yield
+    finally:
+        for key in mine:
+            del linear.py_kernels[key]
+        linear._dispatch_cache.clear()
+
+
 def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
     """Let torch.compile and Triton begin with empty caches on disk while the context lasts, as on a machine's first run."""
     from torch._inductor.utils import fresh_inductor_cache

@@ -122,6 +122,47 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & {"
     assert run.stdout.strip() == "[]"
 
 
+LINEARS = [((5, 6), True), ((2, 5, 6), True), ((2, 5, 6), False), ((2, 3, 5, 6), True), ((6,), False)]
+
+
+@pytest.mark.parametrize(("shape", "has_bias"), LINEARS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_gradients_a_linear_is_one_step_of_a_trace_with_the_same_result(device, shape, has_bias):
+    def traced(context, *, needs_grad):
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x, weight, bias = (torch.empty(size, device=device) for size in (shape, (4, 6), (4,)))
+            weight.requires_grad_()
+            with context, enable_python_dispatcher(), torch.set_grad_enabled(needs_grad), torch_internals._Watch() as watch:
+                found = [torch.nn.functional.linear(x, weight, bias if has_bias else None) for _ in range(2)]
+        layouts = [(one.shape, one.stride(), one.dtype, one.device.type, one.requires_grad) for one in found]
+        return [name for name, _ in watch.seen], layouts
+
+    # Autograd asks for the device's guard, which a build for CPUs does not have.
+    for needs_grad in (False, True) if device == "cpu" or torch.cuda.is_available() else (False,):
+        plain, expected = traced(contextlib.nullcontext(), needs_grad=needs_grad)
+        ops, layouts = traced(torch_internals.linear_in_one_step(), needs_grad=needs_grad)
+        assert layouts == expected
+        assert "aten.linear.default" not in plain
+        assert ops == (plain if needs_grad else ["aten.linear.default"] * 2)
+        assert traced(contextlib.nullcontext(), needs_grad=needs_grad) == (plain, expected)
+
+
+def test_a_linear_in_one_step_leaves_calls_and_other_tensors_alone():
+    from torch._dispatch.python import enable_python_dispatcher
+
+    x, weight = torch.randn(2, 6), torch.randn(4, 6, requires_grad=True)
+    with torch_internals.linear_in_one_step(), enable_python_dispatcher(), torch.no_grad(), torch_internals._Watch() as watch:
+        torch.nn.functional.linear(x, weight)
+    assert "aten.mm.default" in [name for name, _ in watch.seen]
+    expected = torch.nn.functional.linear(x, weight)
+    with torch_internals.linear_in_one_step(), torch_internals.linear_in_one_step():
+        found = torch.nn.functional.linear(x, weight)
+    assert torch.equal(found, expected) and found.requires_grad
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_detached_fake_is_what_detach_gives(needs_grad):
     from torch._subclasses.fake_tensor import FakeTensorMode
