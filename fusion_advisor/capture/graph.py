@@ -145,7 +145,8 @@ def capture_regions(
     Args:
         model: any module; it is called as ``model(*args, **kwargs)`` and left as it was.
         model_id: for the error message only.
-        with_lines: note the source line of each op; without, the capture is a tenth faster.
+        with_lines: note the source line of each op; without, for a model that was captured before, it takes an eighth less time,
+            and dynamo does not try the guards at once.
 
     Raises:
         CannotCapture: dynamo captured no graph at all.
@@ -163,6 +164,8 @@ def capture_regions(
     def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if compiled.later is not None:
             return compiled.later(graph_module, example_inputs)
+        if not with_lines:
+            torch_internals.leave_new_guards_untried()
         route = Route(graph_module.forward, seen)
         region = Region(index=len(regions), graph=retrace(graph_module), original=graph_module, route=route)
         reason = torch_internals.break_reason(graph_module)

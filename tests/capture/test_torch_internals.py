@@ -163,6 +163,33 @@ def test_a_linear_in_one_step_leaves_calls_and_other_tensors_alone():
     assert torch.equal(found, expected) and found.requires_grad
 
 
+@pytest.mark.parametrize("is_untried", [False, True])
+def test_guards_that_are_left_untried_guard_nonetheless(is_untried, monkeypatch):
+    timed, graphs = [], []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1) or 0.0)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        if is_untried:
+            torch_internals.leave_new_guards_untried()
+        return graph.forward
+
+    class Scaled(torch.nn.Module):
+        factor = 2
+
+        def forward(self, x):
+            return x * self.factor
+
+    model = Scaled()
+    call = torch_internals.compiled_call(model, backend)
+    with torch.no_grad():
+        for rows, compiled in ((2, 1), (2, 1), (3, 2)):
+            assert call(torch.ones(rows)).sum() == 2 * rows and len(graphs) == compiled
+        model.factor = 5
+        assert call(torch.ones(3)).sum() == 15
+    assert len(graphs) == 3 and len(timed) == (0 if is_untried else 3)
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_detached_fake_is_what_detach_gives(needs_grad):
     from torch._subclasses.fake_tensor import FakeTensorMode
