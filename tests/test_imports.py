@@ -102,6 +102,7 @@ def test_torch_stays_where_it_runs():
     inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
     inner |= {"library.accuracy", "library.check", "library.check_inputs", "library.source_of", "library.tuning"}
     inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch", "library.gemv_around", "library.resemble"}
+    inner |= {"library.gemm_cuda"}
     for module in users("torch"):
         short = module.removeprefix("fusion_advisor.")
         assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module
@@ -136,7 +137,7 @@ def test_importing_the_package_imports_nothing_of_its_parts():
     ("package", "allowed"),
     [
         ("triton", {"library.backend_triton", "library.triton_shape", "library.gemv_triton"}),
-        ("cuda", {"library.nvrtc", "library.backend_cuda", "library.gemv_cuda", "library.memsets"}),
+        ("cuda", {"library.nvrtc", "library.backend_cuda", "library.gemv_cuda", "library.gemm_cuda", "library.memsets"}),
         ("pandas", {"fuse.steps", "chains.rank", "report.notebook", "records"}),
         (
             "jinja2",

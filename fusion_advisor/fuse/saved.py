@@ -19,6 +19,7 @@ import torch
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.frame_stack import in_one_piece
 from fusion_advisor.fuse import epilogues
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.changed_step import CannotMove, on_changed_graphs
@@ -146,7 +147,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
     clock = clock or PhaseClock(Progress())
     # Dynamo leaves a heap behind that takes half a second to walk.
     with current_device(device), collector_paused():
-        return _apply(loaded, saved, clock)
+        return in_one_piece(lambda: _apply(loaded, saved, clock))
 
 
 def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench) -> WarmUp:
