@@ -29,7 +29,19 @@ from fusion_advisor.fuse.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.saved import measure_warm_up
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import Kept, gemm_rows
-from fusion_advisor.records import EAGER, OURS, Baseline, Capture, Fusion, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.records import (
+    EAGER,
+    MERGED,
+    OURS,
+    Baseline,
+    Capture,
+    Fusion,
+    GraphRewrite,
+    Report,
+    Status,
+    StepProfile,
+    Timing,
+)
 from fusion_advisor.timing import measure
 from fusion_advisor.timing.measure import TURN_S
 from fusion_advisor.workload.load import LoadedWorkload
@@ -104,6 +116,7 @@ def install(
     original = torch_internals.original_call(loaded.model)
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
+        has_merged=any(row.name == MERGED and row.status is Status.KEPT for row in report.rewrites),
         has_gemvs=any(one.id != epilogues.ID for one in linears), has_epilogues=any(one.id == epilogues.ID for one in linears),
         fast_math=options.fast_math, tolerance=options.tolerance,
     )  # fmt: skip

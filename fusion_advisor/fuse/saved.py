@@ -35,7 +35,7 @@ from fusion_advisor.fuse.progress import PhaseClock, Progress
 from fusion_advisor.fuse.recording import CudaRecorder
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.select import kept_passes
-from fusion_advisor.fuse.specialize import Kept, gemm_rows
+from fusion_advisor.fuse.specialize import FEW_ROWS, Kept, gemm_rows
 from fusion_advisor.fuse.verify import check_calls, layout_of
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.gemv import GemvConfig, entry_of
@@ -107,8 +107,10 @@ def _load(folder: Path) -> SavedPlan:
         next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
         for title in (NARROWED, MERGED, EPILOGUE)
     )
-    # Activations that went into a GEMM are found by their chains, and other lengths may need their kernels.
-    needed = (Status.KEPT, Status.ABSORBED) if in_epilogues is not None else (Status.KEPT,)
+    # What a GEMM took in is found by its chain (activations), and other lengths need its kernel. A plan of few rows has no other
+    # lengths, and takes nearly all in.
+    is_absorbed_needed = in_epilogues is not None or gemm_rows(capture.ops) > FEW_ROWS
+    needed = (Status.KEPT, Status.ABSORBED) if is_absorbed_needed else (Status.KEPT,)
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
@@ -219,6 +221,7 @@ def _apply(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fused
             passes=saved.passes,
             rows=gemm_rows(bench.ops),
             on_cuda=bench.on_cuda,
+            has_merged=saved.merge is not None,
             has_gemvs=bool(gemvs),
             has_epilogues=bool(placed),
             fast_math=fast_math,

@@ -21,7 +21,9 @@ from fusion_advisor.chains.find import Group, find_groups
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse import epilogues, verify
 from fusion_advisor.fuse.bench import Bench, BuiltFusion, BuiltLinear, replaced_sites
+from fusion_advisor.fuse.merging import merge_all
 from fusion_advisor.fuse.plan import PlannedFusion, judge_with
+from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.heading import tuning_of
@@ -46,6 +48,8 @@ class Kept:
     on_cuda: bool
     tolerance: Tolerance | None = None
     """The user's limit on errors, if there was one."""
+    has_merged: bool = False
+    """Whether linears that read one input run as one GEMM; what stands behind them was built for slices of its result."""
     has_gemvs: bool = False
     """Whether linears run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
     has_epilogues: bool = False
@@ -93,7 +97,7 @@ def specialise(
         raise CannotSpecialize(detail="this model was fused without keeping its plan")
     started = time.perf_counter()
     live = capture_regions(model, args, kwargs)
-    bench = Bench(live, on_cuda=kept.on_cuda)
+    bench = _merged(Bench(live, on_cuda=kept.on_cuda), kept)
     rows = gemm_rows(bench.ops)
     if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
         raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
@@ -115,7 +119,14 @@ def specialise(
     if (kept.fusions or kept.has_gemvs or kept.has_epilogues) and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
-    return live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
+    return bench.live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
+
+
+def _merged(bench: Bench, kept: Kept) -> Bench:
+    """Merge what lies together in memory, as the plan did; a copy of weights is made once at most, and that was for the plan."""
+    if not kept.has_merged:
+        return bench
+    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
 
 
 def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:

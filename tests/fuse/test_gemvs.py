@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -354,7 +355,7 @@ def prefill(rows):
 
 
 def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noqa: F811
-    """The whole loop, its saved plan, and another length, which has cuBLAS' GEMMs as before."""
+    """The whole loop, its saved plan, and another length, which has merged GEMMs of cuBLAS and the gate's kernel behind them."""
     verdicts(monkeypatch, keep_all)
     monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
     for module in (changed_step, stage):
@@ -375,7 +376,8 @@ def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noq
     with torch.no_grad():
         torch.testing.assert_close(run.fused(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
         longer = prefill(90).kwargs
-        assert all("add_rmsnorm" in name for name in run.fused.specialize(**longer).sites)
+        at_length = sites_by_title(run.fused.specialize(**longer))
+        assert at_length["swiglu"] == LAYERS and at_length["add_rmsnorm"] > LAYERS
         before = dict(run.fused.fallbacks)
         fused = run.fused(**longer).logits
         run.revert()
@@ -385,7 +387,17 @@ def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noq
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
     with torch.no_grad(), apply_plan(loaded, load_plan(quick.run_dir)) as model:
         torch.testing.assert_close(loaded.model(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
+        assert sites_by_title(model.specialize(**longer)) == at_length
+        torch.testing.assert_close(loaded.model(**longer).logits, fused, rtol=0.05, atol=0.05)
         assert model.fallbacks == {}
+
+
+def sites_by_title(made):
+    """Sites of one more length, by what kernels are named after."""
+    found = Counter()
+    for name, count in made.sites.items():
+        found[name.removeprefix("fa_").rpartition("_")[0]] += count
+    return found
 
 
 def test_a_gate_on_many_rows_is_offered_where_there_are_tensor_cores_for_it(monkeypatch):
