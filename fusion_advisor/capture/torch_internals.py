@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -306,8 +307,29 @@ def linear_in_one_step() -> Iterator[None]:
     the fake mode sees the linear itself, takes it apart once for each layout, and remembers the result. With gradients, and for
     tensors that see to their ops themselves, all stays as it is. What is registered here runs in traces alone, not in calls.
     """
-    linear, keys = torch.ops.aten.linear.default, (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
-    mine = [key for key in keys if key not in linear.py_kernels]
+    me = object()
+    with _linear_lock:
+        _linear_users.append(me)
+        if len(_linear_users) == 1:
+            _register_linear()
+    try:
+        yield
+    finally:
+        with _linear_lock:
+            _linear_users.remove(me)
+            if not _linear_users:
+                _unregister_linear()
+
+
+_linear_lock = threading.Lock()
+_linear_users: list[object] = []
+"""Traces that are under way: the first registers, the last one takes it away again."""
+_linear_keys: list[Any] = []
+"""What is registered now."""
+
+
+def _register_linear() -> None:
+    linear = torch.ops.aten.linear.default
 
     def result(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -316,14 +338,17 @@ def linear_in_one_step() -> Iterator[None]:
         with torch._C._AutoDispatchBelowAutograd():
             return linear(*args, **kwargs)
 
-    for key in mine:
-        linear.py_impl(key)(result)
-    try:
-        yield
-    finally:
-        for key in mine:
-            del linear.py_kernels[key]
-        linear._dispatch_cache.clear()
+    for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA):
+        if key not in linear.py_kernels:
+            linear.py_impl(key)(result)
+            _linear_keys.append(key)
+
+
+def _unregister_linear() -> None:
+    linear = torch.ops.aten.linear.default
+    while _linear_keys:
+        del linear.py_kernels[_linear_keys.pop()]
+    linear._dispatch_cache.clear()
 
 
 def leave_new_guards_untried() -> None:

@@ -40,11 +40,12 @@ from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.trial import source_around
 from fusion_advisor.fuse.verify import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.library.build import gemv_backend
-from fusion_advisor.library.gemv import AROUND, CUBLAS, GemvConfig, GemvProblem
+from fusion_advisor.library.gemv import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
 from fusion_advisor.library.gemv_choose import BACKENDS, choose, is_served
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
+from fusion_advisor.workload.device import is_out_of_memory
 
 _DTYPES = ("float16", "bfloat16")
 
@@ -87,12 +88,15 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         The same with one more fusion for each kind of site, and those that stay in ``linears``.
     """
     kinds = find_kinds(kept.bench) if make is not None else []
-    kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and is_served(kind.problem, device_of(kept.bench))]
+    kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and _has_kernel(kind.problem, kept.bench, options)]
     if make is None or not kinds:
         return kept
     bench, passes = kept.bench, kept_passes(kept.rewrites)
     refusals, seen = _refused(bench, kinds)
-    observe(bench, seen)
+    try:
+        observe(bench, seen)
+    except (RuntimeError, MemoryError) as error:
+        refusals = [_ran_out(error)] * len(kinds)
     runner = StepRunner(bench)
     rows: list[Fusion] = []
     chosen: list[BuiltLinear] = []
@@ -102,7 +106,10 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         if refusal is not None:
             row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
         else:
-            row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance)
+            try:
+                row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance)
+            except (RuntimeError, MemoryError) as error:
+                row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
         if built is not None:
             before = step_of(bench, kept.built, passes, [*kept.linears, *chosen])
             after = step_of(bench, kept.built, passes, [*kept.linears, *chosen, built])
@@ -140,7 +147,7 @@ def find_kinds(bench: Bench) -> list[Kind]:
     found: dict[tuple[str, GemvProblem], list[Place]] = {}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
         for site in find_gemv_sites(region.graph.graph):
-            if not _is_served(site) or own_classes(region, site.operands):
+            if not _is_of_one_dtype(site) or own_classes(region, site.operands):
                 continue
             place = Place(
                 region=region.index,
@@ -265,6 +272,13 @@ def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], lis
     return refusals, seen
 
 
+def _ran_out(error: Exception) -> str:
+    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
+
+
 def _tried(
     bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None
 ) -> tuple[Fusion, BuiltLinear | None]:
@@ -346,7 +360,12 @@ def _is_wanted(title: str, options: ApplyOptions) -> bool:
     return not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.skip)
 
 
-def _is_served(site: GemvSite) -> bool:
+def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
+    """Whether one may serve: for many rows there is none in Triton."""
+    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend != "triton")
+
+
+def _is_of_one_dtype(site: GemvSite) -> bool:
     """Whether all tensors are contiguous and of one 16-bit dtype: float32 GEMMs are no GEMV's, they run in TF32 or in full."""
     values = [node.meta["val"] for node in (*site.operands, site.result)]
     dtypes = {str(value.dtype).removeprefix("torch.") for value in values}

@@ -42,8 +42,14 @@ def own_classes(region: Region, operands: Iterable[Node]) -> set[str]:
     """
     inputs = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(inputs, region.example_args, strict=True))
-    asked = {source for node in operands for source in (node, *node.all_input_nodes) if source in given}
+    asked = {source for node in operands for source in (node, *_joined_in(node)) if source in given}
     return {type(given[node]).__name__ for node in asked if type(given[node]) not in (torch.Tensor, torch.nn.Parameter)}
+
+
+def _joined_in(node: Node) -> list[Node]:
+    """What a call of ours makes one tensor of; an op of torch makes something else of what it reads."""
+    is_ours = node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload)
+    return node.all_input_nodes if is_ours else []
 
 
 def observe(bench: Bench, places: Iterable[Place]) -> None:
@@ -59,15 +65,16 @@ def original_of(bench: Bench, place: Place) -> tuple[OriginalChain, list[torch.T
 
 
 def device_of(bench: Bench) -> torch.device:
-    """Return where a bench's tensors are."""
+    """Return where a bench's ops run: on a GPU, some inputs may be on the host all the same."""
+    kind = "cuda" if bench.on_cuda else "cpu"
     values = (value for region in bench.live.regions for value in region.example_args)
-    return next(value.device for value in values if isinstance(value, torch.Tensor))
+    return next(value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == kind)
 
 
 def why_no_room(bench: Bench, places: Sequence[Place]) -> str | None:
     """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
     free_bytes, _ = memory_bytes(device_of(bench))
-    kept = {index for place in places for index in place.inputs if not _is_weight(bench, index)}
+    kept = {index for place in places for index in place.inputs if not _is_in_memory(bench, index)}
     kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
     needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, place) for place in places)
     if free_bytes and needed_bytes > free_bytes:
@@ -76,11 +83,12 @@ def why_no_room(bench: Bench, places: Sequence[Place]) -> str | None:
     return None
 
 
-def _is_weight(bench: Bench, index: int) -> bool:
-    """Whether it is in memory anyway: an input of the graph, or inputs that are read as one (merged weights)."""
+def _is_in_memory(bench: Bench, index: int) -> bool:
+    """Whether it is there anyway: an input of the graph, or parameters that are read as one (merged weights)."""
     op = bench.ops[index]
     sources = [bench.ops[argument.index] for argument in op.args if isinstance(argument, Ref)]
-    return op.op_class is OpClass.INPUT or (bool(sources) and all(source.role == "parameter" for source in sources))
+    is_view = op.op_class in (OpClass.OTHER, OpClass.VIEW)
+    return op.op_class is OpClass.INPUT or (is_view and bool(sources) and all(one.role == "parameter" for one in sources))
 
 
 def _float64_elements(bench: Bench, place: Place) -> int:

@@ -107,8 +107,8 @@ def _load(folder: Path) -> SavedPlan:
         next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
         for title in (NARROWED, MERGED, EPILOGUE)
     )
-    # What a GEMM took in is found by its chain (activations), and other lengths need its kernel. A plan of few rows has no other
-    # lengths, and takes nearly all in.
+    # What a GEMM took in is found by its chain (activations), and other lengths need its kernel. In plans of few rows GEMVs took
+    # nearly all in, which every start would build for batches that may never come: those have what was kept alone.
     is_absorbed_needed = in_epilogues is not None or gemm_rows(capture.ops) > FEW_ROWS
     needed = (Status.KEPT, Status.ABSORBED) if is_absorbed_needed else (Status.KEPT,)
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}

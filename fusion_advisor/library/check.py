@@ -32,6 +32,7 @@ from fusion_advisor.library.build import gemv_backend
 from fusion_advisor.library.check_inputs import KINDS, eager, make_inputs, oracle, planned_layouts
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
 from fusion_advisor.library.gemv import GemvConfig, GemvProblem, candidates, problem_of
+from fusion_advisor.library.gemv_choose import is_served
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
 from fusion_advisor.library.program import Program
@@ -191,6 +192,8 @@ class _Checker:
         try:
             if all(isinstance(job.problem, GemvProblem) and not candidates(job.problem, (backend,)) for job in jobs):
                 return "skipped", f"{backend} has no kernel for this; cuBLAS computes it"
+            if mode == "run" and all(isinstance(job.problem, GemvProblem) and not is_served(job.problem, "cuda") for job in jobs):
+                return "skipped", "its kernel is for another GPU, or needs cuda-core; cuBLAS computes it"
             if mode == "run":
                 return self._run_case(backend, jobs, case, dtype)
             if mode not in ("interpret", "compile"):

@@ -22,7 +22,7 @@ from fusion_advisor.library.gemv import GemvConfig, GemvProblem, blocks_of, entr
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.heading import comment
 from fusion_advisor.library.nvrtc import allow_shared_memory
-from fusion_advisor.library.source import Header, Launcher, Rendered, environment
+from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, environment
 
 _TOKENS = 128
 """Rows of x for a block."""
@@ -91,7 +91,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
             if any(place % 16 for place in places):
                 fallback(*tensors)
                 return
-            if len(bound) == _MOST_BOUND:
+            if len(bound) >= _MOST_BOUND:
                 bound.clear()
             arguments = bound[places] = _Arguments(problem, config, places)
         if device not in functions:
@@ -100,7 +100,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
             functions[device] = found, _grid(problem, config, torch.cuda.get_device_properties(device).multi_processor_count)
         function, grid = functions[device]
         stream = torch.cuda.current_stream(device).cuda_stream
-        _done(driver.cuLaunchKernel(function, grid, 1, 1, _THREADS, 1, 1, shared_bytes, stream, arguments.address, 0))
+        _launched(driver.cuLaunchKernel(function, grid, 1, 1, _THREADS, 1, 1, shared_bytes, stream, arguments.address, 0))
 
     return start
 
@@ -146,5 +146,11 @@ def _grid(problem: GemvProblem, config: GemvConfig, multiprocessors: int) -> int
 def _done(answer: tuple[Any, ...]) -> Any:
     error, *results = answer
     if error.value:
+        raise KernelBuildFailed(kernel="gate_up", target="cuda", cause=f"the driver refuses what a launch needs: {error.name}")
+    return results[0]
+
+
+def _launched(answer: tuple[Any, ...]) -> None:
+    error = answer[0]
+    if error.value:
         raise RuntimeError(f"a gated linear layer could not be launched: {error.name}")
-    return results[0] if results else None

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -161,6 +162,30 @@ def test_a_linear_in_one_step_leaves_calls_and_other_tensors_alone():
     with torch_internals.linear_in_one_step(), torch_internals.linear_in_one_step():
         found = torch.nn.functional.linear(x, weight)
     assert torch.equal(found, expected) and found.requires_grad
+
+
+def test_a_linear_in_one_step_is_taken_away_by_the_last_of_several_threads():
+    keys = set(torch.ops.aten.linear.default.py_kernels)
+    failures, before = [], sys.getswitchinterval()
+
+    def enter():
+        try:
+            for _ in range(100):
+                with torch_internals.linear_in_one_step():
+                    assert len(torch.ops.aten.linear.default.py_kernels) > len(keys)
+        except Exception as error:  # noqa: BLE001 - a thread's error is nobody's otherwise
+            failures.append(error)
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and set(torch.ops.aten.linear.default.py_kernels) == keys
 
 
 @pytest.mark.parametrize("is_untried", [False, True])

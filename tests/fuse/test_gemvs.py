@@ -423,6 +423,47 @@ def test_kinds_that_do_not_fit_into_memory_are_left_alone_and_the_others_tried(p
     assert rows[1].reason == "too large" and rows[1].numerics is None
 
 
+@pytest.mark.parametrize("where", ["observe", "check"])
+def test_memory_that_runs_out_ends_a_row_and_not_the_run(place, monkeypatch, where):
+    def run_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it")
+
+    monkeypatch.setattr(stage, where, run_out)
+    kept = place()
+    assert {row.status for row in kept.fusions} == {Status.NOT_REPLACED} and kept.linears == ()
+    assert all("ran out while it was checked: CUDA out of memory" in row.reason for row in kept.fusions)
+
+    def fail(*_, **__):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(stage, where, fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        place()
+
+
+def test_what_is_computed_from_parameters_is_not_in_memory():
+    class Cast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24, 16))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.to(torch.bfloat16))
+
+    bench = Bench(capture_regions(Cast(), (torch.randn(4, 16, dtype=torch.bfloat16),), {}), on_cuda=False)
+    (kind,) = find_kinds(bench)
+    x, weight = kind.places[0].inputs
+    assert places._is_in_memory(bench, x) and not places._is_in_memory(bench, weight)
+
+
+def test_a_gate_on_many_rows_has_no_kernel_in_triton(monkeypatch):
+    monkeypatch.setattr(stage, "is_served", lambda problem, device: True)
+    problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
+    for backend, expected in ((None, True), ("cuda", True), ("triton", False)):
+        assert stage._has_kernel(problem, qwen2_bench(), ApplyOptions(backend=backend)) is expected
+        assert stage._has_kernel(replace(problem, m=1), qwen2_bench(), ApplyOptions(backend=backend))
+
+
 def test_merged_weights_are_in_memory_anyway(monkeypatch):
     bench = qwen2_bench()
     (first, *_) = find_kinds(bench)
