@@ -18,14 +18,21 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from fusion_advisor.library.gemv import GemvConfig, GemvProblem, blocks_of, entry_of, heading_lines, stage_bytes
+from fusion_advisor.library.gemv import (
+    TILE_COLUMNS,
+    TILE_TOKENS,
+    GemvConfig,
+    GemvProblem,
+    blocks_of,
+    entry_of,
+    heading_lines,
+    stage_bytes,
+)
 from fusion_advisor.library.gemv_torch import torch_launcher
 from fusion_advisor.library.heading import comment
 from fusion_advisor.library.nvrtc import allow_shared_memory
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, environment
 
-_TOKENS = 128
-"""Rows of x for a block."""
 _THREADS = 384
 _MOST_BOUND = 1024
 """Sets of addresses whose tensor maps are kept; a step in a CUDA graph has one, others as many as the allocator hands out."""
@@ -74,7 +81,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
     from cuda.bindings import driver
 
     fallback = torch_launcher(problem)
-    shared_bytes = config.stages * stage_bytes(config) + _TOKENS * config.rows * 2
+    shared_bytes = config.stages * stage_bytes(config) + TILE_TOKENS * config.rows * 2
     functions: dict[int, tuple[Any, int]] = {}
     bound: dict[tuple[int, ...], _Arguments] = {}
     current_device = torch.cuda.current_device
@@ -111,9 +118,9 @@ class _Arguments:
     def __init__(self, problem: GemvProblem, config: GemvConfig, places: Sequence[int]) -> None:
         x, weight, out = places
         self._maps = (
-            _tensor_map(x, problem.m, problem.k, problem.dtype, box=(_TOKENS, 64), is_swizzled=True),
-            _tensor_map(weight, problem.weight_rows, problem.k, problem.dtype, box=(config.rows, 64), is_swizzled=True),
-            _tensor_map(out, problem.m, problem.n, problem.dtype, box=(_TOKENS // 2, config.rows), is_swizzled=False),
+            _tensor_map(x, problem.m, problem.k, problem.dtype, box=(TILE_TOKENS, TILE_COLUMNS), is_swizzled=True),
+            _tensor_map(weight, problem.weight_rows, problem.k, problem.dtype, box=(config.rows, TILE_COLUMNS), is_swizzled=True),
+            _tensor_map(out, problem.m, problem.n, problem.dtype, box=(TILE_TOKENS // 2, config.rows), is_swizzled=False),
         )
         self._pointers = (ctypes.c_void_p * len(self._maps))(*(one.getPtr() for one in self._maps))
         self.address = ctypes.addressof(self._pointers)
@@ -139,7 +146,7 @@ def _tensor_map(place: int, rows: int, cols: int, dtype: str, *, box: tuple[int,
 
 def _grid(problem: GemvProblem, config: GemvConfig, multiprocessors: int) -> int:
     blocks = blocks_of(problem)
-    tiles = -(-problem.m // (_TOKENS * blocks)) * -(-problem.n // config.rows)
+    tiles = -(-problem.m // (TILE_TOKENS * blocks)) * -(-problem.n // config.rows)
     return blocks * min(tiles, max(1, multiprocessors // blocks))
 
 

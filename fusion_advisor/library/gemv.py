@@ -42,10 +42,10 @@ _SMS = 132
 """Multiprocessors of an H100 or H200; on another GPU the blocks are as right, only less even."""
 _MOST_LINES = 48
 """Rows of the weight that a warp of tensor cores has registers for, in blocks of up to 512 threads."""
-_TILE_TOKENS = 128
+TILE_TOKENS = 128
 """Rows of x for a block of ``cuda_wgmma``."""
-_TILE_BYTES = 128
-"""Of a row of one of its tiles: 64 columns."""
+TILE_COLUMNS = 64
+"""Of x and of the weight: 128 bytes, the span of the swizzle."""
 _WGMMA_ROWS = (128, 112, 96, 80, 64)
 _WGMMA_STAGES = 6
 _WGMMA_SHARED_BYTES = 227 * 1024 - 1024
@@ -257,7 +257,7 @@ def _even_tiles(problem: GemvProblem) -> tuple[GemvConfig, ...]:
     H200 took 161, 181 and 179 µs. Over six widths from 88 to 128 and two layers the time was within 4 % of rounds times rows.
     """
     blocks = blocks_of(problem)
-    down = -(-problem.m // (_TILE_TOKENS * blocks))
+    down = -(-problem.m // (TILE_TOKENS * blocks))
 
     def cost(rows: int) -> int:
         rounds = -(-down * -(-problem.n // rows) // (_SMS // blocks))
@@ -267,14 +267,14 @@ def _even_tiles(problem: GemvProblem) -> tuple[GemvConfig, ...]:
 
 
 def _stages(rows: int) -> int:
-    results = _TILE_TOKENS * rows * 2
+    results = TILE_TOKENS * rows * 2
     config = GemvConfig(form="cuda_wgmma", rows=rows)
     return min(_WGMMA_STAGES, (_WGMMA_SHARED_BYTES - results) // stage_bytes(config))
 
 
 def stage_bytes(config: GemvConfig) -> int:
     """Shared memory of ``cuda_wgmma`` for a tile of x and those of both halves of the weight."""
-    return (_TILE_TOKENS + 2 * config.rows) * _TILE_BYTES
+    return (TILE_TOKENS + 2 * config.rows) * TILE_COLUMNS * 2
 
 
 GATED_TILES = tuple(GemvConfig(form="cuda_wgmma", rows=rows, warps=12, stages=_stages(rows)) for rows in _WGMMA_ROWS)
@@ -283,7 +283,7 @@ GATED_TILES = tuple(GemvConfig(form="cuda_wgmma", rows=rows, warps=12, stages=_s
 
 def blocks_of(problem: GemvProblem) -> int:
     """Blocks of a cluster of ``cuda_wgmma``: 2 share the weight's tiles where there are rows of x for both."""
-    return 2 if problem.m > _TILE_TOKENS else 1
+    return 2 if problem.m > TILE_TOKENS else 1
 
 
 def around(problem: GemvProblem, backend: str) -> GemvConfig | None:
