@@ -4,7 +4,7 @@
 # Moves each operand once: q 2 B/element, cos 2 B/column, sin 2 B/column, q_out 2 B/element, position 8 B in
 # all, k 2 B/element, v 2 B/element, k_cache 2 B/element, v_cache 2 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: block_rows=4 num_warps=4
+# Tuning: block_rows=2 num_warps=4
 # Origin: library kernel rope_qk_cache, variant rotate_half.
 # Source: https://arxiv.org/abs/2104.09864
 
@@ -87,7 +87,7 @@ def part2(
 
 
 @triton.jit
-def fa_rope_qk_cache_735886(
+def fa_rope_qk_cache_f2a3b4(
     q_ptr, cos_ptr, sin_ptr, position_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     start_of_2, rows_of_1, cols_of_1: tl.constexpr, q_stride0_of_1: tl.constexpr, q_offset_of_1: tl.constexpr,
     cos_offset_of_1: tl.constexpr, sin_offset_of_1: tl.constexpr, q_out_stride0_of_1: tl.constexpr,
