@@ -3,7 +3,6 @@
 # Moves each operand once: x 2 B/element, residual 2 B/element, weight 2 B/column, total 2 B/element, out
 # 2 B/element.
 # Maths in float32, rounded once, at the store.
-# Tuning: num_warps=16
 # Origin: library kernel add_rmsnorm, variant llama.
 # Source: https://arxiv.org/abs/1910.07467
 
@@ -19,7 +18,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_add_rmsnorm_3b0585(
+def fa_add_rmsnorm_deb3d1(
     x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr,
     rows, cols, x_stride0, residual_stride0, total_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,

@@ -207,6 +207,9 @@ fa_gate_up_4f774d(
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            // The sums are no memory: what reads them could be moved ahead of the wait.
+            #pragma unroll
+            for (int n = 0; n < ROWS; ++n) asm volatile("" : "+f"(sums[n]));
             if (thread < CLUSTER) arrive(emptied + 8 * before, thread);
 
             if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the tile before is out of there
