@@ -234,10 +234,19 @@ _BY_NAME = (
     (OpClass.ATTENTION, "flash fmha attention attn mha_"),
     (OpClass.CONVOLUTION, "conv wgrad dgrad fprop winograd im2col"),
     (OpClass.GEMM, "gemm gemv nvjet cutlass cublas splitk cijk_ triton_tem wgmma triton_mm matmul addmm"),
-    (OpClass.REDUCTION, "reduce softmax norm welford triton_red triton_per argmax argmin"),
+    (OpClass.REDUCTION, "reduce softmax norm welford argmax argmin"),
     (OpClass.MEMORY, "catarray indexselect index_ gather scatter embedding copy fill transpose memcpy memset arange"),
-    (OpClass.POINTWISE, "elementwise pointwise triton_poi functor gelu silu rotary rope"),
+    (OpClass.POINTWISE, "elementwise pointwise functor gelu silu rotary rope"),
 )  # fmt: skip
+_OF_INDUCTOR = {
+    "triton_poi_": OpClass.POINTWISE,
+    "triton_for_": OpClass.POINTWISE,
+    "triton_red_": OpClass.REDUCTION,
+    "triton_per_": OpClass.REDUCTION,
+    "triton_spl_": OpClass.REDUCTION,
+}
+"""What Inductor's prefix says. The words behind it are of all ops that it read in the graph, computed there or not: its copies of
+keys and values are called after the attention that reads them, and a bias after the GEMM."""
 _CASTS = re.compile(r"LoadWithCast|StoreWithCast|b?float16_copy_kernel|half_copy_kernel")
 _GENERIC = re.compile(r"elementwise|reduce|apply|launch|legacy|unrolled|vectorized_gather")
 _FUNCTION = re.compile(r"(\w+?)(?:_scalar|_tensor)*(?:_kernel)(?:_cuda|_impl|_without_opmath)*\b")
@@ -254,6 +263,8 @@ def kernel_class(name: str) -> OpClass:
     if _CASTS.search(name):
         return OpClass.MEMORY if "_copy" in name else OpClass.POINTWISE
     lowered = name.lower()
+    if lowered[:11] in _OF_INDUCTOR:
+        return _OF_INDUCTOR[lowered[:11]]
     for op_class, words in _BY_NAME:
         if any(word in lowered for word in words.split()):
             return op_class

@@ -156,6 +156,11 @@ def test_kernel_names_of_other_classes():
         "flash_fwd_kernel": OpClass.ATTENTION,
         "cudnn_infer_ampere_scudnn_128x64_relu_xregs": OpClass.OTHER,
         "triton_tem_fused_mm_4": OpClass.GEMM,
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_bmm_clone_5": OpClass.POINTWISE,
+        "triton_poi_fused_addmm_gelu_view_3": OpClass.POINTWISE,
+        "triton_red_fused__to_copy_embedding_mean_mul_9": OpClass.REDUCTION,
+        "triton_per_fused_convolution_native_layer_norm_2": OpClass.REDUCTION,
+        "triton_for_fused_0": OpClass.POINTWISE,
         "void at::native::reduce_kernel<512>": OpClass.REDUCTION,
         "who_knows": OpClass.OTHER,
     }
