@@ -19,7 +19,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.plan import judge_with, make_plan
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Bandwidth, Environment, Launch, RenderedKernel
-from fusion_advisor.workload.cache import filled_cache
+from fusion_advisor.workload.cache import cache_name, filled_cache
 from fusion_advisor.workload.load import describe_live
 from tests.library.evaluate import evaluate
 
@@ -69,7 +69,12 @@ def decode_step(model, tokens=16, *, room=64, batch=2):
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(1, 200, (batch, tokens + 1), generator=generator)
     cache, _ = filled_cache(model, ids[:, :-1], maximum=room, phase="decode", model_id="tiny")
-    return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+    return {"input_ids": ids[:, -1:].clone(), cache_name(model): cache, "use_cache": True}
+
+
+def cache_in(kwargs):
+    """The KV cache among a call's keyword arguments, under whichever name transformers gives it."""
+    return next(value for value in kwargs.values() if hasattr(value, "get_seq_length"))
 
 
 class Toy(torch.nn.Module):

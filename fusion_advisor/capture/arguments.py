@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for every tensor in a value: ``past_key_values.layers.0.keys``."""
+    """Yield (name, tensor) for every tensor in a value: ``cache.layers.0.keys``."""
     yield from ((found, item) for found, _, item in _walk(name, value, ()) if isinstance(item, torch.Tensor))
 
 

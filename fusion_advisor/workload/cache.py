@@ -16,6 +16,21 @@ from fusion_advisor.errors import NoStaticCache
 
 _ROOM = 64
 """Room is made in blocks of so many positions: attention kernels want rows of whole vectors, and one token more must fit."""
+_NAMES = ("cache", "past_key_values")
+"""What forwards of transformers call their cache: from 5.24 on, and before (it takes the older name still, with a warning)."""
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name of the argument that a model's forward takes its KV cache by; empty where it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _NAMES if name in parameters), "")
+
+
+def why_no_cache(model: nn.Module) -> str:
+    """Say why a model has no static KV cache; empty where it may have one."""
+    if not cache_name(model) or "use_cache" not in inspect.signature(model.forward).parameters:
+        return f"its forward takes no {' or '.join(_NAMES)}"
+    return "it keeps a running state, not keys and values" if getattr(model, "_is_stateful", False) else ""
 
 
 def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None, phase: str, model_id: str) -> tuple[Any, int]:
@@ -37,21 +52,18 @@ def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None,
     from transformers import StaticCache
 
     refuse = {"phase": phase, "model_id": model_id, "class_name": type(model).__name__}
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters or "use_cache" not in parameters:
-        raise NoStaticCache(**refuse, detail="its forward takes no past_key_values")
-    if getattr(model, "_is_stateful", False):
-        raise NoStaticCache(**refuse, detail="it keeps a running state, not keys and values")
+    if why := why_no_cache(model):
+        raise NoStaticCache(**refuse, detail=why)
     tokens = prompt.shape[1]
     room = (tokens // _ROOM + 1) * _ROOM
     if maximum is not None:
         room = min(room, maximum)
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     config: Any = model.config
     cache = StaticCache(config=config, max_cache_len=room)
     try:
         with torch.no_grad():
-            model(input_ids=prompt, past_key_values=cache, use_cache=True, **keep)
+            model(input_ids=prompt, **{cache_name(model): cache}, use_cache=True, **keep)
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NoStaticCache(**refuse, detail=lines[0]) from error

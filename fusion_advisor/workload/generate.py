@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion_advisor.capture.arguments import copied
 from fusion_advisor.errors import NoStaticCache
+from fusion_advisor.workload.cache import cache_name, why_no_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class Generation:
                 seen.append(copied(kwargs, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
 
         refuse = {"phase": "generate", "model_id": self.model_id, "class_name": type(self.model).__name__}
+        if why := why_no_cache(self.model):
+            raise NoStaticCache(**refuse, detail=why)
         hook = self.model.register_forward_pre_hook(keep, with_kwargs=True)
         try:
             self()
@@ -71,6 +74,6 @@ class Generation:
             raise NoStaticCache(**refuse, detail=lines[0]) from error
         finally:
             hook.remove()
-        if len(seen) < 2 or not hasattr(seen[1].get("past_key_values"), "get_seq_length"):
-            raise NoStaticCache(**refuse, detail="generate passes its forward no past_key_values")
+        if len(seen) < 2 or not hasattr(seen[1].get(cache_name(self.model)), "get_seq_length"):
+            raise NoStaticCache(**refuse, detail="generate passes its forward no cache")
         return seen[0], seen[1]

@@ -14,7 +14,7 @@ from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.workload.architecture import max_positions
-from fusion_advisor.workload.cache import filled_cache
+from fusion_advisor.workload.cache import cache_name, filled_cache
 from fusion_advisor.workload.request import WorkloadRequest
 
 _LONG_TOKENS = 512
@@ -120,7 +120,7 @@ def _decode_inputs(model: nn.Module, request: WorkloadRequest, generator: torch.
     text = getattr(config, "text_config", None) or config
     ids = _tokens(text, request.batch, context + 1, generator).to(device)
     cache, room = filled_cache(model, ids[:, :-1], maximum=maximum, phase=request.phase, model_id=request.model_id)
-    kwargs = {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+    kwargs = {"input_ids": ids[:, -1:].clone(), cache_name(model): cache, "use_cache": True}
     notes = (f"the static cache holds {context} tokens and has room for {room}; each step writes the next position again",)
     return ExampleInputs(kwargs=kwargs, seq_len=1, context=context, notes=notes)
 

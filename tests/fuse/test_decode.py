@@ -22,9 +22,10 @@ from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.recordable import saved_inputs
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.records import Match, Status
+from fusion_advisor.workload.cache import cache_name
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
-from tests.tiny import LAYERS, bench_of, decode_step, evaluated, gpt2, llama, patterns, profile_live, qwen2
+from tests.tiny import LAYERS, bench_of, cache_in, decode_step, evaluated, gpt2, llama, patterns, profile_live, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
 
@@ -58,11 +59,12 @@ def decode(request):
 
 
 def test_the_step_is_one_graph_that_writes_to_its_cache(decode):
-    _, _, live, _, plan = decode
+    model, _, live, _, plan = decode
     assert len(live.regions) == 1 and not live.breaks
     assert writes_to_inputs(live.regions[0])
-    names = [name for name in live.regions[0].names if name.startswith("past_key_values.")]
-    assert len(names) == 6 and "past_key_values.layers.1.keys" in names
+    cache = cache_name(model)
+    names = [name for name in live.regions[0].names if name.startswith(f"{cache}.")]
+    assert len(names) == 6 and f"{cache}.layers.1.keys" in names
     kernels = {answer.kernel for answer in plan.answers if isinstance(answer, Match) and answer.is_library}
     assert kernels & {"add_rmsnorm", "add_layernorm"}
 
@@ -81,7 +83,7 @@ def test_only_the_counts_are_saved_for_a_graph_that_is_launched_ahead(decode, is
 def test_profiling_leaves_the_cache_where_it_was(decode):
     _, kwargs, live, _, _ = decode
     live.written.rewind()
-    assert int(kwargs["past_key_values"].get_seq_length()) == 16
+    assert int(cache_in(kwargs).get_seq_length()) == 16
     assert all("cumulative_length" in name for name in live.written.moving) and len(live.written.tensors) == 6
 
 
@@ -90,10 +92,10 @@ def test_a_repeated_step_is_the_same_step(decode):
     live.written.restore()
     with torch.no_grad():
         first = model(**kwargs).logits
-        after = contents(kwargs["past_key_values"])
+        after = contents(cache_in(kwargs))
         live.written.rewind()
         assert torch.equal(model(**kwargs).logits, first)
-    assert all(map(torch.equal, contents(kwargs["past_key_values"]), after))
+    assert all(map(torch.equal, contents(cache_in(kwargs)), after))
     live.written.restore()
 
 
@@ -112,12 +114,12 @@ def test_wrong_values_in_the_cache_fail_the_check(decode):
 
     def meddles():
         result = model(**kwargs)
-        kwargs["past_key_values"].layers[0].values[0, 0, 16, 0] += 0.1
+        cache_in(kwargs).layers[0].values[0, 0, 16, 0] += 0.1
         return result
 
     def skips():
         result = model(**kwargs)
-        kwargs["past_key_values"].layers[1].cumulative_length.add_(1)
+        cache_in(kwargs).layers[1].cumulative_length.add_(1)
         return result
 
     loaded = describe_live(model, (), kwargs)
@@ -141,8 +143,8 @@ def test_the_position_is_a_value_and_needs_no_graph_of_its_own(decode, tokens):
             got, expected = fused.dispatch(**ours).logits, model(**theirs).logits
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
             ours["input_ids"], theirs["input_ids"] = expected.argmax(-1), expected.argmax(-1)
-            assert int(ours["past_key_values"].get_seq_length()) == tokens + step + 1
-    for one, other in zip(contents(ours["past_key_values"]), contents(theirs["past_key_values"]), strict=True):
+            assert int(cache_in(ours).get_seq_length()) == tokens + step + 1
+    for one, other in zip(contents(cache_in(ours)), contents(cache_in(theirs)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert fused.fallbacks == {} and fused._chosen == chosen
 
@@ -154,7 +156,7 @@ def other_class(model):
         """The same cache under another name: it may override anything."""
 
     kwargs = decode_step(model)
-    kwargs["past_key_values"].__class__ = Mine
+    cache_in(kwargs).__class__ = Mine
     return kwargs
 
 
@@ -164,8 +166,8 @@ def dynamic_cache(model):
     cache = DynamicCache(config=model.config)
     ids = torch.randint(1, 200, (2, 17), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache, use_cache=True)
-    return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+        model(ids[:, :-1], **{cache_name(model): cache}, use_cache=True)
+    return {"input_ids": ids[:, -1:].clone(), cache_name(model): cache, "use_cache": True}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -201,10 +203,10 @@ def test_tokens_and_the_cache_s_bytes_are_eagers_at_every_position(name, tmp_pat
             assert torch.equal(got, same) and torch.equal(got.argmax(-1), expected.argmax(-1))
             for step in (ours, captured, eager):
                 step["input_ids"] = expected.argmax(-1)
-    assert fused.fallbacks == {} and int(ours["past_key_values"].get_seq_length()) == 64
-    assert all(map(torch.equal, contents(ours["past_key_values"]), contents(captured["past_key_values"])))
+    assert fused.fallbacks == {} and int(cache_in(ours).get_seq_length()) == 64
+    assert all(map(torch.equal, contents(cache_in(ours)), contents(cache_in(captured))))
     # Behind the first layer the captured step itself is a last bit away from eager.
-    assert all(map(torch.equal, contents(ours["past_key_values"])[:3], contents(eager["past_key_values"])[:3]))
+    assert all(map(torch.equal, contents(cache_in(ours))[:3], contents(cache_in(eager))[:3]))
     live.written.restore()
 
 
@@ -284,25 +286,25 @@ def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_
     verdicts(monkeypatch, keep_all)
     model, _ = qwen2()
     kwargs = decode_step(model)
-    before = contents(kwargs["past_key_values"])
+    before = contents(cache_in(kwargs))
     with torch.no_grad():
         expected = model(**decode_step(model)).logits
     later, latest = decode_step(model), decode_step(model)
     fused = fusion_advisor.apply(model, kwargs, run_dir=tmp_path, runs=3, warmup=1, min_share=0.0, compile=False)
     assert fused.is_applied
-    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert all(map(torch.equal, contents(cache_in(kwargs)), before))
     assert "rope_qk_cache" in {fusion.kernel for fusion in fused.report.fusions if fusion.status is Status.KEPT}
     assert fused.report.model_check.is_passed and "written values" in fused.report.model_check.outputs
     assert any("put back" in note for note in fused.report.notes)
     with torch.no_grad(), fused:
         torch.testing.assert_close(model(**later).logits, expected, rtol=1e-5, atol=1e-5)
     again = fusion_advisor.apply(model, kwargs, plan=fusion_advisor.load_plan(tmp_path))
-    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert all(map(torch.equal, contents(cache_in(kwargs)), before))
     with torch.no_grad(), again:
         torch.testing.assert_close(model(**latest).logits, expected, rtol=1e-5, atol=1e-5)
     assert again.fallbacks == {}
     profiled = fusion_advisor.profile(model, kwargs, runs=3, warmup=1)
-    assert profiled.chains and all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert profiled.chains and all(map(torch.equal, contents(cache_in(kwargs)), before))
 
 
 @pytest.mark.gpu
@@ -312,12 +314,12 @@ def test_decode_on_a_gpu_keeps_logits_and_cache(name):
     model, _ = MODELS[name]()
     kwargs, later, latest = (copied(decode_step(model), _on_gpu) for _ in range(3))
     model = model.cuda()
-    before = contents(kwargs["past_key_values"])
+    before = contents(cache_in(kwargs))
     with torch.no_grad():
         expected = model(**later).logits
     options = {"runs": 5, "warmup": 2, "min_share": 0.0, "min_gain": 0.0, "confidence": 0.5, "compile": False}
     fused = fusion_advisor.apply(model, kwargs, **options)
-    assert all(map(torch.equal, contents(kwargs["past_key_values"]), before))
+    assert all(map(torch.equal, contents(cache_in(kwargs)), before))
     assert fused.report.model_check is None or fused.report.model_check.is_passed
     with torch.no_grad(), fused:
         torch.testing.assert_close(model(**latest).logits, expected, rtol=1e-4, atol=1e-4)

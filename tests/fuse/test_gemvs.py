@@ -43,7 +43,7 @@ from fusion_advisor.workload.adjacent import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.fuse.test_saved import save
-from tests.tiny import LAYERS, decode_step, gpt2, llama, qwen2
+from tests.tiny import LAYERS, cache_in, decode_step, gpt2, llama, qwen2
 
 QWEN2 = ["rmsnorm_gate_up", "rmsnorm_linear_bias", "rmsnorm_linear", "linear_residual", "linear_residual"]
 
@@ -312,7 +312,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
         exact = truth(**decode_step(truth, batch=1)).logits
     ours, theirs = ((value.double() - exact).norm() / exact.norm() for value in (fused, eager))
     assert 0 < ours <= 1.5 * theirs
-    for layer, expected in zip(mine["past_key_values"].layers, other["past_key_values"].layers, strict=True):
+    for layer, expected in zip(cache_in(mine).layers, cache_in(other).layers, strict=True):
         torch.testing.assert_close(layer.keys, expected.keys, rtol=0.05, atol=0.05)
     assert run.fused.fallbacks == {}
     # Kernels for one row serve no other batch.
@@ -568,8 +568,8 @@ def chosen_ours(problem, device, *, header, backends, **_):
 
 
 def decode_step_on(model, batch):
-    from fusion_advisor.workload.cache import filled_cache
+    from fusion_advisor.workload.cache import cache_name, filled_cache
 
     ids = torch.randint(1, 200, (batch, 17), generator=torch.Generator().manual_seed(0)).to("cuda")
     cache, _ = filled_cache(model, ids[:, :-1], maximum=64, phase="decode", model_id="tiny")
-    return {"input_ids": ids[:, -1:].clone(), "past_key_values": cache, "use_cache": True}
+    return {"input_ids": ids[:, -1:].clone(), cache_name(model): cache, "use_cache": True}

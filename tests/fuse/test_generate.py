@@ -23,7 +23,7 @@ from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload, describe_live
 from tests.fuse.fake_graph import FakeRecorder
 from tests.fuse.test_graphed import graphed_model
-from tests.tiny import fuse, gpt2, llama, qwen2
+from tests.tiny import cache_in, fuse, gpt2, llama, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
 NEW = 6
@@ -54,9 +54,9 @@ def both(call, spoil=0.0):
 def test_the_steps_are_generates_own_each_with_its_cache():
     prefill, decode = call_of("qwen2").steps()
     assert prefill["input_ids"].shape == (2, 16) and decode["input_ids"].shape == (2, 1)
-    assert prefill["past_key_values"] is not decode["past_key_values"]
-    assert int(prefill["past_key_values"].get_seq_length()) == 0
-    assert int(decode["past_key_values"].get_seq_length()) == 16
+    assert cache_in(prefill) is not cache_in(decode)
+    assert int(cache_in(prefill).get_seq_length()) == 0
+    assert int(cache_in(decode).get_seq_length()) == 16
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,7 +120,7 @@ def replayed(call, decode, monkeypatch):
     dispatch = fused.dispatch
 
     def watched(**kwargs):
-        seen.append(kwargs["past_key_values"])
+        seen.append(cache_in(kwargs))
         return dispatch(**kwargs)
 
     monkeypatch.setattr(fused, "dispatch", watched)
@@ -160,7 +160,7 @@ def test_calls_that_pass_one_cache_replay_one_recording(monkeypatch):
     _, decode = call.steps()
     fused, recorder, _ = replayed(call, decode, monkeypatch)
     given = {name: value for name, value in decode.items() if name != "input_ids"}
-    cache = given["past_key_values"]
+    cache = cache_in(given)
     filled = [tensor.clone() for tensor in tensors_of(cache)]
 
     def tokens(step):
@@ -294,7 +294,7 @@ def test_the_cache_of_a_finished_call_is_freed_on_a_gpu():
         for _ in range(4):
             result = call()
             assert torch.equal(result.sequences, expected)
-            keys = weakref.ref(result.past_key_values.layers[0].keys)
+            keys = weakref.ref(cache_in(result).layers[0].keys)
             (recording,) = graphs.recordings
             assert recording.replays >= NEW - 2
             del result

@@ -16,7 +16,7 @@ from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.relocate import changed_bench
 from fusion_advisor.workload.adjacent import lay_out_siblings
 from tests.fuse.fake_graph import FakeRecorder
-from tests.tiny import decode_step, qwen2
+from tests.tiny import cache_in, decode_step, qwen2
 
 WEIGHT_BYTES = 64 * 64 * 4
 """Of the smallest linear that is merged or not; no activation of a decode step is as large."""
@@ -43,7 +43,7 @@ def steps(fused, kwargs, count):
     """Run steps at one position, each on a tensor of its own; return how many results are still alive."""
     results = weakref.WeakSet()
     for _ in range(count):
-        for layer in kwargs["past_key_values"].layers:
+        for layer in cache_in(kwargs).layers:
             layer.cumulative_length.fill_(16)
         results.add(fused.dispatch(**{**kwargs, "input_ids": kwargs["input_ids"].clone()}).logits)
     return len(results)
@@ -61,7 +61,7 @@ def test_two_hundred_steps_hold_what_twenty_did(is_graphed):
     recorder = FakeRecorder() if is_graphed else None
     fused, kwargs = decoding(recorder=recorder)
     if recorder is not None:
-        recorder.protected = tuple(t for layer in kwargs["past_key_values"].layers for t in vars(layer).values() if is_tensor(t))
+        recorder.protected = tuple(t for layer in cache_in(kwargs).layers for t in vars(layer).values() if is_tensor(t))
     with torch.no_grad():
         steps(fused, kwargs, 20)
         before, objects = live_storages(), len(gc.get_objects())
@@ -86,7 +86,7 @@ def test_another_cache_in_every_call_is_freed_and_remembered_nowhere():
 
 def weights_held_beside(fused, kwargs, before):
     """Bytes as large as a weight that were not there before, and are neither the model's own nor its cache's."""
-    caches = [value for layer in kwargs["past_key_values"].layers for value in vars(layer).values() if is_tensor(value)]
+    caches = [value for layer in cache_in(kwargs).layers for value in vars(layer).values() if is_tensor(value)]
     own = {value.untyped_storage().data_ptr() for value in (*fused.model.parameters(), *fused.model.buffers(), *caches)}
     return sum(size for at, size in live_storages() - before if at not in own and size >= WEIGHT_BYTES)
 

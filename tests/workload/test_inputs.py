@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from fusion_advisor.errors import NoExampleInputs, NoStaticCache, SequenceTooLong, UsageError
+from fusion_advisor.workload.cache import cache_name
 from fusion_advisor.workload.inputs import move
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
+from tests.tiny import cache_in
 
 
 def load(model_id: str, **changes: object) -> LoadedWorkload:
@@ -68,9 +70,9 @@ def test_decode_is_one_token_on_a_cache_that_a_prefill_has_filled(model_id: str,
     workload = load(model_id, phase="decode", context=9, batch=2)
     assert (workload.record.phase, workload.record.context, workload.record.seq_len) == ("decode", 9, 1)
     assert {name: meta.shape for name, meta in workload.record.inputs}["input_ids"] == (2, 1)
-    cache = workload.kwargs["past_key_values"]
+    cache = cache_in(workload.kwargs)
     assert int(cache.get_seq_length()) == 9 and cache.layers[0].keys.shape[2] == room
-    assert "past_key_values.layers.0.keys" in dict(workload.record.inputs)
+    assert f"{cache_name(workload.model)}.layers.0.keys" in dict(workload.record.inputs)
     logits = run(workload)
     assert logits.shape[:2] == (2, 1)
     # the same tokens in one pass without a cache: the last logits are those of the decode step
@@ -91,7 +93,7 @@ def test_a_causal_model_is_trained_on_its_own_tokens() -> None:
 
 def test_decode_on_a_cpu_holds_512_tokens_by_default_or_what_fits() -> None:
     assert load("distilgpt2", phase="decode").record.context == 512
-    assert load("distilgpt2", phase="decode", context=1023).kwargs["past_key_values"].layers[0].keys.shape[2] == 1024
+    assert cache_in(load("distilgpt2", phase="decode", context=1023).kwargs).layers[0].keys.shape[2] == 1024
     with pytest.raises(SequenceTooLong, match="--context 1024 is over the 1024 positions") as caught:
         load("distilgpt2", phase="decode", context=1024)
     assert caught.value.hint_text == "--context 1023 is the most it takes"
