@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture import torch_internals
+
+_MODEL = re.compile(r"^L\['(self'\]|\w+'\]\.__self__|\w+'\]\[0\])")
+"""How dynamo calls the model in the frame that it captured: forward's own, torch's around it, or a decorator's ``*args``."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -75,8 +79,8 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self']", "").replace("L['fn'].__self__", "").replace("['", ".").replace("']", "").lstrip(".")
+    path = _MODEL.sub("", str(next(reversed(stack.values()))[0]))
+    return path.replace("['", ".").replace("']", "").lstrip(".")
 
 
 def source_of(node: Node) -> tuple[str, int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -27,6 +29,44 @@ def test_layers_stay_whole_and_know_their_module_and_line():
         assert op.source_file == "transformers/activations.py"
         assert "tanh" in source_path(op.source_file).read_text().splitlines()[op.source_line - 1]
         assert "tanh" in op.source_text
+
+
+def passed_on(forward):
+    @functools.wraps(forward)
+    def decorated(*given, **named):
+        return forward(*given, **named)
+
+    return decorated
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Tanh()])
+
+    def forward(self, x):
+        return self.parts[1](x)
+
+
+class Decorated(Plain):
+    """As forwards of transformers are since 5.24: the frame that dynamo captures is the decorator's."""
+
+    forward = passed_on(Plain.forward)
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        (Plain(), "parts.1"),
+        (Decorated(), "parts.1"),
+        (torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh()), "1"),
+        (torch.nn.Sequential(Decorated()), "0.parts.1"),
+    ],
+)
+def test_modules_are_named_from_the_model_on(model, path):
+    live = capture_regions(model, (torch.randn(2, 4),), {})
+    (tanh,) = (op for op in describe(live.regions[0])[0] if op.target == "aten.tanh.default")
+    assert tanh.module_path == path
 
 
 def test_every_computing_op_has_a_line():
