@@ -28,7 +28,7 @@ def cache_name(model: nn.Module) -> str:
 
 def why_no_cache(model: nn.Module) -> str:
     """Say why a model has no static KV cache; empty where it may have one."""
-    if not cache_name(model) or "use_cache" not in inspect.signature(model.forward).parameters:
+    if not cache_name(model):
         return f"its forward takes no {' or '.join(_NAMES)}"
     return "it keeps a running state, not keys and values" if getattr(model, "_is_stateful", False) else ""
 
