@@ -23,7 +23,7 @@ from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload, describe_live
 from tests.fuse.fake_graph import FakeRecorder
 from tests.fuse.test_graphed import graphed_model
-from tests.tiny import cache_in, fuse, gpt2, llama, qwen2
+from tests.tiny import cache_in, decode_step, fuse, gpt2, llama, qwen2
 
 MODELS = {"llama": llama, "gpt2": gpt2, "qwen2": qwen2}
 NEW = 6
@@ -301,3 +301,16 @@ def test_the_cache_of_a_finished_call_is_freed_on_a_gpu():
             gc.collect()
             assert keys() is None
     assert graphs.refusals == {}
+
+
+def test_a_forward_that_names_no_use_cache_has_a_cache_too():
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    config = GraniteMoeConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=2, num_experts_per_tok=1, vocab_size=200, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GraniteMoeForCausalLM(config).eval()
+    _, decode = Generation(model=model, input_ids=torch.randint(1, 200, (1, 8)), new_tokens=3).steps()
+    assert int(cache_in(decode).get_seq_length()) == 8
+    assert int(cache_in(decode_step(model)).get_seq_length()) == 16
