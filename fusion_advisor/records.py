@@ -505,6 +505,17 @@ class GraphRewrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenValue:
+    """A value made of weights and buffers once, under ``--freeze``: no write to them is seen that torch does not count."""
+
+    name: str
+    """In the graph's code."""
+    sources: tuple[str, ...]
+    """Qualified names of the weights and buffers."""
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Something that costs time and needs no kernel of ours to mend: a setting, a built-in, a mask."""
 
@@ -751,6 +762,8 @@ class Report:
     model_check: ModelCheck | None = None
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
+    frozen: tuple[FrozenValue, ...] = ()
+    """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None

@@ -63,7 +63,7 @@ def apply(
     compile_too: options.CompileOpt = None,
     baseline: options.BaselineOpt = options.Against.EAGER,
     max_autotune: options.MaxAutotuneOpt = False,
-    merge_copies: options.MergeCopiesOpt = False,
+    freeze: options.FreezeOpt = False,
     fail_on: options.FailOnOpt = None,
     absolute: options.AbsoluteOpt = False,
     output: options.OutputOpt = None,
@@ -110,7 +110,7 @@ def apply(
         compile=compile_too,
         baseline=baseline.value,
         max_autotune=max_autotune,
-        merge_copies=merge_copies,
+        freeze=freeze,
     )
     shown = runner.Output(
         directory=output,

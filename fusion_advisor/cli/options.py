@@ -252,9 +252,13 @@ BaselineOpt = Annotated[
 MaxAutotuneOpt = Annotated[
     bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
 ]
-MergeCopiesOpt = Annotated[
+FreezeOpt = Annotated[
     bool,
-    typer.Option("--merge-copies", help="Merge GEMMs also where that holds a copy of their weights.", rich_help_panel=_KEEP),
+    typer.Option(
+        "--freeze",
+        help="Fold values of weights and buffers, merge copies of weights: write to none, or call fused.refresh().",
+        rich_help_panel=_KEEP,
+    ),
 ]
 
 FailOnOpt = Annotated[

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fusion_advisor.capture.graph import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.retrace import retrace
 from fusion_advisor.environment import measure_bandwidth
+from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.options import ApplyOptions
@@ -36,18 +37,30 @@ _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
 Call = Callable[..., Any]
 
 
-def fusion_advisor(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Call:
+def fusion_advisor(
+    graph_module: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Call:
     """Dynamo's entry: return what runs in place of ``graph_module``.
 
     Args:
         graph_module: dynamo's graph.
         example_inputs: its inputs; only whether they ask for gradients is read here.
+        options: of ``torch.compile``. ``{"freeze": True}`` folds what depends on weights and buffers alone. They must then not be
+            written in a way that torch does not count (``.data``, numpy), or ``torch.compiler.reset()`` is called after the
+            write.
+
+    Raises:
+        UsageError: an option is not known.
     """
+    unknown = sorted(set(options or ()) - {"freeze"})
+    if unknown:
+        raise UsageError(detail=f"the backend has no option {', '.join(unknown)}", help='pass options={"freeze": True} or none')
+    chosen = ApplyOptions(freeze=bool((options or {}).get("freeze", False)))
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
     if torch_internals.has_dynamic_shapes(graph_module):
         return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
-    return _FirstCall(graph_module)
+    return _FirstCall(graph_module, chosen)
 
 
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
@@ -58,8 +71,9 @@ def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
 class _FirstCall:
     """Optimises a graph with the tensors of its first call, then stands for the result."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, options: ApplyOptions) -> None:
         self._original = graph_module
+        self._options = options
         self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
         self._call: Call | None = None
 
@@ -67,7 +81,8 @@ class _FirstCall:
         if self._call is None:
             self._region.example_args = args
             self._region.names, self._region.roles = _names(self._region, args)
-            self._call = optimise(self._region) if any(isinstance(arg, torch.Tensor) for arg in args) else self._original.forward
+            has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+            self._call = optimise(self._region, self._options) if has_tensors else self._original.forward
             self._region.example_args = ()  # nothing of the call is kept alive
         try:
             return self._call(*args)
@@ -78,11 +93,12 @@ class _FirstCall:
             return self._call(*args)
 
 
-def optimise(region: Region) -> Call:
+def optimise(region: Region, options: ApplyOptions) -> Call:
     """Find, check, time and install what pays in one graph.
 
     Args:
         region: named, with the tensors of a call.
+        options: the keep rule's thresholds, and whether weights and buffers are frozen.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, or nsys or ncu watches.
@@ -95,7 +111,7 @@ def optimise(region: Region) -> Call:
     tool = attached_profiler(os.environ)
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
-    options, progress = ApplyOptions(), Progress()
+    progress = Progress()
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()
     plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources)

@@ -15,7 +15,7 @@ from fusion_advisor.fuse.chain import Observer, OriginalChain, original_chain
 from fusion_advisor.fuse.passes.apart import split_gemm_biases
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
 from fusion_advisor.fuse.passes.counters import batch_counters
-from fusion_advisor.fuse.passes.fold import fold_constants
+from fusion_advisor.fuse.passes.fold import fold_constants, fold_frozen
 from fusion_advisor.fuse.passes.pad import pad_linears, store_odd_rows
 from fusion_advisor.fuse.passes.patches import patches_as_gemm
 from fusion_advisor.fuse.passes.shared import share_values
@@ -26,6 +26,8 @@ from fusion_advisor.records import OpNode, RenderedKernel
 
 BIASES = "split_gemm_biases"
 """The pass whose ops are not in the trace before it: how long a GEMM takes with its bias is timed."""
+FROZEN = "fold_frozen"
+"""The pass that runs under ``--freeze`` alone."""
 
 PASSES: dict[str, tuple[str, GraphPass]] = {
     "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
@@ -38,6 +40,7 @@ PASSES: dict[str, tuple[str, GraphPass]] = {
     "store_odd_rows": ("padded GEMMs on many rows store their results where they belong", store_odd_rows),
     "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),
     "fold_constants": ("values that depend on no input are computed once", fold_constants),
+    FROZEN: ("values that depend on weights and buffers alone are computed once (--freeze)", fold_frozen),
 }
 """Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""
 

@@ -16,7 +16,8 @@ A graph repeats kernels on the addresses it was recorded with, so everything it 
   used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
   tensor of the call that the step writes to. What is written to is compared in front of the launch. (Memory that is taken from
   under a living storage and given back to the driver, ``untyped_storage().resize_(0)`` and ``empty_cache()``, is not seen.)
-- Values that were folded from buffers are good as long as nothing is written to these: the buffers' version counts are compared.
+- Under ``--freeze`` values were folded from buffers and weights: the sources' version counts are compared, and ``refresh`` writes
+  what it computes into the memory that the graph reads.
 - Flags that kernels were chosen by and that dynamo does not guard (SDPA backends, cuDNN, TF32) are part of the record.
 
 Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064).
@@ -188,8 +189,8 @@ class Graphs:
         if recording is not None and not recording.fits(args, call.leaves):
             call.undo()
             del self._recordings[region]
-            # Folded values whose sources were written to are computed again by a plain call, outside any graph.
-            region.is_warm = recording.is_unwritten()
+            # Values whose sources were written to or exchanged are computed again by a plain call, outside any graph.
+            region.is_warm = not recording.folded_from
             recording = None
             region.moves += 1
             if region.moves > _MOST_MOVES:

@@ -1,9 +1,10 @@
 """Tensors that a rewritten graph keeps between calls, and how it notices that what they were made from has changed.
 
-A value computed once from buffers or parameters would be stale after somebody exchanged or wrote to one of them. So the graph
-hands the sources to a call at every step, which compares them with those it knows (a few hundred nanoseconds on the host, nothing
-on the device) and computes again where they differ. What torch itself cannot see stays unseen: a write through ``tensor.data``
-counts no version. A view of the sources' own memory needs no such care, because it is them.
+A value computed once from buffers or parameters is stale after somebody exchanged or wrote to one of them. So the graph hands
+the sources to a call at every step, which compares them with those it knows (a few hundred nanoseconds on the host, nothing on
+the device) and computes again where they differ. Some writes change nothing that the host can compare: those through
+``tensor.data``, a numpy or dlpack alias, or the storage count no version. So a graph holds such a value only under ``--freeze``,
+and ``FusedModel.refresh`` computes it again. A view of the sources' own memory needs no such care, because it is them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class _Known:
     tensor: torch.Tensor
     address: int
     version: int
+    """-1 for an inference tensor, which counts no writes."""
 
     def is_still(self, tensor: torch.Tensor) -> bool:
-        return tensor is self.tensor and tensor.data_ptr() == self.address and tensor._version == self.version
+        return tensor is self.tensor and tensor.data_ptr() == self.address and _version(tensor) == self.version
 
 
 class Held:
@@ -38,15 +40,14 @@ class Held:
         name: stands in the graph's code.
         compute: makes the value from the sources.
         sources: the tensors of now; the value is computed from them at once.
-
-    Raises:
-        RuntimeError: a source is an inference tensor, which counts no writes.
     """
 
     def __init__(self, name: str, compute: Compute, sources: Sequence[torch.Tensor]) -> None:
         self.__name__ = self.__qualname__ = name
         self._compute = compute
-        self._update(sources)
+        self._value = _computed(compute, sources)
+        self._is_own = _is_apart(self._value, sources)
+        self._known = _known(sources)
 
     def __call__(self, *now: torch.Tensor) -> torch.Tensor:
         """Return the value for the sources of this call."""
@@ -56,12 +57,50 @@ class Held:
 
     @property
     def versions(self) -> tuple[tuple[torch.Tensor, int], ...]:
-        """Each source with the count of writes that the value was computed after."""
-        return tuple((one.tensor, one.version) for one in self._known)
+        """Each source that counts its writes, with the count that the value was computed after."""
+        return tuple((one.tensor, one.version) for one in self._known if one.version >= 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the value."""
+        return self._value.untyped_storage().nbytes()
+
+    def refresh(self) -> None:
+        """Compute again from the sources of the last call, as they are now."""
+        self._update([one.tensor for one in self._known])
 
     def _update(self, sources: Sequence[torch.Tensor]) -> None:
-        self._value = self._compute(*sources)
-        self._known = tuple(_Known(tensor=source, address=source.data_ptr(), version=source._version) for source in sources)
+        fresh = _computed(self._compute, sources)
+        if self._is_own and _layout(fresh) == _layout(self._value):
+            self._value.untyped_storage().copy_(fresh.untyped_storage())  # a CUDA graph that was recorded reads this memory
+        else:
+            self._value, self._is_own = fresh, _is_apart(fresh, sources)
+        self._known = _known(sources)
+
+
+def _computed(compute: Compute, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    # The value outlives the call: made in inference mode, it could not be written to outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        return compute(*sources)
+
+
+def _known(sources: Sequence[torch.Tensor]) -> tuple[_Known, ...]:
+    return tuple(_Known(tensor=source, address=source.data_ptr(), version=_version(source)) for source in sources)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _layout(value: torch.Tensor) -> tuple[object, ...]:
+    """Return what must be equal for one tensor's storage to hold the other's value."""
+    nbytes = value.untyped_storage().nbytes()
+    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, nbytes)
+
+
+def _is_apart(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
+    """Whether a value lies in no source's memory, so that it may be overwritten."""
+    return value.untyped_storage().data_ptr() not in {source.untyped_storage().data_ptr() for source in sources}
 
 
 def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,6 +17,7 @@ from fusion_advisor.fuse import epilogues, steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear, Variant, calls_in_step, replaced_sites
 from fusion_advisor.fuse.decide import Decision
+from fusion_advisor.fuse.frozen import frozen_values
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import Graphs
 from fusion_advisor.fuse.memory import needed_bytes
@@ -111,6 +112,7 @@ def install(
         noise_share=decision.noise_share,
         step_before=decision.before,
         step_after=decision.after,
+        frozen=frozen_values(bench.live.regions, variant.modules),
         notes=(*report.notes, *_method_notes(decision, options, bench)),
     )
     original = torch_internals.original_call(loaded.model)
@@ -246,6 +248,7 @@ def install(
         after=after,
         baselines=_without_doubles(baselines),
         warm_up=warm_up,
+        frozen=measured.frozen if refusal is None else (),
         fusions=tuple(receipts),
         model_check=check,
         durations_s=tuple(clock.durations_s),
@@ -336,6 +339,7 @@ def reverted(report: Report, reason: str) -> Report:
         report,
         fusions=tuple(_reverted(fusion, reason) for fusion in report.fusions),
         rewrites=tuple(_reverted_rewrite(rewrite, reason) for rewrite in report.rewrites),
+        frozen=(),
         warnings=(*report.warnings, reason),
     )
 

@@ -34,7 +34,7 @@ def merge_gemms(
 
     Args:
         kept: what was decided without merging.
-        options: the keep rule's thresholds; ``merge_copies`` allows a merged copy of weights that lie apart.
+        options: the keep rule's thresholds; ``freeze`` allows a merged copy of weights that lie apart.
         kernel_dir: where kernels for the new layouts are built.
         progress: told what is found.
         budget_s: seconds for the timing.
@@ -43,7 +43,7 @@ def merge_gemms(
     Returns:
         The same with one more row, and on the merged graphs when merging stays; unchanged when no two linears share an input.
     """
-    regions = merge_all(kept.bench, may_copy=options.merge_copies, free_bytes=free_bytes)
+    regions = merge_all(kept.bench, may_copy=options.freeze, free_bytes=free_bytes)
     refusals = [refusal for one in regions for refusal in one.refusals]
     if not any(one.changed for one in regions):
         if not refusals:
@@ -55,7 +55,7 @@ def merge_gemms(
     except CannotMove as refusal:
         return not_replaced(kept, name=_ID, title=TITLE, reason=str(refusal), sites=sum(one.changed for one in regions))
     progress.note(f"{merged.changed} merged GEMMs, timed on top of what was kept")
-    memory = f"; copies of {merged.held_bytes:,} bytes are held" if merged.held_bytes else "; no weight is copied"
+    memory = f"; copies of {merged.held_bytes:,} bytes are held (--freeze)" if merged.held_bytes else "; no weight is copied"
     left = f"; {len(refusals)} groups were left alone: {refusals[0]}" if refusals else ""
     return judged(kept, merged, name=_ID, title=TITLE, words=f"{memory}{left}", options=options, budget_s=budget_s)
 

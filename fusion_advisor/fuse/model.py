@@ -23,6 +23,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, CannotCopy
 from fusion_advisor.fuse.callers import warn_caller
+from fusion_advisor.fuse.frozen import held_calls
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.signature import Seen, holds_object, sharing, signature
@@ -307,6 +308,16 @@ class FusedModel:
         self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
         self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
+
+    def refresh(self) -> None:
+        """Compute again what was made of weights and buffers under ``--freeze``: folded values and merged copies of weights.
+
+        Call it after a write that torch does not count (through ``.data``, numpy, dlpack or the storage). Recorded CUDA graphs
+        stay: the values are written into the memory that they read. Without ``--freeze`` there is nothing to do.
+        """
+        for module, _, _ in self._modules_by_code.values():
+            for call in held_calls(module):
+                call.refresh()
 
     def _may_learn(self, key: Any) -> bool:
         if self._kept is None or key in self._unlearnable or holds_object(key):

@@ -77,7 +77,9 @@ class ApplyOptions(ProfileOptions):
         compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
             for the rest of ours. None: on a GPU only.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
-        merge_copies: Let a merged GEMM hold a second copy of weights that do not lie side by side.
+        freeze: Fold values that depend on weights and buffers, and let a merged GEMM hold a copy of weights that do not lie side
+            by side. The contract: weights and buffers are not written while the fusion is in place, or ``fused.refresh()`` is
+            called after the write.
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
         graph_outputs: ``clone`` copies results out of the graph's memory, or computes them behind it (large logits); ``static``
             hands out that memory, which the next call overwrites.
@@ -94,7 +96,7 @@ class ApplyOptions(ProfileOptions):
     baseline: Literal["eager", "compile", "both"] = "eager"
     compile: bool | None = None
     max_autotune: bool = False
-    merge_copies: bool = False
+    freeze: bool = False
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion_advisor import units
-from fusion_advisor.fuse.bench import BIASES, PASSES, Bench, BuiltFusion, step_of
+from fusion_advisor.fuse.bench import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
 from fusion_advisor.fuse.decide import Candidate, Decision, StepRunner, decide
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
-from fusion_advisor.fuse.passes.fold import held_bytes
+from fusion_advisor.fuse.passes.fold import frozen_bytes, held_bytes
 from fusion_advisor.fuse.plan import Plan
 from fusion_advisor.fuse.progress import Progress
 from fusion_advisor.fuse.trial import Trial, try_fusion
@@ -146,10 +146,13 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    every = bench.build((), tuple(PASSES))
+    names = [name for name in PASSES if options.freeze or name != FROZEN]
+    every = bench.build((), names)
     changed = every.changed
-    held = {"fold_constants": sum(held_bytes(module.graph) for module in every.modules)}
-    passes = [Candidate(id=f"R{number}", graph_pass=name) for number, name in enumerate(PASSES, start=1) if changed[name]]
+    frozen = sum(frozen_bytes(module.graph) for module in every.modules)
+    held = {"fold_constants": sum(held_bytes(module.graph) for module in every.modules) - frozen, FROZEN: frozen}
+    numbers = {name: number for number, name in enumerate(PASSES, start=1)}
+    passes = [Candidate(id=f"R{numbers[name]}", graph_pass=name) for name in names if changed[name]]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
     decision = decide(

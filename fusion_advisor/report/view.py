@@ -6,7 +6,7 @@ Nothing is measured or judged here: ratios of two figures of the report, sums th
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
@@ -15,6 +15,7 @@ from fusion_advisor.records import (
     ULP_ENDS,
     Chain,
     Finding,
+    FrozenValue,
     Fusion,
     GraphRewrite,
     Match,
@@ -37,6 +38,9 @@ class Verdict:
     tone: str
     """``gain``, ``loss``, ``warn`` or ``plain``."""
 
+
+_MOST_SOURCES = 4
+"""Frozen weights and buffers that a sentence names; the report's JSON has them all."""
 
 UNCHANGED, is_unchanged = others.UNCHANGED, others.is_unchanged
 
@@ -125,6 +129,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         )
     if report.tolerance is not None:
         lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
+    if report.frozen:
+        lines.append(_contract(report.frozen))
     if report.quality.graph_breaks and report.step_before is not None:
         lines.append(
             f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "
@@ -133,6 +139,18 @@ def caveats(report: Report) -> tuple[str, ...]:
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)
+
+
+def _contract(frozen: Sequence[FrozenValue]) -> str:
+    """What the user of a model with frozen values must keep to, and of which tensors these were made."""
+    sources = list(dict.fromkeys(source for value in frozen for source in value.sources))
+    named = ", ".join(visible(source, 60) for source in sources[:_MOST_SOURCES])
+    more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
+    total = units.size(sum(value.held_bytes for value in frozen))
+    return (
+        f"Frozen (--freeze): {plural(len(frozen), 'value')} of {total} made of {named}{more}. The contract: weights and buffers "
+        "are not written while the fusion is in place, or fused.refresh() is called after the write."
+    )
 
 
 def generation_lines(report: Report) -> tuple[str, ...]:

@@ -207,8 +207,8 @@ class Scaled(torch.nn.Module):
 def test_a_value_folded_from_a_buffer_is_computed_again_when_the_buffer_is_written_to(recorder):
     model, x = Scaled().eval(), torch.randn(3, 8)
     live = capture_regions(model, (x,), {})
-    variant = Bench(live, on_cuda=False).build((), ("fold_constants",))
-    assert variant.changed["fold_constants"]
+    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
+    assert variant.changed["fold_frozen"]
     fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
     with torch.no_grad():
         for _ in range(3):

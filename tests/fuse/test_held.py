@@ -43,6 +43,49 @@ def test_it_is_computed_again_after_a_write_an_exchange_or_a_move():
     assert len(calls) == 5
 
 
+def test_a_write_that_counts_no_version_needs_a_refresh_which_keeps_the_memory():
+    a, b = torch.ones(3), torch.ones(3)
+    call, _ = counted([a, b])
+    before = call(a, b)
+    a.data.mul_(3)
+    assert call(a, b) is before
+    call.refresh()
+    assert torch.equal(call(a, b), torch.full((3,), 8.0))
+    assert call(a, b) is before  # a CUDA graph reads this address
+    b.add_(1)
+    call.refresh()
+    assert call(a, b) is before
+    assert torch.equal(before, torch.full((3,), 10.0))
+
+
+def test_a_value_that_overlaps_itself_or_changed_its_layout_is_refreshed_too():
+    a = torch.ones(3)
+    call = Held("wide", lambda x: (x * 2).unsqueeze(1).expand(-1, 4), [a])
+    a.data.mul_(3)
+    call.refresh()
+    assert torch.equal(call(a), torch.full((3, 4), 6.0))
+    longer = torch.ones(5)
+    assert torch.equal(call(longer), torch.full((5, 4), 2.0))
+
+
+def test_a_value_in_a_source_s_own_memory_is_never_written_to():
+    a = torch.ones(3)
+    call = Held("itself", lambda x: x.contiguous(), [a])
+    b = torch.zeros(3)
+    assert torch.equal(call(b), b)
+    assert torch.equal(a, torch.ones(3))
+
+
+def test_a_value_made_in_inference_mode_is_computed_again_outside_of_it():
+    a = torch.ones(3)
+    call = Held("double", lambda x: x * 2, [a])
+    with torch.inference_mode():
+        inference = torch.full((3,), 4.0)
+        assert torch.equal(call(inference), torch.full((3,), 8.0))
+    assert torch.equal(call(a), torch.full((3,), 2.0))
+    assert call.versions == ((a, a._version),)
+
+
 def parts(memory, *rows):
     return list(memory.split(rows))
 

@@ -112,9 +112,10 @@ def test_a_copy_that_was_allowed_is_held_and_said(quick, planted):  # noqa: F811
     from dataclasses import replace
 
     planted(Status.KEPT)
-    row = row_of(apply_workload(gated(is_laid_out=False), replace(quick, merge_copies=True)))
+    run = apply_workload(gated(is_laid_out=False), replace(quick, freeze=True))
+    row = row_of(run)
     assert (row.status, row.held_bytes) == (Status.KEPT, 2 * 96 * 64 * 4)
-    assert "copies of 49,152 bytes are held" in row.reason
+    assert "copies of 49,152 bytes are held (--freeze)" in row.reason
 
 
 def test_the_keep_rule_itself_decides(quick, monkeypatch):  # noqa: F811

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_advisor.fuse.passes import fold
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
-from fusion_advisor.fuse.passes.fold import fold_constants, held_bytes
+from fusion_advisor.fuse.passes.fold import fold_constants, fold_frozen, frozen_bytes, held_bytes
 from fusion_advisor.fuse.rewrite import rewrite_region
 from tests.tiny import profiled, region_of
 
@@ -305,16 +305,28 @@ def test_what_depends_on_an_input_is_not_folded():
     assert len(targets(module)) == 4
 
 
-# ---------------------------------------------------------------------- constants that depend on buffers
+@pytest.mark.parametrize("role", ["buffer", "parameter"])
+def test_what_depends_on_a_buffer_or_a_parameter_is_not_folded(role):
+    table = torch.rand(8)
+    region, _, index_of = region_of(rotary, Q, table)
+    region.roles = ("input", role)
+    module, _ = rewrite_region(region, index_of, [], [fold_constants])
+    assert not any("arange" in target for target in targets(module))
+    assert held_bytes(module.graph) == 6 * 4
+    table.data.mul_(2)  # counts no version
+    torch.testing.assert_close(module(Q, table), rotary(Q, table))
 
 
-def folded_over(function, table):
-    """Fold a function of (x, buffer); return the rewritten module and how many ops went."""
+# ---------------------------------------------------------------------- frozen: values that depend on buffers and parameters
+
+
+def folded_over(function, table, role="buffer"):
+    """Freeze a function of (x, buffer); return the rewritten module and how many ops went."""
     region, _, index_of = region_of(function, Q, table)
-    region.roles = ("input", "buffer")
-    module, changed = rewrite_region(region, index_of, [], [fold_constants])
+    region.roles = ("input", role)
+    module, changed = rewrite_region(region, index_of, [], [fold_constants, fold_frozen])
     torch.testing.assert_close(module(Q, table), function(Q, table))
-    return module, changed[0]
+    return module, sum(changed)
 
 
 def rotary(x, frequencies):
@@ -322,11 +334,12 @@ def rotary(x, frequencies):
     return x * torch.cos(angles) + torch.sin(angles)
 
 
-def test_what_depends_on_a_buffer_alone_is_computed_once():
-    module, changed = folded_over(rotary, torch.rand(8))
+@pytest.mark.parametrize("role", ["buffer", "parameter"])
+def test_what_depends_on_a_buffer_alone_is_computed_once(role):
+    module, changed = folded_over(rotary, torch.rand(8), role)
     assert changed >= 5
     assert [target for target in targets(module) if "aten" in target] == ["aten.mul.Tensor", "aten.add.Tensor"]
-    assert held_bytes(module.graph) == 2 * 6 * 8 * 4
+    assert held_bytes(module.graph) == frozen_bytes(module.graph) == 2 * 6 * 8 * 4
 
 
 def test_it_is_computed_again_when_the_buffer_changes():
@@ -342,19 +355,26 @@ def test_a_view_of_a_buffer_is_not_stored():
     assert folded_over(lambda x, table: x + table.view(1, 8), torch.rand(8))[1] == 0
 
 
-def test_what_depends_on_a_parameter_or_a_written_buffer_is_not_folded():
-    region, _, index_of = region_of(rotary, Q, torch.rand(8))
-    region.roles = ("input", "parameter")
-    graph = rewrite_region(region, index_of, [], [fold_constants])[0].graph
-    assert any("cos" in str(node.target) for node in graph.nodes)
+def test_a_frozen_value_may_depend_on_a_constant_that_another_op_reads_too():
+    def function(x, table):
+        steps = torch.arange(8.0) + 1
+        return x * steps + torch.sin(steps * table)
 
+    table = torch.rand(8)
+    module, _ = folded_over(function, table)
+    assert [target for target in targets(module) if "aten" in target] == ["aten.mul.Tensor", "aten.add.Tensor"]
+    table.mul_(3)
+    torch.testing.assert_close(module(Q, table), function(Q, table))
+
+
+def test_a_written_buffer_is_not_frozen():
     def counting(x, count):
         count.add_(1)
         return x * (count * 2)
 
     region, _, index_of = region_of(counting, Q, torch.zeros(8))
     region.roles = ("input", "buffer")
-    module, changed = rewrite_region(region, index_of, [], [fold_constants])
+    module, changed = rewrite_region(region, index_of, [], [fold_frozen])
     assert changed == [0]
     count = torch.zeros(8)
     torch.testing.assert_close(module(Q, count), Q * 2)
@@ -366,21 +386,21 @@ def test_an_inference_tensor_counts_no_writes_and_is_not_folded():
         table = torch.rand(8)
     region, _, index_of = region_of(rotary, Q, torch.rand(8))
     region.roles, region.example_args = ("input", "buffer"), (Q, table)
-    module = rewrite_region(region, index_of, [], [fold_constants])[0]
+    module = rewrite_region(region, index_of, [], [fold_constants, fold_frozen])[0]
     assert any("cos" in target for target in targets(module))
 
 
 def test_values_past_the_limit_are_computed_at_every_call(monkeypatch):
-    monkeypatch.setattr(fold, "HELD_LIMIT_BYTES", 6 * 8 * 4)
+    monkeypatch.setattr(fold, "HELD_LIMIT_BYTES", 6 * 4 + 6 * 8 * 4)  # the positions, and one of the two tables
     module, changed = folded_over(rotary, torch.rand(8))
     assert changed > 0
-    assert held_bytes(module.graph) == 6 * 8 * 4
+    assert (held_bytes(module.graph), frozen_bytes(module.graph)) == (6 * 4 + 6 * 8 * 4, 6 * 8 * 4)
     assert sum("cos" in target or "sin" in target for target in targets(module)) >= 1
 
 
-def test_the_rotary_tables_of_a_real_model_are_folded():
+def test_the_rotary_tables_of_a_real_model_are_frozen():
     _, _, live = profiled("qwen2")
     region = live.regions[0]
-    module, _ = rewrite_region(region, _indices(region), [], [drop_masks, group_query_heads, fold_constants])
+    module, _ = rewrite_region(region, _indices(region), [], [drop_masks, group_query_heads, fold_constants, fold_frozen])
     assert not any(word in target for target in targets(module) for word in ("cos", "sin", "arange"))
     torch.testing.assert_close(module(*region.example_args), region.original.forward(*region.example_args), rtol=1e-5, atol=1e-5)

@@ -428,7 +428,7 @@ def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():
         with torch.no_grad():
             live = capture_regions(Layers(layers).eval(), (x,), {})
         assert live.runs_of_regions() == (2, 2)
-        assert Bench(live, on_cuda=False).build((), ("fold_constants",)).changed == {"fold_constants": folded}
+        assert Bench(live, on_cuda=False).build((), ("fold_frozen",)).changed == {"fold_frozen": folded}
 
 
 def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, monkeypatch):

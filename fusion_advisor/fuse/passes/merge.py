@@ -3,7 +3,7 @@
 One GEMM of 4608 columns fills the device better than three of 3584, 512 and 512, and at batch 1 one GEMV reads the same bytes in
 one launch. The merged weight is a view where the weights already lie one after the other in memory (``workload.adjacent`` lays
 them so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a
-copy, which is made only when asked for, because it stays in memory and because writes through ``tensor.data`` do not reach it.
+copy, which is made only under ``--freeze``: it stays in memory, and writes through ``tensor.data`` do not reach it.
 
 The slices have wider strides than the separate outputs had, so this pass makes a new region, on which chains are lowered anew.
 """
@@ -139,13 +139,11 @@ def _groups(region: Region) -> list[_Group]:
 def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> str | None:
     if not all(node.meta["val"].is_contiguous() for node in group.linears):
         return "an output is not contiguous"
-    if may_copy:
-        return None
     for operands in (group.operands(1), group.operands(2)):
         tensors = [values[operand] for operand in operands]
-        if tensors and not lie_together(tensors):
+        if tensors and not may_copy and not lie_together(tensors):
             held_bytes = sum(_bytes(values[operand]) for operand in (*group.operands(1), *group.operands(2)))
-            return f"its weights lie apart in memory, and a merged copy of {held_bytes:,} bytes was not asked for"
+            return f"its weights lie apart in memory, and a merged copy of {held_bytes:,} bytes needs --freeze"
     return None
 
 
