@@ -764,6 +764,8 @@ class Report:
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
     frozen: tuple[FrozenValue, ...] = ()
     """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
+    keep: str = "paying"
+    """``verified``: what stays has passed its checks and was not chosen by time."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None
