@@ -12,6 +12,7 @@ from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.bias import is_slower_with_bias, split_bias
 from fusion_advisor.capture.distinct import retrace_distinct
 from fusion_advisor.capture.nodes import source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.outer import multiply_outer_products
 
 _aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     _refuse_untraced(traced)
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
+    multiply_outer_products(traced)
     split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 
