@@ -36,22 +36,20 @@ def test_a_product_over_one_element_is_a_multiplication_of_the_same_bits(name):
 OTHER = {
     "two elements": (torch.randn(8, 2), torch.randn(2, 6)),
     "a vector": (torch.randn(8, 1), torch.randn(1)),
-    "another layout": (torch.randn(6, 8, 1), torch.randn(1, 1, 2).expand(6, 1, 2)[:, :, :1]),
 }
 
 
-@pytest.mark.parametrize("name", ["two elements", "a vector"])
+@pytest.mark.parametrize("name", OTHER)
 def test_any_other_product_stays(name):
     assert multiply_outer_products(trace(torch.matmul, OTHER[name])) == 0
 
 
 def test_a_product_of_another_layout_than_the_multiplication_s_stays():
-    left, right = torch.randn(3, 8, 1).permute(0, 2, 1).contiguous().permute(0, 2, 1), torch.randn(6, 1, 3).permute(2, 1, 0)
+    left, right = torch.randn(1, 8, 3).permute(2, 1, 0), torch.randn(6, 1, 3).permute(2, 1, 0)
+    assert (left * right).stride() != (left @ right).stride()
     graph = trace(torch.matmul, (left, right))
-    changed = multiply_outer_products(graph)
-    result, expected = graph(left, right), left @ right
-    assert result.stride() == expected.stride()
-    assert changed == ((left * right).stride() == expected.stride())
+    assert multiply_outer_products(graph) == 0
+    assert graph(left, right).stride() == (left @ right).stride()
 
 
 def test_a_product_in_autocast_stays():
@@ -85,9 +83,6 @@ def test_the_rotary_table_is_one_chain_with_cos_and_sin(batch):
     live = capture_regions(model, (torch.randn(2).bfloat16(), torch.arange(6).expand(batch, -1)), {})
     ops, _ = describe(live.regions[0])
     groups = [g for g in find_groups(ops, lambda m, o: judge_with(ops, m, o)) if g.verdict.is_fusible]
-    names = [
-        sorted(ops[index].target.split(".")[1] for index in group.members if ops[index].op_class != "view") for group in groups
-    ]
-    assert len(names) == 1, names
-    assert {"mul", "cat", "cos", "sin"} <= set(names[0])
+    assert len(groups) == 1
+    assert {"mul", "cat", "cos", "sin"} <= {ops[index].target.split(".")[1] for index in groups[0].members}
     assert len(groups[0].outputs) == 2

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.fuse import graphed
 from fusion_advisor.fuse.bench import Bench
+from fusion_advisor.fuse.frozen import held_calls
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.fuse.recordable import host_work
@@ -216,6 +217,43 @@ def test_a_value_folded_from_a_buffer_is_computed_again_when_the_buffer_is_writt
                 assert torch.equal(fused(value), fused._original(value))
             model.table.add_(1.0)
     assert recorder.recorded == 3, (fused.fallbacks, fused.graphs.refusals)
+
+
+def test_a_frozen_value_is_never_computed_while_a_graph_is_recorded(recorder):
+    """Nothing runs then: what was computed would be what the memory happened to hold."""
+    model, x = Scaled().eval(), torch.randn(3, 8)
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
+    fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
+    (call,) = held_calls(variant.modules[0])
+    with torch.no_grad():
+        for number in range(3):
+            for value in others(x, 3):
+                before = recorder.recorded
+                addresses = [one.data_ptr() for one, _ in call.versions]
+                result = fused(value)
+                assert torch.equal(result, fused._original(value))
+                if recorder.recorded > before:
+                    assert addresses == [one.data_ptr() for one, _ in call.versions]
+            model.table = torch.randn(8)
+            assert recorder.recorded == number + 1
+
+
+def test_refresh_keeps_the_recorded_graph(recorder):
+    model, x = Scaled().eval(), torch.randn(3, 8)
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
+    fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
+    (call,) = held_calls(variant.modules[0])
+    with torch.no_grad():
+        for _ in range(3):
+            address = call(model.table).data_ptr()
+            for value in others(x, 3):
+                assert torch.equal(fused(value), fused._original(value))
+            model.table.data.mul_(2)
+            fused.refresh()
+            assert call(model.table).data_ptr() == address
+    assert recorder.recorded == 1
 
 
 def test_a_transposed_weight_at_the_same_address_is_seen(fused, x):

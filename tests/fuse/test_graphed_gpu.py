@@ -220,3 +220,43 @@ def test_logits_behind_the_graph_hold_constant_memory():
         for _ in range(3):
             torch.testing.assert_close(fused(x), fused._original(x), rtol=2e-2, atol=2e-2)
     fused.revert()
+
+
+class Scaled(torch.nn.Module):
+    """A value of a buffer alone, and one of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(256))
+        self.gain = torch.nn.Parameter(torch.randn(256))
+
+    def forward(self, x):
+        return x * torch.tanh(self.table) + torch.sigmoid(self.gain)
+
+
+@pytest.mark.parametrize("passes", [(), ("fold_frozen",)], ids=["default", "frozen"])
+def test_a_replay_follows_writes_that_torch_does_not_count(passes):
+    model, x = Scaled().eval().cuda(), torch.randn(64, 256, device="cuda")
+    live = capture_regions(model, (x,), {})
+    variant = Bench(live, on_cuda=True).build((), passes)
+    fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(CudaRecorder())).apply()
+    writes = [
+        lambda: model.table.data.mul_(2),
+        lambda: model.gain.data.copy_(torch.randn_like(model.gain)),
+        lambda: torch.from_dlpack(model.table.detach()).neg_(),
+        lambda: model.gain.untyped_storage().copy_(torch.randn(256, device="cuda").untyped_storage()),
+    ]
+    with torch.no_grad():
+        for write in [lambda: None, *writes]:
+            write()
+            if passes:
+                fused.refresh()
+            for value in values(3):
+                torch.testing.assert_close(fused(value), fused._original(value))
+        (recording,) = fused.graphs.recordings
+        assert recording.replays == 3 * 5 - 1
+        model.table = torch.randn(256, device="cuda")
+        for value in values(4):
+            torch.testing.assert_close(fused(value), fused._original(value))
+    assert len(fused.graphs.recordings) == 1
+    assert fused.fallbacks == {}
