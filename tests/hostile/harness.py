@@ -1,0 +1,224 @@
+"""Run programs fused, by both of the doors a user has, and judge what they did.
+
+Programs run several to a model, because a profile, a capture and a report cost as much for one as for sixteen. A model that is
+refused, fails or is wrong is halved until the program that is at fault stands alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+import fusion_advisor
+import fusion_advisor.fuse.bench as building
+import fusion_advisor.fuse.select as selection
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse import backend, install, pipeline, trial
+from fusion_advisor.fuse.decide import Decision, Verdict
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.records import Bandwidth, Report, Status, Timing
+from tests.hostile.judge import Side, judge
+from tests.hostile.programs import Program, SideBySide
+
+DOORS = ("apply", "backend")
+_BANDWIDTH = Bandwidth(copy_bytes_per_s=10**13, launch_ns=1)
+_TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
+_FASTER = replace(_TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50)
+_SECOND = 7919
+"""Added to the seeds of the inputs for a second call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one program."""
+
+    program: Program
+    door: str
+    kernels: int = 0
+    """Generated kernels in its graph; through the backend, which has no report, they are counted for the whole model."""
+    launches: int = 0
+    wrong: tuple[str, ...] = ()
+    refused: str = ""
+    is_noisy: bool = False
+
+
+@dataclass(slots=True)
+class Launches:
+    """Counts calls of generated kernels, and the names of those that were called."""
+
+    count: int = 0
+    names: set[str] = dataclasses.field(default_factory=set)
+
+
+@contextlib.contextmanager
+def untimed(launches: Launches) -> Iterator[None]:
+    """Plant every timing, so that all kernels whose numbers pass stay and nobody waits for a clock; count launches."""
+    saved = []
+
+    def put(owner: object, name: str, value: object) -> None:
+        saved.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def decide(_bench, candidates, **_):
+        planted = {
+            one.id: Verdict(id=one.id, status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4)) for one in candidates
+        }
+        return Decision(verdicts=planted, noise_share=0.01, before=_TIMING, after=_TIMING, method="wall")
+
+    made = building.fused_call
+
+    def counted(name, *args, **kwargs):
+        call = made(name, *args, **kwargs)
+
+        def launch(*tensors):
+            launches.count += 1
+            launches.names.add(name)
+            return call(*tensors)
+
+        launch.__name__ = launch.__qualname__ = call.__name__
+        return launch
+
+    put(selection, "decide", decide)
+    put(building, "fused_call", counted)
+    put(install.steps, "walls", lambda calls, **_: [_TIMING] * len(calls))
+    put(trial.measure, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
+    put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
+    put(backend, "measure_bandwidth", lambda _: _BANDWIDTH)
+    put(pipeline, "WALL_S", 0.01)
+    put(install, "WALL_S", 0.01)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)
+
+
+def options(*, device: str) -> dict[str, object]:
+    """What ``apply`` is called with: everything is tried, nothing is compared with."""
+    chosen: dict[str, object] = {
+        "min_share": 0.0, "top": 10_000, "graph": False, "compile": False, "warmup": 1, "runs": 2, "steps": 1,
+    }  # fmt: skip
+    if device == "cuda":
+        chosen["backend"] = "fastest"
+    if "keep" in {field.name for field in dataclasses.fields(ApplyOptions)}:
+        chosen["keep"] = "verified"
+    return chosen
+
+
+def try_programs(programs: Sequence[Program], door: str, device: str = "cpu") -> list[Outcome]:
+    """Fuse some programs side by side and judge each.
+
+    Args:
+        programs: none that writes to its inputs beside one that does not; the backend refuses the whole graph for it.
+        door: one of :data:`DOORS`.
+        device: ``cpu`` or ``cuda``.
+    """
+    try:
+        outcomes = _try_together(programs, door, device)
+    except AdvisorError as error:
+        outcomes = [Outcome(program=one, door=door, refused=f"{error.code} {type(error).__name__}") for one in programs]
+        return outcomes if len(programs) == 1 else _halves(programs, door, device)
+    except Exception as error:  # noqa: BLE001  (any other exception is what is looked for)
+        if len(programs) > 1:
+            return _halves(programs, door, device)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename.rpartition('fusion_advisor/')[2]}:{last.lineno}"
+        words = str(error).strip().splitlines() or [""]
+        return [Outcome(program=programs[0], door=door, wrong=(f"{type(error).__name__} at {where}: {words[0][:200]}",))]
+    is_fine = not any(outcome.wrong or outcome.refused for outcome in outcomes)
+    return outcomes if len(programs) == 1 or is_fine else _halves(programs, door, device)
+
+
+def _halves(programs: Sequence[Program], door: str, device: str) -> list[Outcome]:
+    middle = len(programs) // 2
+    return try_programs(programs[:middle], door, device) + try_programs(programs[middle:], door, device)
+
+
+def _try_together(programs: Sequence[Program], door: str, device: str) -> list[Outcome]:
+    torch._dynamo.reset()
+    launches, model = Launches(), SideBySide(programs).eval()
+    with warnings.catch_warnings(), torch.no_grad(), untimed(launches):
+        warnings.simplefilter("ignore")
+        inputs = _joined(programs, device, 0)
+        report: Report | None = None
+        if door == "apply":
+            fused = fusion_advisor.apply(model, inputs, **options(device=device))
+            call, report, undo = model, fused.report, fused.revert
+        else:
+            call, undo = torch.compile(model, backend="fusion_advisor", dynamic=False), torch._dynamo.reset
+            call(*inputs)  # the graphs are fused at their first call
+        before = launches.count
+        found = [_judged(programs, call, device, shift) for shift in (0, _SECOND, 0)]
+        launched = launches.count - before
+        undo()
+        after = _side_by_side(programs, model, device, 0)
+        plain = _side_by_side(programs, SideBySide(programs).eval(), device, 0)
+    kernels = _kernels(report, len(programs))
+    outcomes = []
+    for number, program in enumerate(programs):
+        faults = [f"{when}: {fault}" for when, one in zip(("first call", "other inputs", "first inputs again"), found, strict=True) for fault in one[number].wrong]
+        same = all(torch.equal(a.nan_to_num() if a.is_floating_point() else a, b.nan_to_num() if b.is_floating_point() else b) for (_, a), (_, b) in zip(after[number].tensors, plain[number].tensors, strict=True))
+        faults += [] if same else ["after revert the model is not eager's"]
+        refused = _refusal(report) if len(programs) == 1 or not launched else ""
+        outcomes.append(
+            Outcome(
+                program=program, door=door, kernels=kernels[number] if report else 0, launches=launched if number == 0 else 0,
+                wrong=tuple(faults), refused="" if launched else refused, is_noisy=any(one[number].is_noisy for one in found),
+            )
+        )  # fmt: skip
+    return outcomes
+
+
+def _refusal(report: Report | None) -> str:
+    """Why a program that was tried runs its own ops, where the package took kernels out again."""
+    if report is None:
+        return ""
+    if report.model_check is not None and not report.model_check.is_passed:
+        return "the whole model's numbers do not pass"
+    return next((fusion.reason for fusion in report.fusions if fusion.status is Status.NOT_REPLACED), "")[:80]
+
+
+def _kernels(report: Report | None, count: int) -> list[int]:
+    """Kept kernels by program, told by the module path of the sites of their chains."""
+    found = [0] * count
+    if report is None:
+        return found
+    sites = {chain.id: chain.sites for chain in report.chains}
+    for fusion in report.fusions:
+        if fusion.status is Status.KEPT:
+            for number in {_number_in(site.module_path) for site in sites[fusion.chain_id]} - {-1}:
+                found[number] += 1
+    return found
+
+
+def _number_in(module_path: str) -> int:
+    numbers = [part for part in module_path.replace("[", ".").replace("]", "").split(".") if part.isdigit()]
+    return int(numbers[0]) if numbers else -1
+
+
+def _joined(programs: Sequence[Program], device: str, shift: int) -> tuple[torch.Tensor, ...]:
+    return tuple(value for program in programs for value in program.make_inputs(device, shift=shift))
+
+
+def _side_by_side(programs: Sequence[Program], call: torch.nn.Module, device: str, shift: int) -> list[Side]:
+    inputs = _joined(programs, device, shift)
+    results, sides, start = call(*inputs), [], 0
+    for program, result in zip(programs, results, strict=True):
+        sides.append(Side(outputs=tuple(result), inputs=inputs[start : start + len(program.inputs)]))
+        start += len(program.inputs)
+    return sides
+
+
+def _judged(programs, call, device, shift):
+    ours = _side_by_side(programs, call, device, shift)
+    theirs = _side_by_side(programs, SideBySide(programs).eval(), device, shift)
+    return [
+        judge(program, one, other, [program.make_inputs(device, shift=shift) for _ in range(2)])
+        for program, one, other in zip(programs, ours, theirs, strict=True)
+    ]
