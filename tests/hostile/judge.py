@@ -1,8 +1,8 @@
 """Whether a fused call did what eager does: numbers, dtypes, layouts, what shares memory, and what became of the inputs.
 
 Numbers are judged by the package's own rule first: at most half again as far from the fp64 truth as eager. Random programs have
-jumps and cancellations, at which a rounding error that anyone may make moves the result by more. Where the rule fails, the program
-runs in fp64 several times with every computed value moved by up to a unit of its dtype: an element fails only if it lies
+jumps and cancellations, at which a rounding error that anyone may make moves the result by more. Where the rule fails, the
+program runs in fp64 several times with every computed value moved by up to a unit of its dtype: an element fails only if it lies
 farther from the truth than these runs do, and an integer only if they all agree on another one.
 """
 
@@ -17,7 +17,7 @@ import torch
 from fusion_advisor.library.accuracy import error_of, is_within
 from tests.hostile.programs import Noise, Program, run_wide, units_of
 
-_NOISY_RUNS = 6
+_NOISY_RUNS = 16
 _SLACK = 4.0
 
 
@@ -74,7 +74,9 @@ def judge(program: Program, fused: Side, eager: Side, fresh: Sequence[tuple[torc
     return Judgement(wrong=tuple(wrong), is_noisy=not wrong)
 
 
-def _noisy(program: Program, inputs: tuple[torch.Tensor, ...], units: dict[str, float]) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
+def _noisy(
+    program: Program, inputs: tuple[torch.Tensor, ...], units: dict[str, float]
+) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
     return [run_wide(program, inputs, Noise(units, random.Random(seed))) for seed in range(_NOISY_RUNS)]
 
 

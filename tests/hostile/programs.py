@@ -233,7 +233,9 @@ class Noise:
     generator: random.Random = field(default_factory=lambda: random.Random(0))
 
 
-def run_wide(program: Program, inputs: Sequence[torch.Tensor], noise: Noise | None = None) -> tuple[tuple[torch.Tensor, ...], ...]:
+def run_wide(
+    program: Program, inputs: Sequence[torch.Tensor], noise: Noise | None = None
+) -> tuple[tuple[torch.Tensor, ...], ...]:
     """Run a program with every float in fp64.
 
     Args:

@@ -32,8 +32,10 @@ class Counts:
     """What a run has found so far."""
 
     tried: int = 0
+    reported: int = 0
+    """Graphs that went through ``fa.apply``, whose report tells each graph's kernels."""
     fused: int = 0
-    """Graphs that kept kernels of ours, as the reports say."""
+    """Those of them that kept kernels of ours."""
     kernels: int = 0
     launches: int = 0
     noisy: int = 0
@@ -44,6 +46,7 @@ class Counts:
     def add(self, outcome: Outcome) -> None:
         """Count one program."""
         self.tried += 1
+        self.reported += outcome.door == "apply"
         self.fused += outcome.kernels > 0
         self.kernels += outcome.kernels
         self.launches += outcome.launches
@@ -111,7 +114,8 @@ def _kind(outcome: Outcome) -> str:
 def record(counts: Counts, *, device: str, seconds: float) -> dict[str, object]:
     """Return the counts as one flat record."""
     return {
-        "name": "random graphs", "tried": counts.tried, "fused": counts.fused, "kernels": counts.kernels,
+        "name": "random graphs", "tried": counts.tried, "fused": counts.fused,
+        "fused_of": counts.reported, "kernels": counts.kernels,
         "launches": counts.launches, "failed": len(counts.failures), "refused": sum(counts.refused.values()),
         "refused_by_reason": dict(counts.refused), "noisy": counts.noisy, "device": device, "machine": _machine(device),
         "torch": torch.__version__, "python": platform.python_version(), "seconds": round(seconds, 1),
@@ -132,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200, help="graphs")
     parser.add_argument("--seed", type=int, default=0, help="of the first graph; the others follow")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--door", choices=(*DOORS, "both"), default="both", help="fa.apply, torch.compile's backend, or both in turn")
+    parser.add_argument(
+        "--door", choices=(*DOORS, "both"), default="both", help="fa.apply, torch.compile's backend, or both in turn"
+    )
     parser.add_argument("--seconds", type=float, help="start nothing new after so many")
     parser.add_argument("--lines", type=int, default=12, help="most lines of a graph")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
