@@ -1,6 +1,6 @@
 """Random graphs do fused what they do in eager, and a fault would be seen.
 
-Some seventy run here. ``HOSTILE_COUNT=5000 HOSTILE_SEED=0 pytest -m hostile`` runs as many as it is told, and so does
+Sixty run here. ``HOSTILE_COUNT=5000 HOSTILE_SEED=0 pytest -m hostile`` runs as many as it is told, and so does
 ``python -m tests.hostile.random_graphs``.
 """
 
@@ -27,7 +27,7 @@ from tests.hostile.shrink import shrink
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 _BATCH = 12
-_BATCHES = 6
+_BATCHES = 5
 
 
 @pytest.fixture(autouse=True)
