@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
+from fusion_advisor.fuse import special
 from fusion_advisor.fuse.chain import OriginalChain, extent
 from fusion_advisor.library.accuracy import Error, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
@@ -42,11 +44,51 @@ def check_chain(
         tolerance: the user's limit instead.
     """
     trials = [list(roots), *(random_like(roots, seed + number, scale) for number, scale in enumerate(SCALES))]
-    return check_calls(
+    numerics = check_calls(
         ((chain, fused, inputs) for inputs in trials),
         fast_math=fast_math,
         tolerance=tolerance,
         inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
+    )
+    return _with_special(numerics, chain, fused, roots, trials[1], seed=seed, tolerance=tolerance, fast_math=fast_math)
+
+
+def _with_special(
+    numerics: Numerics,
+    chain: OriginalChain,
+    fused: Callable[..., object],
+    roots: Sequence[torch.Tensor],
+    ordinary: Sequence[torch.Tensor],
+    *,
+    seed: int,
+    tolerance: Tolerance | None,
+    fast_math: bool = False,
+) -> Numerics:
+    """Add what special values, a second call and guarded memory show; nothing further is called where the numbers are wrong."""
+    if not numerics.is_passed:
+        return numerics
+    findings = special.Findings()
+    reach = chain.reach(ordinary) if chain.in_place else [None] * len(chain.outputs)
+    special.check_behaviour(chain, fused, ordinary, reach, findings)
+    sets = [] if fast_math else special.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
+    for title, given in sets:
+        reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
+        oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
+        answer = fused(*chain.apart(given, reach))
+        results = list(answer) if isinstance(answer, list | tuple) else [answer]
+        for result, expected, exact, mask in zip(results, eager, oracle, reach, strict=True):
+            assert isinstance(result, torch.Tensor)
+            if mask is None:
+                special.compare(title, result, expected, exact, findings, tolerance=tolerance)
+            else:
+                special.compare(title, result[mask], expected[mask], exact[mask], findings, tolerance=tolerance)
+    words = special.BEHAVIOUR if fast_math else special.WORDS
+    return replace(
+        numerics,
+        is_passed=not findings.faults,
+        inputs=f"{numerics.inputs}; {words}",
+        faults=tuple(findings.faults),
+        declared=findings.sentences(),
     )
 
 
@@ -67,6 +109,7 @@ def check_calls(
     """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
+    faults: list[str] = []
     no_counts = (0,) * (len(ULP_ENDS) + 1)
     fused_ulps, eager_ulps = no_counts, no_counts
     for chain, fused, given in calls:
@@ -90,6 +133,10 @@ def check_calls(
                 passed = passed and is_inside(one, truth, tolerance) and ours.nonfinite <= theirs.nonfinite
             nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
             elements += ours.elements
+            leaning = None if tolerance is not None or fast_math else special.is_biased(one, original, truth)
+            if leaning is not None:
+                passed = False
+                faults.append(f"results lean to one side by {leaning:+.2f} units in the last place: cut off, not rounded")
             fused_ulps = _added(fused_ulps, count_ulps(one, truth))
             eager_ulps = _added(eager_ulps, count_ulps(original, truth))
             if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
@@ -110,11 +157,14 @@ def check_calls(
         inputs=inputs,
         fused_ulps=fused_ulps if any(fused_ulps) else (),
         eager_ulps=eager_ulps if any(eager_ulps) else (),
+        faults=tuple(dict.fromkeys(faults)),
     )
 
 
 def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
     """Say in one line what a check that did not pass has found."""
+    if numerics.faults:
+        return "; ".join(numerics.faults[:3])
     errors = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
     return errors if tolerance is None else f"{errors}; outside {tolerance}"
 
