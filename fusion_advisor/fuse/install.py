@@ -181,13 +181,13 @@ def install(
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
     if not check.is_passed:
         with clock.phase("find what is wrong"):
-            rest = _without_guilty(loaded, bench, found, decision, built, options, progress, linears, eager_call)
-        if rest is not None:
+            left = _without_guilty(loaded, bench, found, decision, built, options, progress, linears, eager_call)
+        if left is not None:
             if fused.graphs is not None:
                 fused.graphs.forget()
             return install(
-                loaded, capture, bench, rest.report, rest.decision, rest.built, options, progress, clock,
-                linears=rest.linears, on_report=on_report,
+                loaded, capture, bench, left.report, left.decision, left.built, options, progress, clock,
+                linears=left.linears, on_report=on_report,
             )  # fmt: skip
     with clock.phase("measure after"):
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
