@@ -412,6 +412,10 @@ class Numerics:
     on either side is in none. Empty for integers and in reports that were written before they were counted."""
     eager_ulps: tuple[int, ...] = ()
     """The same of the original ops."""
+    faults: tuple[str, ...] = ()
+    """What special values, a second call or guarded memory showed, one sentence each; any of them refuses the kernel."""
+    declared: tuple[str, ...] = ()
+    """Differences from the original ops on special values that do not refuse it, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from fusion_advisor import units
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.attribute import Step
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse import epilogues, steps
+from fusion_advisor.fuse import bisect, epilogues, steps
 from fusion_advisor.fuse.baselines import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear, Variant, calls_in_step, replaced_sites
-from fusion_advisor.fuse.decide import Decision
+from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear, Variant, calls_in_step, replaced_sites, step_of
+from fusion_advisor.fuse.decide import Decision, StepRunner, confirmed
 from fusion_advisor.fuse.frozen import frozen_values
 from fusion_advisor.fuse.graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.graphed import Graphs
@@ -87,7 +87,8 @@ def install(
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
 
-    If the whole model's numbers do not pass, or the step became slower than eager, nothing stays.
+    If the whole model's numbers do not pass, the guilty rewrites are found by bisection and dropped, and the rest is installed.
+    Where they do not pass without any, or the step became slower than eager, nothing stays.
 
     Args:
         loaded: the model and its inputs.
@@ -102,7 +103,7 @@ def install(
         linears: calls of linears with what is around them that stay, in place of the fusions whose ops they take in.
         on_report: given the report without the other ways to run the step, ahead of the minutes that these take.
     """
-    passes = kept_passes(report.rewrites)
+    found, passes = report, kept_passes(report.rewrites)
     has_rewrites = any(rewrite.status is Status.KEPT for rewrite in report.rewrites)
     variant = bench.build(built, passes, linears)
     report = replace(report, rewrites=tuple(_with_kernels(row, variant) for row in report.rewrites))
@@ -180,6 +181,16 @@ def install(
         with torch.no_grad():
             check = check_whole_model(loaded, eager_call, fused_call, bench.live.written, tolerance=options.tolerance)
         progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
+    if not check.is_passed:
+        with clock.phase("find what is wrong"):
+            left = _without_guilty(loaded, bench, found, decision, built, options, progress, linears, eager_call)
+        if left is not None:
+            if fused.graphs is not None:
+                fused.graphs.forget()
+            return install(
+                loaded, capture, bench, left.report, left.decision, left.built, options, progress, clock,
+                linears=left.linears, on_report=on_report,
+            )  # fmt: skip
     with clock.phase("measure after"):
         trace_to = options.run_dir / "trace.after.json.gz" if options.run_dir else None
         # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
@@ -257,6 +268,44 @@ def install(
     )
     fused.report = final
     return AppliedRun(fused=fused, report=final, capture=capture)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """What stays without the guilty rewrites."""
+
+    report: Report
+    decision: Decision
+    built: list[BuiltFusion]
+    linears: tuple[BuiltLinear, ...]
+
+
+def _without_guilty(
+    loaded: LoadedWorkload,
+    bench: Bench,
+    report: Report,
+    decision: Decision,
+    built: Sequence[BuiltFusion],
+    options: ApplyOptions,
+    progress: Progress,
+    linears: Sequence[BuiltLinear],
+    eager_call: Callable[[], Any],
+) -> _Rest | None:
+    """Return what is left without the rewrites that make the whole model wrong; None where there is none to blame."""
+    suspects = bisect.suspects_of(report, built, linears)
+    guilty = bisect.guilty_in(loaded, bench, suspects, eager_call, tolerance=options.tolerance)
+    if not guilty:
+        return None
+    names = {one.id for one in guilty}
+    progress.warn(f"right alone, wrong in the whole model: {', '.join(sorted(names))}")
+    left = [one for one in built if one.planned.id not in names]
+    others = tuple(one for one in linears if one.id not in names)
+    placed = replaced_sites(bench.build(left, (), others))
+    dropped = bisect.without(report, guilty, tuple(placed))
+    step, original = step_of(bench, left, kept_passes(dropped.rewrites), others), step_of(bench, (), ())
+    budget_s = WALL_S if options.is_timed else 0.0
+    timed = confirmed(StepRunner(bench), decision, original.run, step.run, budget_s=budget_s)
+    return _Rest(report=dropped, decision=timed, built=left, linears=others)
 
 
 def _step_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:

@@ -20,6 +20,7 @@ from fusion_advisor.capture.bias import join_bias
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.chain import has_strides
+from fusion_advisor.fuse.special import guarded
 from fusion_advisor.fuse.tally import Tally, mark
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
@@ -74,7 +75,7 @@ def fused_call(
     layouts = [(meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs]
     # A launch costs the host 4 to 6 µs, an allocation nearly as much: `empty_like` takes three quarters of `empty_strided`.
     likes = [-1 if is_poisoned or not _is_dense(layout) else _position(layout, expected) for layout in layouts]
-    allocate = _poisoned if is_poisoned else torch.empty_strided
+    allocate = _Poisoned() if is_poisoned else torch.empty_strided
     empty_like = torch.empty_like
     tally = Tally()
 
@@ -141,12 +142,22 @@ def _is_dense(layout: _Layout) -> bool:
     )
 
 
-def _poisoned(shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if dtype == torch.bool:
-        poison: float | int = True
-    else:
-        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(poison)
+class _Poisoned:
+    """Allocates guarded outputs; what fills them changes from call to call, so that a kernel that reads it gives itself away."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._calls += 1
+        is_odd = bool(self._calls % 2)
+        if dtype == torch.bool:
+            poison: float | int = is_odd
+        elif dtype.is_floating_point:
+            poison = math.nan if is_odd else -3e4
+        else:
+            poison = torch.iinfo(dtype).max if is_odd else torch.iinfo(dtype).min
+        return guarded(shape, stride, dtype, device, poison)
 
 
 def rewrite_region(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
+from fusion_advisor.fuse import special
 from fusion_advisor.fuse.chain import OriginalChain, extent
 from fusion_advisor.library.accuracy import Error, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
@@ -42,11 +44,49 @@ def check_chain(
         tolerance: the user's limit instead.
     """
     trials = [list(roots), *(random_like(roots, seed + number, scale) for number, scale in enumerate(SCALES))]
-    return check_calls(
+    findings = special.Findings()
+    reach = chain.reach(trials[1]) if chain.in_place else [None] * len(chain.outputs)
+    special.check_behaviour(chain, fused, trials[1], reach, findings)  # ahead of all: inputs that were spoilt stay so
+    numerics = check_calls(
         ((chain, fused, inputs) for inputs in trials),
         fast_math=fast_math,
         tolerance=tolerance,
         inputs="the first site's own tensors; random normal ×2, ×32 and ×0.001 in magnitude; the worst is shown",
+    )
+    return _with_special(numerics, findings, chain, fused, roots, seed=seed, tolerance=tolerance, fast_math=fast_math)
+
+
+def _with_special(
+    numerics: Numerics,
+    findings: special.Findings,
+    chain: OriginalChain,
+    fused: Callable[..., object],
+    roots: Sequence[torch.Tensor],
+    *,
+    seed: int,
+    tolerance: Tolerance | None,
+    fast_math: bool,
+) -> Numerics:
+    """Add what special values show to what a second call did; nothing further is called where the numbers are wrong."""
+    sets = [] if fast_math or not numerics.is_passed else special.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
+    for title, given in sets:
+        reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
+        oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
+        nearby = chain.run(special.perturbed(chain.apart(given), seed), as_float64=True)
+        answer = fused(*chain.apart(given, reach))
+        results = list(answer) if isinstance(answer, list | tuple) else [answer]
+        for result, expected, exact, other, mask in zip(results, eager, oracle, nearby, reach, strict=True):
+            assert isinstance(result, torch.Tensor)
+            four = (result, expected, exact, other)
+            one, own, truth, moved = four if mask is None else (side[mask] for side in four)
+            special.compare(title, one, own, truth, findings, nearby=moved, tolerance=tolerance)
+    words = special.BEHAVIOUR if fast_math else special.WORDS
+    return replace(
+        numerics,
+        is_passed=numerics.is_passed and not findings.faults,
+        inputs=f"{numerics.inputs}; {words}",
+        faults=(*numerics.faults, *findings.faults),
+        declared=findings.sentences(),
     )
 
 
@@ -67,6 +107,7 @@ def check_calls(
     """
     worst: tuple[Error, Error] | None = None
     passed, nonfinite, elements = True, 0, 0
+    faults: list[str] = []
     no_counts = (0,) * (len(ULP_ENDS) + 1)
     fused_ulps, eager_ulps = no_counts, no_counts
     for chain, fused, given in calls:
@@ -90,6 +131,10 @@ def check_calls(
                 passed = passed and is_inside(one, truth, tolerance) and ours.nonfinite <= theirs.nonfinite
             nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
             elements += ours.elements
+            leaning = None if tolerance is not None or fast_math else special.is_biased(one, original, truth)
+            if leaning is not None:
+                passed = False
+                faults.append(f"results lean to one side by {leaning:+.2f} units in the last place: cut off, not rounded")
             fused_ulps = _added(fused_ulps, count_ulps(one, truth))
             eager_ulps = _added(eager_ulps, count_ulps(original, truth))
             if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
@@ -110,11 +155,14 @@ def check_calls(
         inputs=inputs,
         fused_ulps=fused_ulps if any(fused_ulps) else (),
         eager_ulps=eager_ulps if any(eager_ulps) else (),
+        faults=tuple(dict.fromkeys(faults)),
     )
 
 
 def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
     """Say in one line what a check that did not pass has found."""
+    if numerics.faults:
+        return "; ".join(numerics.faults[:3])
     errors = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops have {numerics.eager_rel_l2:.2e}"
     return errors if tolerance is None else f"{errors}; outside {tolerance}"
 

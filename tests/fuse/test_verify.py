@@ -142,7 +142,7 @@ def test_an_element_that_is_never_written_is_refused_whatever_lay_in_memory():
     call = fused_call("fa_k", launch, [meta], [meta], is_poisoned=True)
     numerics = check_chain(chain_of(gelu, x), call, [x], seed=0)
     assert not numerics.is_passed
-    assert numerics.nonfinite_mismatches == 5
+    assert numerics.nonfinite_mismatches == 3  # memory holds NaN and a large number by turns, and there are five inputs
 
 
 def test_a_mistake_that_shows_only_on_large_inputs_is_refused():
