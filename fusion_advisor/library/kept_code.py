@@ -1,12 +1,12 @@
 """Compiled kernels in files that carry their own digest: a file is read whole and compared before anything loads it.
 
-``dlopen`` maps a file and trusts it: a truncated library ends the process with SIGBUS, a zeroed one with SIGSEGV, and an empty one
-would disable its kernel for as long as it lies there. So the digest of what was built is part of the file's name, and a file that
-does not match is removed, said in the log, and built again.
+``dlopen`` maps a file and trusts it: a truncated library ends the process with SIGBUS, one of zeros with SIGSEGV, and an empty
+one would disable its kernel for as long as it lies there. So the digest of what was built is part of the file's name, and a file
+that does not match is removed, said in the log, and built again.
 
 Between the check and the load nobody but this user can change the file (:mod:`fusion_advisor.library.private_folder`), and we
-write by renaming alone, so a file that was checked stays what it was. Loading through ``/proc/self/fd`` would not help: the loader
-takes a second library of one name for the first, and descriptors are used again.
+write by renaming alone, so a file that was checked stays what it was. To load through ``/proc/self/fd`` would not help: the
+loader takes a second library of one name for the first, and descriptors are used again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_home() -> Path:
-    """``$XDG_CACHE_HOME``, or ``~/.cache``; a relative path counts as none, for it would name a folder of whoever owns the cwd."""
+    """``$XDG_CACHE_HOME``, or ``~/.cache``; a relative path counts as none: it would depend on the working directory."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if asked.is_absolute():
         return asked
