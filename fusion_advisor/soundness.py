@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from fusion_advisor.inside import why_unsafe
-from fusion_advisor.records import Arg, Capture, Chain, Match, OpNode, Ref, Report, Status, StepProfile, Timing
+from fusion_advisor.records import ULP_ENDS, Arg, Capture, Chain, Match, OpNode, Ref, Report, Status, StepProfile, Timing
 
 _LARGEST = 2**63
 _SIGNED = frozenset({
@@ -48,6 +48,12 @@ def check_report(report: Report) -> None:
         raise Unsound("chains: two have one id")
     for at, chain in enumerate(report.chains):
         _chain(chain, f"chains[{at}]")
+    for at, fusion in enumerate(report.fusions):
+        if fusion.numerics is not None:
+            for key in ("fused_ulps", "eager_ulps"):
+                bins = len(getattr(fusion.numerics, key))
+                if bins not in (0, len(ULP_ENDS) + 1):
+                    raise Unsound(f"fusions[{at}].numerics.{key}: {bins} bins are not the {len(ULP_ENDS) + 1} that are known")
 
 
 def check_capture(capture: Capture) -> None:
