@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from fusion_advisor.inside import why_unsafe
 from fusion_advisor.records import ULP_ENDS, Arg, Capture, Chain, Match, OpNode, Ref, Report, Status, StepProfile, Timing
@@ -114,7 +115,7 @@ def check_plan(capture: Capture, report: Report) -> None:
             _names((answer.kernel, *answer.operands, *(name for _, name in answer.named_values)), f"answers[{number}]")
 
 
-def _figures(record: object, place: str) -> None:
+def _figures(record: Any, place: str) -> None:
     """Look at every number of a record and of those in it, by what its name says of it."""
     for name, is_counted in _numbers_of(record.__class__):
         value = getattr(record, name)
@@ -164,10 +165,10 @@ def _step(step: StepProfile | None, place: str) -> None:
     if line is None:
         return
     count = len(line.kernel)
-    lengths = {len(line.start_ns), len(line.duration_ns), len(line.call_start_ns) or count, len(line.call_ns) or count}
-    if lengths != {count}:
+    calls = len(line.call_start_ns)
+    if {len(line.start_ns), len(line.duration_ns)} != {count} or calls not in (0, count) or len(line.call_ns) != calls:
         raise Unsound(f"{place}.timeline: its lists differ in length")
-    if step.kernels:  # a baseline keeps no table of them
+    if step.kernels or not place.startswith("baselines"):  # a baseline keeps no table of them
         _within(line.kernel, len(step.kernels), f"{place}.timeline.kernel")
 
 

@@ -147,7 +147,7 @@ def _run(
         digest = run_dir.config_hash(verb, request, options, revision)
         run_id = run_dir.new_run_id(digest)
         directory = run_dir.create(run_id, output.directory, force=output.force)
-        settings.open_log(directory / "log.txt")
+        settings.open_log(path_inside(directory, "log.txt"))
         write_atomic(directory / "request.json", core.dump_request(request))
         full = replace(
             options,
