@@ -274,6 +274,14 @@ class UnreadableTrace(UnreadableReport):
     )
 
 
+class UnsafeName(UnreadableReport):
+    """A name in a file that would lead out of the folder it belongs to."""
+
+    message = "`{name}` is no name of a file in `{folder}`: {detail}"
+    note = "nothing was written there"
+    hint = "this file was not written by fusion-advisor, or was changed since: make the run again"
+
+
 class MissingKernels(AdvisorError):
     """A trace without the kernels of many launches that it shows."""
 

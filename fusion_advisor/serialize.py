@@ -21,6 +21,7 @@ import os
 import tempfile
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from typing import Any, TypeVar
 from fusion_advisor import records
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
 from fusion_advisor.records import Capture, Report
+from fusion_advisor.regular_file import read_regular, unpack
+from fusion_advisor.soundness import Unsound, check_capture, check_report
 
 REPORT_SCHEMA = "fusion-advisor/1"
 CAPTURE_SCHEMA = "fusion-advisor-capture/1"
@@ -35,6 +38,8 @@ TRACE_SCHEMA = "fusion-advisor-trace/1"
 
 T = TypeVar("T")
 
+_MOST_DIGITS = 20
+"""Of a whole number: an argument of an op may be any of 64 bits, with its sign."""
 _TAG = "kind"
 """Names the class of a value whose hint allows several."""
 
@@ -150,7 +155,7 @@ def _object_schema(properties: dict[str, Any], required: list[str]) -> dict[str,
 # -- from JSON -------------------------------------------------------------------------------------------------------------
 
 
-def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str) -> T:
+def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str, check: Callable[[T], None] | None = None) -> T:
     """Read one record of class ``cls`` from a JSON document.
 
     Args:
@@ -158,6 +163,7 @@ def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str) -> T
         text: The document.
         schema: The only schema accepted.
         name: What to call the document in an error, usually its path.
+        check: Raises :class:`Unsound` where the record's types fit and the record does not hold together.
 
     Raises:
         UnreadableReport: The document is truncated, is not JSON, or does not hold such a record.
@@ -171,7 +177,9 @@ def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str) -> T
         raise UnknownSchema(name=name, found=found, expected=schema)
     try:
         record = decode(data, cls)
-    except _Mismatch as error:
+        if check is not None:
+            check(record)
+    except (_Mismatch, Unsound) as error:
         raise UnreadableReport(name=name, schema=schema, detail=str(error)) from error
     except RecursionError as error:
         raise UnreadableReport(name=name, schema=schema, detail="it is nested too deeply") from error
@@ -180,12 +188,12 @@ def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str) -> T
 
 def load_report(text: str | bytes, name: str = "report.json") -> Report:
     """Read a report; see :func:`load_record` for what is refused."""
-    return load_record(Report, text, schema=REPORT_SCHEMA, name=name)
+    return load_record(Report, text, schema=REPORT_SCHEMA, name=name, check=check_report)
 
 
 def load_capture(text: str | bytes, name: str = "capture.json") -> Capture:
     """Read a capture; see :func:`load_record` for what is refused."""
-    return load_record(Capture, text, schema=CAPTURE_SCHEMA, name=name)
+    return load_record(Capture, text, schema=CAPTURE_SCHEMA, name=name, check=check_capture)
 
 
 def decode(data: object, hint: object) -> Any:
@@ -281,11 +289,23 @@ def _parse(text: str | bytes, name: str) -> Any:
             raise _Mismatch("", "a key occurs twice in one object")
         return data
 
+    def integer(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise _Mismatch("", f"it holds a whole number of {len(digits)} digits")
+        return int(digits)
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            raise _Mismatch("", f"it holds {digits[:20]}, which is beyond every number")
+        return value
+
     try:
         source = text.decode("utf-8") if isinstance(text, bytes) else text
         if not source.strip():
             raise UnreadableReport(name=name, schema="", detail="it is empty")
-        return json.loads(source, parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+        return json.loads(source, parse_constant=refuse_constant, object_pairs_hook=refuse_twins,
+                          parse_int=integer, parse_float=number)  # fmt: skip
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(source.rstrip()) - 1 or error.msg.startswith("Unterminated string")
         place = f"line {error.lineno}, column {error.colno}"
@@ -432,7 +452,7 @@ def write_report(report: Report, path: Path) -> None:
 
 def read_report(path: Path) -> Report:
     """Read ``report.json``."""
-    return load_report(_read(path), str(path))
+    return load_report(read_document(path), str(path))
 
 
 def write_capture(capture: Capture, path: Path) -> None:
@@ -443,19 +463,25 @@ def write_capture(capture: Capture, path: Path) -> None:
 
 def read_capture(path: Path) -> Capture:
     """Read ``capture.json`` or ``capture.json.gz``."""
-    return load_capture(_read(path), str(path))
+    return load_capture(read_document(path), str(path))
 
 
-def _read(path: Path) -> bytes:
+def read_document(path: Path) -> bytes:
+    """Return a document's text, unpacked where the name ends in ``.gz``.
+
+    Raises:
+        UnreadableReport: it is missing, no regular file, no gzip, or larger than any of ours.
+    """
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except OSError as error:
         raise UnreadableReport(name=str(path), schema="", detail=error.strerror or "it cannot be read") from error
     if path.suffix != ".gz":
         return raw
     try:
-        return gzip.decompress(raw)
+        return unpack(raw)
     except EOFError as error:
         raise UnreadableReport(name=str(path), schema="", detail=f"gzip ends early at byte {len(raw):,}") from error
-    except (OSError, ValueError) as error:  # BadGzipFile and zlib's complaints
-        raise UnreadableReport(name=str(path), schema="", detail=f"it is not a gzip file ({error})") from error
+    except OSError as error:
+        detail = error.strerror or f"it is not a gzip file ({error})"
+        raise UnreadableReport(name=str(path), schema="", detail=detail) from error

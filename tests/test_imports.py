@@ -39,7 +39,9 @@ def layer(name):
     return parts[1] if len(parts) > 1 else ""
 
 
-BASE = {"records", "errors", "units", "content", "serialize", "collector", "frame_stack"}
+BASE = {
+    "records", "errors", "units", "content", "serialize", "collector", "frame_stack", "inside", "regular_file", "soundness",
+}  # fmt: skip
 """Imported by all and importing nothing of the layers."""
 ALLOWED = {
     "records": set(),
@@ -48,7 +50,10 @@ ALLOWED = {
     "units": set(),
     "collector": set(),
     "frame_stack": set(),
-    "serialize": {"records", "errors"},
+    "inside": {"errors"},
+    "regular_file": set(),
+    "soundness": {"records", "errors", "inside"},
+    "serialize": {"records", "errors", "regular_file", "soundness"},
     "environment": {"records", "errors", "content"},
     "timing": BASE,
     "capture": BASE | {"timing"},

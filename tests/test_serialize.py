@@ -104,7 +104,8 @@ def test_infinity_and_the_word_inf_stay_apart() -> None:
 
 
 def test_capture_files(tmp_path: Path) -> None:
-    record = capture((OpNode(index=0, region=0, target="x", op_class=OpClass.INPUT, args=((Ref(index=1), 2),)),))
+    given = OpNode(index=0, region=0, target="x", op_class=OpClass.INPUT)
+    record = capture((given, OpNode(index=1, region=0, target="y", op_class=OpClass.VIEW, args=((Ref(index=0), 2),))))
     for name in ("capture.json", "capture.json.gz"):
         write_capture(record, tmp_path / name)
         assert read_capture(tmp_path / name) == record

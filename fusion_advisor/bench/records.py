@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_advisor.records import Bandwidth, Environment, Timing
-from fusion_advisor.serialize import dump_record, load_record
+from fusion_advisor.serialize import dump_record, load_record, read_document
 
 SCHEMA = "fusion-advisor-bench/1"
 PEERS = ("eager", "compile", "liger", "cublas")
@@ -116,4 +116,4 @@ def read_run(path: Path) -> BenchRun:
     Raises:
         UnreadableReport, UnknownSchema: it is no such file.
     """
-    return load_record(BenchRun, path.read_bytes(), schema=SCHEMA, name=str(path))
+    return load_record(BenchRun, read_document(path), schema=SCHEMA, name=str(path))

@@ -178,6 +178,7 @@ def _save(exported: Path, save_to: Path) -> None:
     document = json.loads(exported.read_text(encoding="utf-8", errors="replace"), strict=False)
     document.pop("host_name", None)
     save_to.parent.mkdir(parents=True, exist_ok=True)
+    save_to.unlink(missing_ok=True)  # a link that lies there is replaced, not followed
     with gzip.open(save_to, "wt", encoding="ascii", compresslevel=4) as packed:
         # dumps uses the encoder written in C, dump does not
         packed.write(json.dumps(document, ensure_ascii=True))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from fusion_advisor.errors import UnreadableTrace
+from fusion_advisor.regular_file import open_regular
 
 _CHUNK = 1 << 20
 _TAIL = 16
@@ -28,6 +29,8 @@ _TRIES = 2
 _blank = re.compile(r"[ \t\n\r]*").match
 _last_end = re.compile(r"(.*\})[ \t\n\r]*,[ \t\n\r]*\{", re.DOTALL).match
 """Looks for the last object's end with another's beginning behind it."""
+_LONGEST = 1 << 27
+"""A value of more characters is no event: without a limit a string of zeros that gzip packed would fill the memory."""
 _EVENTS = "traceEvents"
 
 
@@ -57,7 +60,7 @@ class TraceFile:
     def _parts(self) -> Iterator[list[dict[str, Any]]]:
         self.facts, self.events = {}, 0
         try:
-            with self.path.open("rb") as raw:
+            with open_regular(self.path) as raw:
                 is_packed = raw.read(2) == b"\x1f\x8b"
                 raw.seek(0)
                 with contextlib.ExitStack() as opened:
@@ -204,6 +207,8 @@ class _Document:
     def _more(self) -> bool:
         """Drop what was read and add as much as is waiting again, so that a long value is not decoded over and over."""
         rest = self._text[self._at :]
+        if len(rest) > _LONGEST:
+            self._file.refuse(f"a value at line {self._line_of(self._at):,} is longer than {_LONGEST:,} characters")
         chunk = self._stream.read(max(_CHUNK, len(rest)))
         if chunk:
             self._line = self._line_of(self._at)

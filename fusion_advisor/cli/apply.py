@@ -160,11 +160,13 @@ def _request(target: str | None, asked: dict[str, object], typed: set[str]) -> A
             detail=f"{option} contradicts the run `{directory.name}`, whose model and shapes are used again",
             help="name the model instead of the run, with the options you want",
         )
+    from fusion_advisor.serialize import read_document
+
     path = Path(directory) / "request.json"
     if not path.is_file():
         detail = "it holds no request.json, so its model cannot be made again"
         raise UnknownRun(name=directory.name, detail=detail, known="name the model instead: fusion-advisor apply MODEL_ID")
-    request = core.load_request(path.read_bytes(), str(path))
+    request = core.load_request(read_document(path), str(path))
     # a file must not be able to switch this on: whoever runs the command decides again
     return replace(
         request, trust_remote_code=bool(asked.get("trust_remote_code")), offline=bool(asked.get("offline", request.offline))

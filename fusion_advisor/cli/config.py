@@ -19,7 +19,9 @@ from typing import Any
 import typer
 
 from fusion_advisor.errors import BadConfig
+from fusion_advisor.regular_file import read_regular
 
+_MOST_BYTES = 2**20
 PREFIX = "FUSION_ADVISOR_"
 COMMANDS = ("profile", "apply", "report", "compare")
 """The commands that read configuration, each also a table's name."""
@@ -150,8 +152,8 @@ def _tool_table(path: Path) -> dict[str, Any] | None:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_regular(path, _MOST_BYTES).decode())
+    except (ValueError, RecursionError) as error:  # TOML's and UTF-8's complaints, and a number of thousands of digits
         raise BadConfig(source=str(path), detail=f"is no TOML: {error}", hint="see https://toml.io") from error
     except OSError as error:
         raise BadConfig(source=str(path), detail=error.strerror or str(error), hint="check its path and rights") from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_advisor.errors import CannotWrite, RunExists, UnknownRun, UsageError
+from fusion_advisor.inside import path_inside
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.options import ProfileOptions
@@ -105,7 +106,8 @@ def create(run_id: str, output: Path | None, *, force: bool) -> Path:
     directory = output if output is not None else RUNS / run_id
     refuse_taken(directory, force=force)
     try:
-        (directory / "kernels").mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        path_inside(directory, "kernels").mkdir(exist_ok=True)
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
     return directory
@@ -220,9 +222,8 @@ def write_views(
         if "csv" in formats:
             from fusion_advisor.report.tables import csv_text, tables
 
-            (directory / "csv").mkdir(parents=True, exist_ok=True)
             for name, table in tables(report).items():
-                written.append(directory / "csv" / f"{name}.csv")
+                written.append(path_inside(directory, f"csv/{name}.csv"))
                 write_atomic(written[-1], csv_text(table))
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
@@ -238,9 +239,7 @@ def write_run(report: Report, directory: Path, formats: tuple[str, ...], traces:
         rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
         for row in rows:
             for kernel in row.rendered:
-                path = directory / kernel.path
-                is_inside = path.resolve().is_relative_to(directory.resolve())
-                if kernel.path and is_inside and not path.exists():
+                if kernel.path and not (path := path_inside(directory, kernel.path)).exists():
                     write_atomic(path, kernel.source)
     except OSError as error:
         raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error

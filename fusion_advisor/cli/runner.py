@@ -19,6 +19,7 @@ from fusion_advisor.cli.console import Settings, open_page, write_result
 from fusion_advisor.cli.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, FusionIsForInference, NothingReplaced, NumericsFailed
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+from fusion_advisor.inside import path_inside
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.report import gate
 from fusion_advisor.report.compare import compare
@@ -116,7 +117,7 @@ def _judged(report: Report, rules: tuple[gate.Rule, ...]) -> tuple[Gate, ...]:
 def _write_part(options: ProfileOptions, name: str, report: Report, capture: Capture, output: Output) -> None:
     """Write another regime's report beside the run's own, one folder down."""
     if options.run_dir is not None:
-        folder = options.run_dir / name
+        folder = path_inside(options.run_dir, name)
         folder.mkdir(parents=True, exist_ok=True)
         write_capture(capture, folder / "capture.json.gz")
         run_dir.write_run(report, folder, output.formats, run_dir.traces_of(report, folder, embed_trace=output.embed_trace))
@@ -146,7 +147,7 @@ def _run(
         digest = run_dir.config_hash(verb, request, options, revision)
         run_id = run_dir.new_run_id(digest)
         directory = run_dir.create(run_id, output.directory, force=output.force)
-        settings.open_log(directory / "log.txt")
+        settings.open_log(path_inside(directory, "log.txt"))
         write_atomic(directory / "request.json", core.dump_request(request))
         full = replace(
             options,

@@ -18,7 +18,7 @@ import torch
 
 from fusion_advisor.capture.graph import capture_regions
 from fusion_advisor.collector import collector_paused
-from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.errors import AdvisorError, PlanMismatch, UnreadableReport
 from fusion_advisor.frame_stack import in_one_piece
 from fusion_advisor.fuse import epilogues
 from fusion_advisor.fuse.bench import PASSES, Bench, BuiltFusion, BuiltLinear
@@ -37,6 +37,7 @@ from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.fuse.select import kept_passes
 from fusion_advisor.fuse.specialize import FEW_ROWS, Kept, gemm_rows
 from fusion_advisor.fuse.verify import check_calls, layout_of
+from fusion_advisor.inside import path_inside
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.gemv import GemvConfig, entry_of
 from fusion_advisor.library.heading import tuning_of
@@ -57,6 +58,7 @@ from fusion_advisor.records import (
     WarmUp,
 )
 from fusion_advisor.serialize import read_capture, read_report, write_capture, write_report
+from fusion_advisor.soundness import Unsound, check_plan
 from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -103,6 +105,10 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
 
 def _load(folder: Path) -> SavedPlan:
     capture, report = read_capture(folder / "capture.json.gz"), read_report(folder / "report.json")
+    try:
+        check_plan(capture, report)
+    except Unsound as error:
+        raise UnreadableReport(name=folder / "report.json", detail=str(error)) from error
     narrow, merge, in_epilogues = (
         next((row for row in report.rewrites if row.name == title and row.status is Status.KEPT), None)
         for title in (NARROWED, MERGED, EPILOGUE)
@@ -113,7 +119,13 @@ def _load(folder: Path) -> SavedPlan:
     needed = (Status.KEPT, Status.ABSORBED) if is_absorbed_needed else (Status.KEPT,)
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
-    fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
+    try:
+        fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
+    except AdvisorError:
+        raise
+    except Exception as error:  # lowering trusts a graph that we captured; this one was changed since
+        detail = f"its chains cannot be made of the ops in capture.json.gz ({type(error).__name__}: {error})"
+        raise UnreadableReport(name=folder / "report.json", detail=detail) from error
     return SavedPlan(
         run_dir=folder,
         capture=capture,
@@ -256,7 +268,7 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
         try:
             kernel, rendered = _rendered(planned, row.rendered)
             if rendered.source not in made:
-                made[rendered.source] = backend_named(kernel.backend).build(rendered, saved.run_dir / kernel.path)
+                made[rendered.source] = backend_named(kernel.backend).build(rendered, path_inside(saved.run_dir, kernel.path))
             one = made[rendered.source]
             chain, roots = bench.first_site(planned)
             outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
@@ -356,7 +368,7 @@ def _gemvs(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltL
             if entry_of(kind.problem, header, config) != kernel.name:
                 continue
             try:
-                path = saved.run_dir / "kernels" / f"{row.id}_{kind.title}"
+                path = path_inside(saved.run_dir, f"kernels/{row.id}_{kind.title}")
                 made = build(kind.problem, header, config, path, tuning=kernel.tuning)
                 numerics = check_first(bench, kind, made, tolerance=saved.report.tolerance)
             except KernelBuildFailed as failure:

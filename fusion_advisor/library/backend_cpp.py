@@ -28,6 +28,8 @@ from fusion_advisor.library.cpp_expr import C_TYPES, computed_in
 from fusion_advisor.library.cpp_layout import Layout
 from fusion_advisor.library.cpp_names import Names
 from fusion_advisor.library.heading import dropout_notes, wrap
+from fusion_advisor.library.kept_code import KeptCode
+from fusion_advisor.library.private_folder import cache_folder
 from fusion_advisor.library.program import Program, layout_key, nests
 from fusion_advisor.library.source import (
     Header,
@@ -138,13 +140,7 @@ class CppBackend:
         flags = tuple(command[1].split()) if command else _FLAGS
         code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
         key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]
-        library = _cache_dir() / f"{rendered.entry}_{key}.so"
-        if not library.exists():
-            _compile(rendered.entry, (*compiler, *flags), path, library)
-        try:
-            handle = ctypes.CDLL(str(library))
-        except OSError as error:
-            raise KernelBuildFailed(kernel=rendered.entry, target="cpp", cause=str(error).splitlines()[-1]) from error
+        library, handle = _loaded(rendered.entry, f"{rendered.entry}_{key}", (*compiler, *flags), path)
         tuning = "fast math" if set(_FAST_FLAGS) <= set(flags) else ""
         return CppKernel(
             entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
@@ -256,15 +252,24 @@ def _identity(compiler: tuple[str, ...]) -> str:
     return " ".join((*compiler, version.partition("\n")[0], platform.machine(), cpu))
 
 
-def _cache_dir() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    found = home / "fusion-advisor" / "cpp"
+def _loaded(entry: str, key: str, command: tuple[str, ...], source: Path) -> tuple[Path, ctypes.CDLL]:
+    """Load the library that was kept under ``key``, or compile it; one that does not load is compiled anew once."""
     try:
-        found.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only home
-        found = Path(tempfile.gettempdir()) / f"fusion-advisor-{os.getuid()}" / "cpp"
-        found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+        kept = KeptCode(folder=cache_folder("cpp"), suffix=".so")
+        for is_last in (False, True):
+            library = kept.find(key) or _compile(entry, command, source, kept, key)
+            try:
+                handle = ctypes.CDLL(str(library))
+                getattr(handle, entry)
+            except (OSError, AttributeError) as error:
+                if is_last:
+                    raise
+                kept.drop(library, str(error).splitlines()[-1])
+            else:
+                return library, handle
+    except (OSError, AttributeError) as error:
+        raise KernelBuildFailed(kernel=entry, target="cpp", cause=str(error).splitlines()[-1]) from error
+    raise AssertionError("the second try returns or raises")
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -275,17 +280,15 @@ def _replace(path: Path, content: bytes) -> None:
     Path(file.name).replace(path)
 
 
-def _compile(entry: str, command: tuple[str, ...], source: Path, library: Path) -> None:
-    descriptor, name = tempfile.mkstemp(dir=library.parent, prefix=f".{entry}.", suffix=".so")
-    os.close(descriptor)
-    built = Path(name)
+def _compile(entry: str, command: tuple[str, ...], source: Path, kept: KeptCode, key: str) -> Path:
+    built = kept.temporary()
     try:
-        done = subprocess.run([*command, str(source), "-o", name], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True, check=False, timeout=120)
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
             raise KernelBuildFailed(kernel=entry, target="cpp", cause=errors[0].removeprefix(f"{source}:").strip())
-        built.replace(library)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return kept.keep(key, built)
+    except subprocess.TimeoutExpired as error:
         raise KernelBuildFailed(kernel=entry, target="cpp", cause=str(error)) from error
     finally:
         built.unlink(missing_ok=True)

@@ -45,6 +45,7 @@ from fusion_advisor.library.staging import (
     SharedMemory,
     shared_memory_of,
 )
+from fusion_advisor.serialize import write_atomic
 
 
 class CudaBackend:
@@ -130,8 +131,7 @@ class CudaBackend:
         Raises:
             KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(rendered.source, encoding="utf-8")
+        write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
         return CudaKernel(rendered)
 
 

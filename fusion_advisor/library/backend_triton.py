@@ -13,7 +13,6 @@ that name.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 import textwrap
 import time
@@ -37,6 +36,7 @@ from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, R
 from fusion_advisor.library.triton_body import looped, rows_stay_cached, straight
 from fusion_advisor.library.triton_ops import TritonWriter
 from fusion_advisor.library.triton_shape import Shape, choose_shapes, walks_columns
+from fusion_advisor.serialize import write_atomic
 
 _POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int64": "*i64",
@@ -331,14 +331,15 @@ def has_cuda() -> bool:
 
 def load_source(rendered: Rendered, path: Path) -> ModuleType:
     """Write a kernel file and import it under a name of its own, without entering it into ``sys.modules``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(rendered.source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"fusion_advisor_kernel_{rendered.entry}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=f"{path.name} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+    module = ModuleType(f"fusion_advisor_kernel_{rendered.entry}")
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        # Compiled from the source that was rendered: an import would take `__pycache__` for it, and a run directory that somebody
+        # gave away may hold one.
+        exec(compile(rendered.source, str(path), "exec"), vars(module))
     except Exception as error:
         raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=_last_cause(error)) from error
     return module

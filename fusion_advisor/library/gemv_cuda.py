@@ -27,6 +27,7 @@ from fusion_advisor.library.heading import comment
 from fusion_advisor.library.nvrtc import compile_cubin, compile_loaded, target_of
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.source import Header, KernelBuildFailed, Launcher, Rendered, environment
+from fusion_advisor.serialize import write_atomic
 
 _TYPES = {"float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits"}
 
@@ -84,8 +85,7 @@ class GemvCuda:
         Raises:
             KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(rendered.source, encoding="utf-8")
+        write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
         return GemvCudaKernel(rendered)
 
 

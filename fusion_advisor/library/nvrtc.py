@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -11,8 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fusion_advisor.library.kept_code import KeptCode
+from fusion_advisor.library.private_folder import cache_folder
 from fusion_advisor.library.source import KernelBuildFailed, Rendered
 from fusion_advisor.library.staging import SharedMemory
+
+_log = logging.getLogger(__name__)
 
 
 def has_cuda_core() -> bool:
@@ -124,21 +130,54 @@ def first_error(log: str) -> str:
 
 
 def _program_cache() -> Any:
-    """Machine code of earlier runs, kept by cuda-core under what it was compiled from and with.
+    """Machine code of earlier runs, under what it was compiled from and with; each is checked before it is loaded.
 
-    None where cuda-core is too old to keep any, or its directory (``$XDG_CACHE_HOME/cuda-python``) cannot be written to.
+    cuda-core makes the key and has a cache of its own, which checks neither who may write into it nor what it reads. None where
+    cuda-core is too old to take a cache, or no folder takes files.
     """
     try:
-        from cuda.core.utils import FileStreamProgramCache
+        from cuda.core.utils import ProgramCacheResource
     except ImportError:
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "cuda-python" / "program-cache"
+
+    class Cubins(ProgramCacheResource):  # type: ignore[misc] # cuda-core may be missing
+        def __init__(self, kept: KeptCode) -> None:
+            self._kept = kept
+
+        def __getitem__(self, key: bytes | str) -> bytes:
+            found = self._kept.find(_named(key))
+            if found is None:
+                raise KeyError(key)
+            return found.read_bytes()
+
+        def __setitem__(self, key: bytes | str, value: Any) -> None:
+            try:
+                self._kept.keep_bytes(_named(key), bytes(getattr(value, "code", value)))
+            except OSError as error:
+                _log.warning("%s keeps no machine code: %s", self._kept.folder, error.strerror or error)
+
+        def __delitem__(self, key: bytes | str) -> None:
+            found = self._kept.find(_named(key))
+            if found is None:
+                raise KeyError(key)
+            found.unlink()
+
+        def __len__(self) -> int:
+            return sum(1 for _ in self._kept.folder.glob(f"[!.]*{self._kept.suffix}"))
+
+        def clear(self) -> None:
+            for path in self._kept.folder.glob(f"[!.]*{self._kept.suffix}"):
+                path.unlink()
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+        return Cubins(KeptCode(folder=cache_folder("cubin"), suffix=".cubin"))
+    except OSError as error:
+        _log.warning("no machine code is kept: %s", error.strerror or error)
         return None
-    return FileStreamProgramCache(folder) if os.access(folder, os.W_OK) else None
+
+
+def _named(key: bytes | str) -> str:
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()[:32]
 
 
 def _nvrtc(rendered: Rendered, target: str, macros: dict[str, int]) -> Any:

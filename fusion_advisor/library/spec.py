@@ -17,7 +17,9 @@ from fusion_advisor.errors import AdvisorError
 from fusion_advisor.library.program import ITEM_BYTES
 from fusion_advisor.library.rule import INTEGERS
 from fusion_advisor.library.source import Tuning, identifier
+from fusion_advisor.regular_file import read_regular
 
+_MOST_BYTES = 2**20
 BACKENDS = ("triton", "cuda", "cpp")
 _KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
          "tunables", "check", "bench", "preset", "gemv")  # fmt: skip
@@ -139,10 +141,10 @@ def read_spec(folder: Path) -> KernelSpec:
     """
     file = folder / "kernel.toml"
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_regular(file, _MOST_BYTES).decode())
     except OSError as error:
         raise BadManifest(file=file, key="file", detail=error.strerror or "cannot be read") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's and UTF-8's complaints, and a number of thousands of digits
         raise BadManifest(file=file, key="file", detail=f"is not TOML: {error}") from error
     return _Reader(file, data).spec()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fusion_advisor.library.source import Tuning
+from fusion_advisor.regular_file import read_regular
 from fusion_advisor.serialize import write_atomic
 
 SCHEMA = "fusion-advisor-tuning/1"
@@ -69,7 +70,7 @@ class TuningStore:
 
     def _entries(self) -> dict[str, Any]:
         try:
-            document = json.loads(self.path.read_bytes())
+            document = json.loads(read_regular(self.path))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:

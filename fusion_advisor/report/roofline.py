@@ -121,7 +121,8 @@ def points(report: Report) -> tuple[Point, ...]:
 
 def roofline(report: Report) -> Roofline | None:
     """Draw the timed fusions under the device's ceilings; None where none was timed."""
-    shown = points(report)
+    # A figure of 0 has no place on a logarithmic scale.
+    shown = tuple(p for p in points(report) if min(p.flops, p.bytes_before, p.bytes_after, p.before_ns, p.after_ns) > 0)
     if not shown:
         return None
     fastest, most = memory_ceiling(report.bandwidth)

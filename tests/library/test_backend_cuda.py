@@ -140,18 +140,24 @@ def test_compiles_with_nvrtc(name, fast_math):
 @needs_nvrtc
 def test_machine_code_is_kept_for_the_next_process(monkeypatch, tmp_path):
     utils = pytest.importorskip("cuda.core.utils")
-    if not hasattr(utils, "FileStreamProgramCache"):
+    if not hasattr(utils, "ProgramCacheResource"):
         pytest.skip("this cuda-core keeps none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def entries():
-        return [path for path in (tmp_path / "cuda-python/program-cache/entries").rglob("*") if path.is_file()]
+        return list((tmp_path / "fusion-advisor" / "cubin").iterdir())
 
     rendered = render(CASES["gelu_tanh-bfloat16"])
-    compile_cubin(rendered, "sm_90", {}, compiler="nvrtc")
+    first = compile_cubin(rendered, "sm_90", {}, compiler="nvrtc")
     (kept,) = entries()
-    kept.write_bytes(b"what was kept")
-    assert compile_cubin(rendered, "sm_90", {}, compiler="nvrtc") == b"what was kept"
+    with monkeypatch.context() as patched:
+        patched.setattr("fusion_advisor.library.kept_code.KeptCode.keep", lambda *_: pytest.fail("compiled again"))
+        assert compile_cubin(rendered, "sm_90", {}, compiler="nvrtc") == first
+    for damage in (b"", b"what another program wrote", first[:-1], bytes(len(first))):
+        kept.write_bytes(damage)
+        assert compile_cubin(rendered, "sm_90", {}, compiler="nvrtc") == first
+        assert entries() == [kept]
+        assert kept.read_bytes() == first
     for other in ({"BLOCK": 64}, {"BLOCK": 128}):
         assert compile_cubin(rendered, "sm_90", other, compiler="nvrtc")[:4] == b"\x7fELF"
     assert compile_cubin(rendered, "sm_80", {}, compiler="nvrtc")[:4] == b"\x7fELF"
