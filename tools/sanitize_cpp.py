@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ class _Recorder:
         return function
 
 
-def call_of(label: str, rendered: Rendered, program: Program, tensors: Sequence[torch.Tensor], *, is_shifted: bool) -> Call | None:
+def call_of(
+    label: str, rendered: Rendered, program: Program, tensors: Sequence[torch.Tensor], *, is_shifted: bool
+) -> Call | None:
     """Bind a kernel as ``apply`` does, and keep what it would be called with; None where no call is made (nothing to compute).
 
     Args:
@@ -113,9 +115,12 @@ def call_of(label: str, rendered: Rendered, program: Program, tensors: Sequence[
     if not recorder.calls:
         return None
     ((*arguments, _),) = recorder.calls
+    rest = arguments[len(tensors) :]
+    places = [bytes(ctypes.sizeof(argument)) for argument in rest if isinstance(argument, ctypes.Array)]
     return Call(
-        label=label, entry=rendered.entry, buffers=tuple(map(_bytes_of, tensors)),
-        shifts_bytes=tuple(tensor.itemsize * is_shifted for tensor in tensors), integers=tuple(argument.value for argument in arguments[len(tensors) :]),
+        label=label, entry=rendered.entry, buffers=(*map(_bytes_of, tensors), *places),
+        shifts_bytes=(*(tensor.itemsize * is_shifted for tensor in tensors), *(0 for _ in places)),
+        integers=tuple(argument.value for argument in rest if isinstance(argument, ctypes.c_int64)),
     )  # fmt: skip
 
 
@@ -127,7 +132,10 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def manifest_calls(
-    names: Sequence[str], dtypes: Sequence[str] | None = None, most_elements: int = MOST_ELEMENTS
+    names: Sequence[str],
+    dtypes: Sequence[str] | None = None,
+    most_elements: int = MOST_ELEMENTS,
+    most_references: int | None = None,
 ) -> Iterator[tuple[Rendered, Call]]:
     """Yield the calls of manifests: all references, cases and sets of outputs.
 
@@ -135,6 +143,7 @@ def manifest_calls(
         names: of kernels.
         dtypes: only these; all by default.
         most_elements: leave larger cases out.
+        most_references: so many spellings of each manifest, the first ones; all by default.
     """
     for name in names:
         kernel = load_kernel(name)
@@ -143,7 +152,7 @@ def manifest_calls(
             for dtype in case.dtypes:
                 if dtypes is not None and dtype not in dtypes:
                     continue
-                for variant, function in kernel.references:
+                for variant, function in kernel.references[:most_references]:
                     spec = kernel.spec.laid_out(case)
                     graph = trace_reference(spec, function, dict(case.sizes), dtype=getattr(torch, dtype))
                     for lowered in lower_graph(graph, tuple(tensor.name for tensor in spec.inputs)):
@@ -192,8 +201,9 @@ INTEGER_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "floor division": lambda x, y: x // torch.where(y == 0, 3, y), "to byte": lambda x, y: (x + y).to(torch.uint8),
 }  # fmt: skip
 FLOAT_TO_INTEGER: dict[str, Callable[..., torch.Tensor]] = {
-    f"float to {name}": (lambda x, y, dtype=dtype: (x * y).to(dtype))
-    for name, dtype in {"int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}.items()
+    "float to int64": lambda x, y: (x * y).to(torch.int64), "float to int32": lambda x, y: (x * y).to(torch.int32),
+    "float to int8": lambda x, y: (x * y).to(torch.int8), "float to uint8": lambda x, y: (x * y).to(torch.uint8),
+    "float to bool": lambda x, y: (x * y).to(torch.bool),
 }  # fmt: skip
 
 
@@ -302,7 +312,7 @@ def build(kernels: Sequence[Rendered], sanitizer: str, folder: Path) -> Path:
         bodies.append(f'namespace {kernel.entry}_file {{\n#line 1 "{kernel.entry}.cpp"\n{source}}}\n')
     table = ", ".join(f"Spread<&{kernel.entry}_file::{kernel.entry}>::call" for kernel in kernels)
     driver = DRIVER.read_text().replace("KERNELS}", f"{table}}}")
-    (folder / "all.cpp").write_text(f"{''.join(includes)}{''.join(bodies)}#line 1 \"driver.cpp\"\n{driver}")
+    (folder / "all.cpp").write_text(f'{"".join(includes)}{"".join(bodies)}#line 1 "driver.cpp"\n{driver}')
     flags = SANITIZERS[sanitizer]
     compiled = [*compiler, *_KEPT_FLAGS, "-O1", *flags, "-c", str(folder / "all.cpp"), "-o", str(folder / "all.o")]
     linked = [flag for flag in flags if flag != "-fopenmp" or sanitizer != "thread"]  # its OpenMP runtime is the driver's
@@ -356,43 +366,46 @@ def cpp_kernel_names() -> list[str]:
     return [spec.name for spec in list_kernels() if "cpp" in spec.backends and spec.gemv is None]
 
 
-def distinct(found: Iterator[tuple[Rendered, Call]], sanitizer: str) -> list[tuple[Rendered, Call]]:
-    """Keep what a sanitizer can learn from: for threads, one call of a kernel and size is as good as two."""
-    kept = {}
+def distinct(found: Iterable[tuple[Rendered, Call]], sanitizer: str) -> list[tuple[Rendered, Call]]:
+    """Keep what a sanitizer can learn from: for threads, one call of a kernel and its sizes is as good as two."""
+    kept: dict[Any, tuple[Rendered, Call]] = {}
     for rendered, call in found:
-        key = (call.entry, call.integers) if sanitizer == "thread" else (call.entry, call.integers, call.label)
-        kept.setdefault(key, (rendered, replace(call, label=call.label)))
+        kept.setdefault((call.entry, call.integers, "" if sanitizer == "thread" else call.label), (rendered, call))
     return list(kept.values())
 
 
-def record(names: Sequence[str], jobs: int, say: Callable[[str], None]) -> dict[str, Any]:
+GROUPS = ("manifests", "programs", "integers")
+
+
+def record(names: Sequence[str], groups: Sequence[str], jobs: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Run everything; return a flat record.
 
     Args:
-        names: of manifests; the programs and the integer chains are left out where these are not all.
+        names: of manifests; all by default.
+        groups: of ``GROUPS``; all by default, and only the first where there are names.
         jobs: compilers at a time.
         say: takes a line of progress.
     """
     started = time.perf_counter()
-    wanted = list(names) or cpp_kernel_names()
-    faults: list[str] = []
+    makers: dict[str, Callable[[], Iterator[tuple[Rendered, Call]]]] = {
+        "manifests": lambda: manifest_calls(names or cpp_kernel_names()), "programs": program_calls, "integers": integer_calls,
+    }  # fmt: skip
+    failed: list[str] = []
     kernels: set[str] = set()
     tried = 0
-    missed: list[str] = []
     with tempfile.TemporaryDirectory() as made:
-        for sanitizer in SANITIZERS:
-            folder = Path(made) / sanitizer
-            missed += [name for name, is_seen in planted(folder, sanitizer).items() if not is_seen]
-            sources = [manifest_calls(wanted)] + ([] if names else [program_calls(), integer_calls()])
-            for number, source in enumerate(sources):
-                calls = distinct(source, sanitizer)
-                found = run(calls, sanitizer, folder / str(number), jobs)
-                faults += [f"{sanitizer}: {fault.label}: {fault.detail}" for fault in found]
-                kernels |= {call.entry for _, call in calls}
+        seen = {s: planted(Path(made) / s, s) for s in SANITIZERS}
+        for group in groups or (GROUPS[:1] if names else GROUPS):
+            every = list(makers[group]())
+            kernels |= {call.entry for _, call in every}
+            for sanitizer in SANITIZERS:
+                calls = distinct(every, sanitizer)
+                found = run(calls, sanitizer, Path(made) / sanitizer / group, jobs)
+                failed += [f"{sanitizer}: {fault.label}: {fault.detail}" for fault in found]
                 tried += len(calls)
-                say(f"{sanitizer}: {len(calls)} calls, {len(found)} faults, {time.perf_counter() - started:.0f} s")
+                say(f"{group}, {sanitizer}: {len(calls)} calls, {len(found)} faults, {time.perf_counter() - started:.0f} s")
+    failed += [f"planted and not seen: {name}" for faults in seen.values() for name, is_seen in faults.items() if not is_seen]
     return {
-        "name": "C++ kernels under ASan, UBSan and TSan", "tried": tried, "kernels": len(kernels), "planted": len(PLANTED),
-        "failed": len(faults) + len(missed), "seconds": round(time.perf_counter() - started, 1),
-        "details": [*faults, *(f"planted and not seen: {name}" for name in missed)],
+        "name": "C++ kernels under ASan, UBSan and TSan", "tried": tried, "kernels": len(kernels), "planted": sum(map(len, seen.values())),
+        "failed": len(failed), "seconds": round(time.perf_counter() - started, 1), "details": failed,
     }  # fmt: skip

@@ -5,33 +5,34 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <tuple>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 using Call = void (*)(void **, const int64_t *, int);
 
-template <class P> static P argument(void **pointers, const int64_t *integers, size_t pointer_count, size_t i, int threads) {
-  if constexpr (std::is_pointer_v<P>) {
-    return static_cast<P>(pointers[i]);
-  } else if constexpr (std::is_same_v<P, int64_t>) {
-    return integers[i - pointer_count];
-  } else {
-    return threads;
-  }
-}
+// The arguments of one call, in order: pointers and integers may alternate.
+struct Arguments {
+  void **pointers;
+  const int64_t *integers;
+  int threads;
 
-template <class... P, size_t... I>
-static void spread(void (*kernel)(P...), void **pointers, const int64_t *integers, int threads, std::index_sequence<I...>) {
-  constexpr size_t kPointers = (size_t{std::is_pointer_v<P>} + ...);
-  kernel(argument<P>(pointers, integers, kPointers, I, threads)...);
-}
+  template <class P> P next() {
+    if constexpr (std::is_pointer_v<P>) {
+      return static_cast<P>(*pointers++);
+    } else if constexpr (std::is_same_v<P, int64_t>) {
+      return *integers++;
+    } else {
+      return threads;
+    }
+  }
+};
 
 template <auto kernel> struct Spread;
 template <class... P, void (*kernel)(P...)> struct Spread<kernel> {
   static void call(void **pointers, const int64_t *integers, int threads) {
-    spread(kernel, pointers, integers, threads, std::index_sequence_for<P...>{});
+    Arguments given{pointers, integers, threads};
+    std::apply(kernel, std::tuple<P...>{given.next<P>()...});  // braces: from left to right
   }
 };
 
