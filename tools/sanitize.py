@@ -1,8 +1,8 @@
 """Kernels under sanitizers: ``python -m tools.sanitize cpp|cuda [KERNEL …] [--out RECORD.json]``.
 
 ``cpp``: AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, on any machine with g++. ``cuda``: compute-sanitizer's
-memcheck, racecheck, initcheck and synccheck, on a machine with a CUDA device and the CUDA toolkit. The exit code is 0 where nothing
-was found, 1 where something was, and 2 where the machine cannot run it.
+memcheck, racecheck, initcheck and synccheck, on a machine with a CUDA device and the CUDA toolkit. The exit code is 0 where
+nothing was found, 1 where something was, and 2 where the machine cannot run it.
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ PLANTED = {
     "a signed overflow": ("address", "out[0] = x[0] + static_cast<int32_t>(n) * 1000000000;", "signed integer overflow"),
     "a misaligned read": ("address", "out[0] = *(const int32_t *)((const char *)x + 1);", "misaligned address"),
     "a float out of range": ("address", "out[0] = static_cast<int32_t>(static_cast<float>(n) * 1e18f);", "outside the range"),
-    "a race": ("thread", "#pragma omp parallel for num_threads(threads)\nfor (int64_t i = 0; i < n; ++i) out[0] += x[i];", "data race"),
+    "a race": ("thread", "#pragma omp parallel for num_threads(4)\nfor (int64_t i = 0; i < n; ++i) out[0] += x[i];", "data race"),
 }  # fmt: skip
 """Name → sanitizer, body of a kernel over n = 8 elements, and what the sanitizer must say."""
 
@@ -406,6 +406,7 @@ def record(names: Sequence[str], groups: Sequence[str], jobs: int, say: Callable
                 say(f"{group}, {sanitizer}: {len(calls)} calls, {len(found)} faults, {time.perf_counter() - started:.0f} s")
     failed += [f"planted and not seen: {name}" for faults in seen.values() for name, is_seen in faults.items() if not is_seen]
     return {
-        "name": "C++ kernels under ASan, UBSan and TSan", "tried": tried, "kernels": len(kernels), "planted": sum(map(len, seen.values())),
-        "failed": len(failed), "seconds": round(time.perf_counter() - started, 1), "details": failed,
+        "name": "C++ kernels under ASan, UBSan and TSan", "tried": tried, "kernels": len(kernels),
+        "planted": sum(map(len, seen.values())), "failed": len(failed), "seconds": round(time.perf_counter() - started, 1),
+        "details": failed,
     }  # fmt: skip

@@ -1,13 +1,15 @@
 """CUDA C++ and Triton kernels under compute-sanitizer's four tools, on a CUDA machine: ``python -m tools.sanitize cuda``.
 
 Small cases of every manifest by default, with the first spelling in two dtypes; all of them with ``--all``, and the rows that a
-cluster of blocks shares, for such a launch is chosen by timing only. Jobs are spread over the GPUs that there are. Only our kernels
-(``fa_*``) are instrumented, but for initcheck, which has to see who wrote what they read. The caching allocator is off, so that a
-byte past a tensor is a byte past an allocation. A fault for each tool is planted first: a tool that does not see it has seen nothing.
+cluster of blocks shares, for such a launch is chosen by timing only. Jobs are spread over the GPUs that there are. Only our
+kernels (``fa_*``) are instrumented, but for initcheck, which has to see who wrote what they read. The caching allocator is off,
+so that a byte past a tensor is a byte past an allocation. A fault for each tool is planted first: a tool that does not see it has
+seen nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -119,11 +121,11 @@ def check(names: Sequence[str], *, is_small: bool, is_on_host: bool) -> None:
     Args:
         names: of manifests.
         is_small: only small cases, the first spelling, two dtypes and few configurations of a GEMV.
-        is_on_host: run the ops that a kernel is compared with on the host, for every kernel. Those of a GEMV always run there: where
-            cuBLAS multiplies 33 rows in 16 bits, racecheck ends in an exception of its own, whichever of our kernels were launched
-            before (compute-sanitizer of CUDA 13.0, H200).
+        is_on_host: run the ops that a kernel is compared with on the host, for every kernel. Those of a GEMV always run there:
+            where cuBLAS multiplies 33 rows in 16 bits, racecheck ends in an exception of its own, whichever of our kernels were
+            launched before (compute-sanitizer of CUDA 13.0, H200).
     """
-    from fusion_advisor.library import check as library_check
+    library_check: Any = importlib.import_module("fusion_advisor.library.check")
     from fusion_advisor.library.discover import load_kernel
 
     original, configurations = library_check.eager, library_check.candidates
@@ -153,7 +155,7 @@ def small(spec: Any) -> Any:
     """A manifest with its small cases alone, or its smallest where all are large."""
 
     def elements(case: Any) -> int:
-        return max(math.prod(spec.shape_of(tensor, case)) for tensor in spec.inputs)
+        return max(int(math.prod(spec.shape_of(tensor, case))) for tensor in spec.inputs)
 
     cases = [case for case in spec.check if elements(case) <= SMALL_ELEMENTS] or [min(spec.check, key=elements)]
     found = []

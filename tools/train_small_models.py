@@ -150,7 +150,7 @@ def classifier() -> torch.nn.Module:
     """Make the classifier: a ViT of two layers."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
+    config: Any = ViTConfig(
         image_size=SIDE, patch_size=4, num_channels=1, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
         num_attention_heads=4, num_labels=len(CLASSES), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
