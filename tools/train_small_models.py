@@ -1,7 +1,7 @@
 """Train the two small models of ``tests/data/trained``: ``python -m tools.train_small_models [FOLDER]``.
 
-A byte-level Llama learns sentences of a small grammar and the licence of this repository; a ViT learns ten kinds of drawings. Both
-the text and the drawings are made here, from seeds, so that nothing is downloaded. The weights are stored in fp32.
+A byte-level Llama learns sentences of a small grammar and the licence of this repository; a ViT learns ten kinds of drawings.
+Both the text and the drawings are made here, from seeds, so that nothing is downloaded. The weights are stored in fp32.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def classifier() -> torch.nn.Module:
     """Make the classifier: a ViT of two layers."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    config: Any = ViTConfig(
+    config = ViTConfig(  # type: ignore[call-arg]
         image_size=SIDE, patch_size=4, num_channels=1, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
         num_attention_heads=4, num_labels=len(CLASSES), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _trained(
     )  # fmt: skip
 
 
-def save(folder: Path, model: torch.nn.Module, trained: Trained) -> None:
+def save(folder: Path, model: Any, trained: Trained) -> None:
     """Write a model's weights and configuration."""
     from safetensors.torch import save_file
 
@@ -284,7 +284,7 @@ licence of this repository is the only other text. The weights are ours, under t
 
 | Model | Weights | Steps | Seconds | First loss | Last loss | On data that was not trained on | Chance |
 |---|---|---|---|---|---|---|---|
-| `lm`: a byte-level Llama of three layers | {lm.parameters:,} | {lm.steps} | {lm.seconds:.0f} | {lm.first_loss} | {lm.last_loss} \
+| `lm`: a byte-level Llama, three layers | {lm.parameters:,} | {lm.steps} | {lm.seconds:.0f} | {lm.first_loss} | {lm.last_loss} \
 | perplexity {lm.score} | {lm.chance:.0f} |
 | `classifier`: a ViT of two layers, ten kinds of drawings | {labels.parameters:,} | {labels.steps} | {labels.seconds:.0f} \
 | {labels.first_loss} | {labels.last_loss} | accuracy {labels.score:.1%} | {labels.chance:.0%} |

@@ -1,4 +1,4 @@
-"""What two trained models say before `apply`, after it, and after `revert`: text and labels that mean something, not random logits.
+"""What two trained models say before `apply`, after it, and after `revert`: text and labels that mean something.
 
 `tools.train_small_models` trained them: a byte-level Llama and a ViT, both far better than chance. In fp32 what they say must not
 change. In bf16 eager is off from fp32 itself, and the fused model may be no further from fp32 than eager is.
@@ -52,7 +52,8 @@ def speak(model):
         logits = [model(input_ids=window[None], use_cache=False).logits.float() for window in WINDOWS]
         written = WINDOWS[0]
         for _ in range(CHARACTERS):
-            ahead = model(input_ids=written[None, -trained.WINDOW :], use_cache=False).logits[0, -1].argmax()
+            window = written[-trained.WINDOW :].clone()  # with the strides of the call that was verified
+            ahead = model(input_ids=window[None], use_cache=False).logits[0, -1].argmax()
             written = torch.cat([written, ahead[None]])
     return Said(torch.cat(logits), trained.decode(written[trained.WINDOW :]))
 
