@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,26 @@ def here(*, is_on_gpu: bool) -> dict[str, str]:
     """
     import torch
 
-    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    machine = processor()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     if is_on_gpu:
         import triton
 
         machine = torch.cuda.get_device_name()
-        versions += f", triton {triton.__version__}, CUDA {torch.version.cuda}"
-    return {"machine": machine, "versions": versions, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        versions += f", triton {triton.__version__}"
+    return {"machine": machine, "versions": versions, "date": today()}
+
+
+def processor() -> str:
+    """The CPU's name, or its architecture where the system does not say."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def today() -> str:
+    """The day in UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
