@@ -751,6 +751,8 @@ class Report:
     model_check: ModelCheck | None = None
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
+    keep: str = "paying"
+    """``verified``: what stays has passed its checks and was not chosen by time."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None

@@ -65,6 +65,13 @@ class Against(enum.StrEnum):
     BOTH = "both"
 
 
+class Keep(enum.StrEnum):
+    """What may stay."""
+
+    PAYING = "paying"
+    VERIFIED = "verified"
+
+
 class Backend(enum.StrEnum):
     """What kernels are written in."""
 
@@ -211,6 +218,10 @@ FastMathOpt = Annotated[
     ),
 ]
 
+KeepOpt = Annotated[
+    Keep,
+    typer.Option("--keep", help="verified: all whose numbers pass, whatever its time; for tests.", rich_help_panel=_KEEP),
+]
 MinGainOpt = Annotated[
     str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)
 ]

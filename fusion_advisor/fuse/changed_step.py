@@ -22,6 +22,8 @@ from fusion_advisor.fuse.trial import try_fusion
 from fusion_advisor.library.rule import CannotLower
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
 
+_ON_TOP = " (on top of all that was kept)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -168,24 +170,26 @@ def judged(
     before, after = step_of(kept.bench, kept.built, passes), step_of(changed.bench, changed.built, passes)
     runner = StepRunner(kept.bench)
     verdict = on_top(
-        runner, before.run, after.run, name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s
-    )
+        runner, before.run, after.run,
+        name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+        is_timed=options.is_timed,
+    )  # fmt: skip
     row = GraphRewrite(
         id=name,
         name=title,
         status=verdict.status,
-        reason=f"{verdict.reason} (on top of all that was kept){words}",
+        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}{words}",
         sites=changed.changed,
-        step_delta_ns=verdict.delta_ns,
-        step_delta_ci_ns=verdict.interval_ns,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
         held_bytes=changed.held_bytes if verdict.status is Status.KEPT else 0,
-        predicted_saving_ns=saving_alone_ns(runner, before, after),
+        predicted_saving_ns=saving_alone_ns(runner, before, after) if options.is_timed else None,
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
     original = step_of(kept.captured, (), ())
-    decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3)
+    decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3 if options.is_timed else 0.0)
     fusions = [
         replace(fusion, rendered=changed.kernels[fusion.id]) if fusion.id in changed.kernels else fusion
         for fusion in kept.fusions

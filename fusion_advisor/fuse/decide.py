@@ -48,6 +48,18 @@ class Verdict:
     reason: str
     delta_ns: int
     interval_ns: tuple[int, int]
+    is_timed: bool = True
+    """False: it stays because its numbers pass; the two figures say nothing."""
+
+    @property
+    def step_delta_ns(self) -> int | None:
+        """The difference for a report; None where nothing was timed."""
+        return self.delta_ns if self.is_timed else None
+
+    @property
+    def step_delta_ci_ns(self) -> tuple[int, int] | None:
+        """Its interval, likewise."""
+        return self.interval_ns if self.is_timed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +82,36 @@ class Candidate:
     id: str
     graph_pass: str = ""
     fusion: BuiltFusion | None = None
+
+
+_UNTIMED_ROUNDS = 6
+"""Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
+
+
+def untimed(name: str) -> Verdict:
+    """Return the verdict on a rewrite whose numbers pass, where no timing decides (``keep="verified"``)."""
+    reason = "its numbers pass; it was not chosen by time (--keep verified)"
+    return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False)
+
+
+def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
+    """Keep all candidates; the step without and with them is timed for the report, a few rounds of it.
+
+    Args:
+        bench: with every fusion installed.
+        candidates: all of which have passed their checks.
+    """
+    runner = StepRunner(bench)
+    times = measure.interleave(
+        runner.calls([(), candidates]), rounds=_UNTIMED_ROUNDS, budget_s=0.0, on_cuda=bench.on_cuda,
+        before=bench.live.written.rewind,
+    )  # fmt: skip
+    runner.forget()
+    before, after = (as_timing(side, runner.method) for side in times)
+    verdicts = {candidate.id: untimed(candidate.id) for candidate in candidates}
+    return Decision(
+        verdicts=verdicts, noise_share=0.0, before=before, after=after, method=runner.method, untouched_ns=before.median_ns
+    )
 
 
 def decide(
@@ -214,6 +256,7 @@ def on_top(
     min_gain: float,
     confidence: float,
     budget_s: float,
+    is_timed: bool = True,
 ) -> Verdict:
     """Time a step against the same step with one more rewrite, and decide; for longer once more where it is too little to tell.
 
@@ -225,7 +268,10 @@ def on_top(
         min_gain: share of the step that it must save.
         confidence: of the interval.
         budget_s: seconds; twice as many for the second run.
+        is_timed: False keeps it as it is.
     """
+    if not is_timed:
+        return untimed(name)
     first, step_ns = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=budget_s)
     if not is_unclear(first, step_ns, min_gain):
         return first

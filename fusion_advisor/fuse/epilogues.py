@@ -28,6 +28,7 @@ from fusion_advisor.workload.device import is_out_of_memory
 
 TITLE = EPILOGUE
 ID = f"R{len(PASSES) + 3}"
+_ON_TOP = " (on top of all that was kept)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +82,25 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     with_epilogues = step_of(bench, kept.built, passes, [*kept.linears, linear])
     verdict = on_top(
         runner, without.run, with_epilogues.run,
-        name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+        name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
     )  # fmt: skip
     errors = f"relative error {numerics.fused_rel_l2:.1e} against float64, of the ops apart {numerics.eager_rel_l2:.1e}"
     left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
     row = replace(
         row,
         status=verdict.status,
-        reason=f"{verdict.reason} (on top of all that was kept); {errors}{left}",
-        step_delta_ns=verdict.delta_ns,
-        step_delta_ci_ns=verdict.interval_ns,
-        predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues),
+        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}; {errors}{left}",
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues) if options.is_timed else None,
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
         return replace(kept, rewrites=rewrites)
     original = step_of(kept.captured, (), ())
-    decision = confirmed(runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3)
+    decision = confirmed(
+        runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3 if options.is_timed else 0.0
+    )
     runner.forget()
     fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))

@@ -107,7 +107,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
             row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
         else:
             try:
-                row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance)
+                row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance, is_timed=options.is_timed)
             except (RuntimeError, MemoryError) as error:
                 row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
         if built is not None:
@@ -121,8 +121,9 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
                 min_gain=options.min_gain,
                 confidence=options.confidence,
                 budget_s=budget_s / len(kinds),
+                is_timed=options.is_timed,
             )
-            row = _judged(row, verdict, saving_alone_ns(runner, before, after))
+            row = _judged(row, verdict, saving_alone_ns(runner, before, after) if options.is_timed else None)
             chosen += [built] if verdict.status is Status.KEPT else []
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
@@ -134,7 +135,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         kept.decision,
         step_of(kept.captured, (), ()).run,
         step_of(bench, kept.built, passes, [*kept.linears, *chosen]).run,
-        budget_s=budget_s / 3,
+        budget_s=budget_s / 3 if options.is_timed else 0.0,
     )
     runner.forget()
     titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
@@ -280,7 +281,7 @@ def _ran_out(error: Exception) -> str:
 
 
 def _tried(
-    bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None
+    bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None, is_timed: bool = True
 ) -> tuple[Fusion, BuiltLinear | None]:
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
     if surprise is not None:
@@ -298,6 +299,8 @@ def _tried(
     if not numerics.is_passed:
         return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, tolerance)), None
     built = install(bench, kind, made, name=row.id)
+    if not is_timed:
+        return row, built
     before, after = _alone(bench, kind, built)
     row = replace(row, chain_before=before, chain_after=after)
     if after.ci_low_ns >= before.ci_high_ns:
@@ -347,9 +350,9 @@ def _judged(row: Fusion, verdict: Verdict, alone_ns: int | None) -> Fusion:
     return replace(
         row,
         status=verdict.status,
-        reason=f"{verdict.reason} (timed last, on top of all that was kept)",
-        step_delta_ns=verdict.delta_ns,
-        step_delta_ci_ns=verdict.interval_ns,
+        reason=f"{verdict.reason} (timed last, on top of all that was kept)" if verdict.is_timed else verdict.reason,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
         predicted_saving_ns=alone_ns,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.fuse.decide import PATIENCE, Verdict, is_unclear, once_more, verdict_of
+from fusion_advisor.fuse.decide import PATIENCE, Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import measure
@@ -34,6 +34,9 @@ def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | Non
     return f"the step runs its captured graph {runs[0]} times, and Python of the model's own in between" if runs[0] != 1 else None
 
 
+_BEHIND = "runs behind it, into memory that the caller keeps"
+
+
 def choose_graph(
     fused: FusedModel,
     call: Callable[[], Any],
@@ -49,6 +52,7 @@ def choose_graph(
     on_cuda: bool,
     device_ns: int | None = None,
     rewind: Callable[[], object] = nothing,
+    is_timed: bool = True,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
 
@@ -66,6 +70,7 @@ def choose_graph(
         on_cuda: whether that is a GPU, which may be held down by its power limit.
         device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
+        is_timed: False switches the graph on if it can be recorded.
     """
     graphs = fused.graphs
     assert graphs is not None
@@ -89,7 +94,7 @@ def choose_graph(
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
     # The graph is still on: queued runs are replays.
-    rest = measure.REST if is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
+    rest = measure.REST if is_timed and is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
 
     def look(seconds: float) -> tuple[Verdict, float]:
         with torch.no_grad():
@@ -101,8 +106,8 @@ def choose_graph(
         change, noise_ns = measure.difference(before, after, confidence), measure.noise_ns(control, before, confidence)
         return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
 
-    verdict, step_ns = look(budget_s)
-    if is_unclear(verdict, step_ns, min_gain):
+    verdict, step_ns = look(budget_s) if is_timed else (untimed(name), 0.0)
+    if is_timed and is_unclear(verdict, step_ns, min_gain):
         verdict = once_more(verdict, look(2 * budget_s)[0])
     graphs.is_on = verdict.status is Status.KEPT
     held = graphs.pool_bytes()
@@ -113,10 +118,10 @@ def choose_graph(
         id=name,
         name=TITLE,
         status=verdict.status,
-        reason=f"wall time {verdict.reason}{f'; {behind} runs behind it, into memory that the caller keeps' if behind else ''}",
+        reason=f"{'wall time ' if is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}",
         sites=1,
-        step_delta_ns=verdict.delta_ns,
-        step_delta_ci_ns=verdict.interval_ns,
-        predicted_saving_ns=None if device_ns is None else max(0, round(step_ns) - device_ns),
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        predicted_saving_ns=None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns),
         held_bytes=held,
     )

@@ -47,6 +47,7 @@ from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.held import Held
 from fusion_advisor.fuse.recordable import host_work, place_of, saved_inputs, writes_of
 from fusion_advisor.fuse.recording import Outputs, Recorder, Recording, backend_flags, layout_of, results_of, static_copy
+from fusion_advisor.fuse.tally import Tally, tallies_in, total
 from fusion_advisor.timing.measure import CannotRecord
 
 MOST_RECORDINGS = 8
@@ -89,10 +90,13 @@ class Graphs:
     Attributes:
         is_on: calls are replayed; off, every call runs launch by launch.
         refusals: why calls ran launch by launch, and how often.
+        launches: generated kernels that replays launched, less those that were counted while a graph was
+            recorded: none runs then.
     """
 
     def __init__(self, recorder: Recorder, *, limit: int = MOST_RECORDINGS, outputs: Outputs = "clone") -> None:
         self.is_on = True
+        self.launches = 0
         self._outputs = outputs
         self.refusals: dict[str, int] = {}
         self._recorder = recorder
@@ -156,6 +160,7 @@ class Graphs:
             under_way = self._call = _Call(threading.get_ident(), key, leaves, objects)
             if recording is not None and self._may_run_ahead and recording.may_be_undone(objects) and recording.is_in_place():
                 recording.replay(leaves)
+                self.launches += recording.launches
                 under_way.launched = recording
             try:
                 if under_way.launched is not None:
@@ -199,11 +204,16 @@ class Graphs:
             if not region.is_warm:
                 region.is_warm = True
                 return region.plain(*args)
+            before = total(region.tallies)
             try:
                 recording = region.record(self._recorder, args, call.leaves, call.objects, outputs=self.outputs)
+                recording.launches = total(region.tallies) - before
             except CannotRecord as error:
                 region.refusal = str(error)
                 self._say(region.refusal)
+            finally:
+                self.launches -= total(region.tallies) - before
+            if recording is None:
                 return region.plain(*args)
             self._recordings[region] = recording
             while len(self._recordings) > self._limit:
@@ -216,6 +226,7 @@ class Graphs:
             del self._latest[next(iter(self._latest))]
         if call.launched is not recording:
             recording.replay(call.leaves)
+            self.launches += recording.launches
             call.fresh = recording.hand_out(args, self.outputs)
         call.launched = None
         return recording.give(args, call.fresh)
@@ -246,6 +257,7 @@ class GraphedRegion:
     refusal: str | None = None
     is_warm: bool = False
     moves: int = 0
+    tallies: tuple[Tally, ...] = field(init=False)
     _written: frozenset[int] = field(init=False)
     _is_pure: bool = field(init=False)
     _saved: tuple[int, ...] | None = field(init=False)
@@ -255,6 +267,7 @@ class GraphedRegion:
         self.refusal = host_work(self.module)
         self._written, self._is_pure = writes_of(self.module)
         self._saved = saved_inputs(self.module)
+        self.tallies = tallies_in([self.module])
 
     def __call__(self, *args: Any) -> Any:
         """Run the region on dynamo's inputs."""

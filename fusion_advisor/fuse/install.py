@@ -108,7 +108,7 @@ def install(
     measured = replace(
         report,
         status="applied",
-        noise_share=decision.noise_share,
+        noise_share=decision.noise_share if options.is_timed else None,
         step_before=decision.before,
         step_after=decision.after,
         notes=(*report.notes, *_method_notes(decision, options, bench)),
@@ -147,7 +147,7 @@ def install(
                     fused, fused_call, fused_call if built or linears or has_rewrites else eager_call, name=name,
                     min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
                     least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=rewind,
-                    device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None,
+                    device_ns=decision.after.median_ns if decision.method == "cuda_graph" else None, is_timed=options.is_timed,
                 )  # fmt: skip
         progress.note(f"{TITLE}: {graph.status}, {graph.reason}")
         report = replace(report, rewrites=(*report.rewrites, graph))
@@ -222,8 +222,9 @@ def install(
         wall_before,
         wall_after,
         is_device_judged=bench.on_cuda and not is_graphed,
+        is_time_judged=options.is_timed,
     )
-    if refusal is None and not bench.live.is_whole():
+    if refusal is None and options.is_timed and not bench.live.is_whole():
         refusal = _why_parts_do_not_pay(decision, wall_before, wall_after, options.confidence)
     warnings = [*report.warnings, *([cannot] if cannot else [])]
     if fused.fallbacks:
@@ -289,14 +290,24 @@ def _with_receipt(fusion: Fusion, variant: Variant, after_step: Step, runs: Sequ
 
 
 def _why_nothing_stays(
-    is_passed: bool, before_ns: int, after_ns: int, wall_before: Timing, wall_after: Timing, *, is_device_judged: bool
+    is_passed: bool,
+    before_ns: int,
+    after_ns: int,
+    wall_before: Timing,
+    wall_after: Timing,
+    *,
+    is_device_judged: bool,
+    is_time_judged: bool,
 ) -> str | None:
     """The whole-model gate: numbers pass and the step never becomes slower than eager, or everything is reverted.
 
-    Without a graph, device time may not rise either: a wall time that the host decides would hide it.
+    Without a graph, device time may not rise either: a wall time that the host decides would hide it. With ``keep="verified"`` no
+    time is judged.
     """
     if not is_passed:
         return "the whole model's numbers do not pass: everything was reverted"
+    if not is_time_judged:
+        return None
     if is_device_judged and after_ns > before_ns:
         return (
             f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
@@ -392,6 +403,12 @@ def _method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tu
         f"not: the device rested {rest:g} times as long as each run took ahead of the next one. Wall times are of both: of steps "
         f"that run for {TURN_S} s at their turn (the mean of the middle half of them), and of single ones after such a rest."
     )
+    if not options.is_timed:
+        return (
+            "What stays was not chosen by time (--keep verified): every rewrite whose numbers pass stays, faster or slower. "
+            f"The times are of a few runs and decide nothing: {how}.",
+            f"{len(bench.live.regions)} captured graph(s), run {len(bench.live.in_order())} time(s) in a step.",
+        )
     return (
         f"Each rewrite was timed on top of the ones before it, interleaved: {how}; {rounds} rounds in the confirmation.",
         *([at_limit] if rest else []),

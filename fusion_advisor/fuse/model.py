@@ -27,6 +27,7 @@ from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
+from fusion_advisor.fuse.tally import Tally, tallies_in, total
 from fusion_advisor.records import Report
 
 
@@ -86,6 +87,8 @@ class FusedModel:
         """Why calls ran the original ops, and how often."""
         self._kept = kept
         self._on_first_use = on_first_use
+        self._tallies: dict[int, Tally] = {}
+        self._launched_before = 0
         self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
         self._verified: dict[Any, _Verified] = {}
         """By signature."""
@@ -128,6 +131,7 @@ class FusedModel:
         for region, module in zip(regions, modules, strict=True):
             graph = (_code_of(region.original), _input_layouts(region.example_args))
             self._modules_by_code[graph] = (module, region.names, is_whole)
+        self._count_in(modules)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
         self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
@@ -269,6 +273,27 @@ class FusedModel:
             return self.graphs.other(module.forward)
         return GraphedRegion(module, names, self.graphs)
 
+    # ------------------------------------------------------------------ launches
+
+    @property
+    def launches(self) -> int:
+        """Generated kernels launched since :meth:`apply` put this model in place, those that CUDA graphs replay among them.
+
+        Each fused call counts as one, in any backend; ATen's and cuBLAS's kernels do not count. A replay that was launched ahead
+        of dynamo's guards and thrown away counts: its kernels ran.
+        """
+        return self._launched() - self._launched_before
+
+    def _launched(self) -> int:
+        return total(self._tallies.values()) + (0 if self.graphs is None else self.graphs.launches)
+
+    def _count_in(self, modules: Sequence[GraphModule]) -> None:
+        """Count the launches of further graphs, from now on."""
+        for tally in tallies_in(modules):
+            if id(tally) not in self._tallies:
+                self._tallies[id(tally)] = tally
+                self._launched_before += tally.launches
+
     # ------------------------------------------------------------------ other shapes
 
     def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
@@ -305,6 +330,7 @@ class FusedModel:
             raise ValueError("both must have been made from one model")
         other.revert()
         self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
+        self._count_in([module for module, _, _ in other._modules_by_code.values()])
         self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
 
@@ -324,6 +350,7 @@ class FusedModel:
             stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
             self._before = torch_internals.set_compiled_call(self.model, stop)
             self.is_applied = True
+            self._launched_before = self._launched()
         return self
 
     def revert(self) -> torch.nn.Module:

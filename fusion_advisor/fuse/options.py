@@ -12,6 +12,8 @@ from fusion_advisor.records import Tolerance
 
 BASELINES = ("eager", "compile", "both")
 """What the headline may compare with."""
+KEEP = ("paying", "verified")
+"""What may stay: what measurably pays, or everything whose numbers pass."""
 MIN_SHARE = 0.001
 """A chain's share is of the captured step, and what it saves is of the step that is left: on an H200, GPT-2's (bf16, 8 × 512)
 shrinks from 6.8 to 2.3 ms, and two chains of 0.4 and 0.2 % of the first, its embeddings and its last norm, can save 1.3 % of the
@@ -81,6 +83,8 @@ class ApplyOptions(ProfileOptions):
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
         graph_outputs: ``clone`` copies results out of the graph's memory, or computes them behind it (large logits); ``static``
             hands out that memory, which the next call overwrites.
+        keep: ``paying``: a rewrite stays if it measurably pays. ``verified``: it stays if its numbers pass, whatever its time; no
+            timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.
         dynamic: ``off``: a call of an unseen shape runs the original ops. ``on_first_use``: it does once, and the kept kernels
             are bound to its sizes for the calls after it (up to eight such shapes; ``specialize`` adds any number).
     """
@@ -98,12 +102,15 @@ class ApplyOptions(ProfileOptions):
     graph: bool = True
     graph_outputs: Literal["clone", "static"] = "clone"
     dynamic: Literal["off", "on_first_use"] = "off"
+    keep: Literal["paying", "verified"] = "paying"
 
     def __post_init__(self) -> None:
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
 
+        if self.keep not in KEEP:
+            raise UsageError(detail=f"--keep {self.keep} is not known", help=f"use {' or '.join(KEEP)}")
         if self.baseline not in BASELINES:
             raise UsageError(detail=f"--baseline {self.baseline} is not known", help=f"use {', '.join(BASELINES)}")
         if self.baseline != "eager" and self.compile is False:
@@ -111,6 +118,11 @@ class ApplyOptions(ProfileOptions):
                 detail=f"--baseline {self.baseline} and --no-compile contradict each other",
                 help="torch.compile has to be measured to be compared with: leave one of them out",
             )
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether times decide what stays."""
+        return self.keep == "paying"
 
     @property
     def measures_compile(self) -> bool | None:

@@ -85,7 +85,7 @@ def apply_workload(
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
-        report = replace(report, tolerance=options.tolerance, baseline=options.baseline)
+        report = replace(report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep)
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):

@@ -29,6 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.fuse.tally import tally_of
 from fusion_advisor.fuse.verify import layout_of
 from fusion_advisor.library.build import backend as backend_named
 from fusion_advisor.library.copies import permuted_copy, rows_copy
@@ -65,6 +66,7 @@ class PlainCopy:
     Attributes:
         kernel: see above.
         made_for: the graph pass that asks for such copies.
+        tally: counts its launches.
 
     Raises:
         LayoutChanged: (when called) the tensor has another layout.
@@ -75,11 +77,17 @@ class PlainCopy:
         self.kernel = kernel
         self.made_for = _PADS if is_rows(layout) else _PATCHES
         plain = TensorMeta(shape=layout.shape, stride=_plain(layout.shape), dtype=layout.dtype, device=layout.device)
+        self._layout, self._launch = layout, launch
         self._call = fused_call(name, launch, [layout], [plain])
+        self.tally = tally_of(self._call)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy."""
         return self._call(tensor)
+
+    def again(self) -> PlainCopy:
+        """Return the same copy with a tally of its own: each place in a graph counts for itself."""
+        return PlainCopy(self.__name__, self._layout, self._launch, self.kernel)
 
 
 def put_copy(graph: Graph, source: Node) -> Node:
@@ -102,7 +110,8 @@ def put_copy(graph: Graph, source: Node) -> Node:
 def copy_for(layout: TensorMeta) -> PlainCopy | None:
     """Return the kernel for a tensor on a CUDA device; None on others, or where no kernel is known to be faster than ATen's."""
     backend = backend_for(layout, has_cuda=has_cuda_core()) if layout.device == "cuda" else None
-    return None if backend is None else build(layout, backend)
+    made = None if backend is None else build(layout, backend)
+    return None if made is None else made.again()
 
 
 def backend_for(layout: TensorMeta, *, has_cuda: bool) -> str | None:

@@ -182,6 +182,8 @@ class Recording:
     results: tuple[Output, ...]
     kind: type
     replays: int = 0
+    launches: int = 0
+    """Generated kernels that one replay launches."""
 
     def is_in_place(self) -> bool:
         """Whether it may be launched: nothing that it reads was freed, and what is watched lies where it lay."""

@@ -20,6 +20,7 @@ from fusion_advisor.capture.bias import join_bias
 from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.nodes import storages, written_storages
 from fusion_advisor.fuse.chain import has_strides
+from fusion_advisor.fuse.tally import Tally, mark
 from fusion_advisor.library.source import Launcher
 from fusion_advisor.records import TensorMeta
 
@@ -55,7 +56,7 @@ def fused_call(
     in_place: Sequence[int] = (),
     is_poisoned: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of the input tensors that launches a bound kernel and returns its output(s).
+    """Return a function of the input tensors that launches a bound kernel, counts that in its tally, and returns its output(s).
 
     Args:
         name: the kernel's entry point; the function carries it so that graph code and traces read well.
@@ -75,6 +76,7 @@ def fused_call(
     likes = [-1 if is_poisoned or not _is_dense(layout) else _position(layout, expected) for layout in layouts]
     allocate = _poisoned if is_poisoned else torch.empty_strided
     empty_like = torch.empty_like
+    tally = Tally()
 
     def refuse_other(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> None:
         if tensor.shape != shape or tensor.dtype != dtype or not has_strides(tensor, stride):
@@ -93,6 +95,7 @@ def fused_call(
                 next(given) if position in in_place else allocate(shape, stride, dtype=dtype, device=device)
                 for position, (shape, stride, dtype) in enumerate(layouts)
             ]
+            tally.launches += 1
             launch(*tensors[:read], *results)
             return results[0] if len(results) == 1 else results
     elif len(layouts) == 1:
@@ -103,6 +106,7 @@ def fused_call(
                 if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
                     refuse_other(tensor, shape, stride, dtype)
             out = empty_like(tensors[like]) if like >= 0 else allocate(only[0], only[1], dtype=only[2], device=tensors[0].device)
+            tally.launches += 1
             launch(*tensors, out)
             return out
     else:
@@ -116,10 +120,12 @@ def fused_call(
                 empty_like(tensors[like]) if like >= 0 else allocate(shape, stride, dtype=dtype, device=device)
                 for like, (shape, stride, dtype) in zip(likes, layouts, strict=True)
             ]
+            tally.launches += 1
             launch(*tensors, *results)
             return results
 
     call.__name__ = call.__qualname__ = name
+    mark(call, tally)
     return call
 
 

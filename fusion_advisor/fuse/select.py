@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fusion_advisor import units
 from fusion_advisor.fuse.bench import BIASES, PASSES, Bench, BuiltFusion, step_of
-from fusion_advisor.fuse.decide import Candidate, Decision, StepRunner, decide
+from fusion_advisor.fuse.decide import Candidate, Decision, StepRunner, decide, keep_all
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.passes.fold import held_bytes
@@ -59,6 +59,7 @@ def try_all(
                     kernel_dir=kernel_dir,
                     seed=number,
                     with_nvtx=options.nvtx,
+                    is_timed=options.is_timed,
                     log=progress.note,
                 )
                 for backend in backends
@@ -94,10 +95,13 @@ def faster_of(trials: Sequence[Trial]) -> Trial:
     """Return the first trial that may stay, or a later one that is faster alone by more than chance; it tells the others' times.
 
     Args:
-        trials: of one fusion, in the order of preference. Where none may stay, the first one says why.
+        trials: of one fusion, in the order of preference. Where none may stay, the first one says why;
+            where none was timed, the first that may stay is returned.
     """
     passed = [trial for trial in trials if trial.built is not None and trial.fusion.chain_after is not None]
-    chosen = passed[0] if passed else trials[0]
+    if not passed:
+        return next((trial for trial in trials if trial.built is not None), trials[0])
+    chosen = passed[0]
     for other in passed[1:]:
         if _alone_ns(other) < (1 - MUST_GAIN) * _alone_ns(chosen):
             chosen = other
@@ -152,9 +156,12 @@ def choose(
     passes = [Candidate(id=f"R{number}", graph_pass=name) for number, name in enumerate(PASSES, start=1) if changed[name]]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
-    decision = decide(
-        bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
-    )
+    if options.is_timed:
+        decision = decide(
+            bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
+        )
+    else:
+        decision = keep_all(bench, candidates)
     rewrites = []
     for candidate in passes:
         verdict = decision.verdicts[candidate.id]
@@ -166,10 +173,10 @@ def choose(
                 status=verdict.status,
                 reason=f"{verdict.reason}; {held_for:,} bytes are held" if held_for else verdict.reason,
                 sites=changed[candidate.graph_pass],
-                step_delta_ns=verdict.delta_ns,
-                step_delta_ci_ns=verdict.interval_ns,
+                step_delta_ns=verdict.step_delta_ns,
+                step_delta_ci_ns=verdict.step_delta_ci_ns,
                 held_bytes=held_for if verdict.status is Status.KEPT else 0,
-                predicted_saving_ns=_apart_ns(bench, passes) if candidate.graph_pass == BIASES else None,
+                predicted_saving_ns=_apart_ns(bench, passes) if candidate.graph_pass == BIASES and options.is_timed else None,
             )
         )
     judged = []
@@ -183,8 +190,8 @@ def choose(
                 fusion,
                 status=timed.status,
                 reason=timed.reason,
-                step_delta_ns=timed.delta_ns,
-                step_delta_ci_ns=timed.interval_ns,
+                step_delta_ns=timed.step_delta_ns,
+                step_delta_ci_ns=timed.step_delta_ci_ns,
             )
         )
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}

@@ -125,6 +125,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         )
     if report.tolerance is not None:
         lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
+    if report.keep == "verified":
+        lines.append("What stays was not chosen by time (--keep verified): a rewrite may make the step slower.")
     if report.quality.graph_breaks and report.step_before is not None:
         lines.append(
             f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "

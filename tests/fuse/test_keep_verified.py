@@ -1,0 +1,137 @@
+"""``keep="verified"``: all whose numbers pass stays, whatever its time; ``launches`` tells how often kernels ran."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fusion_advisor
+from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse import decide, install, pipeline
+from fusion_advisor.fuse.graphed import Graphs
+from fusion_advisor.fuse.model import FusedModel
+from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.rewrite import fused_call
+from fusion_advisor.fuse.tally import tally_of
+from fusion_advisor.records import Status, TensorMeta
+from fusion_advisor.report.view import caveats
+from tests.fuse.fake_graph import FakeRecorder
+from tests.fuse.test_pipeline import Model
+from tests.tiny import BANDWIDTH
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
+    monkeypatch.setattr(install, "WALL_S", 0.02)
+
+
+def slow_timing(monkeypatch):
+    """Let everything that is timed against something look a thousand times slower than that."""
+    real = install.measure_all
+
+    def measured(contenders, **options):
+        rows = real(contenders, **options)
+        return tuple(replace(row, step=replace(row.step, wall=_slower(row))) for row in rows)
+
+    def _slower(row):
+        if row.name == install.EAGER:
+            return row.step.wall
+        wall = row.step.wall
+        return replace(wall, median_ns=10**12, ci_low_ns=10**12, ci_high_ns=10**12)
+
+    monkeypatch.setattr(install, "measure_all", measured)
+
+
+QUICK = {"warmup": 1, "runs": 3, "min_share": 0.0}
+
+
+def test_slower_rewrites_stay_if_their_numbers_pass(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a decision was timed")
+
+    monkeypatch.setattr(decide, "_once_on_top", never)
+    monkeypatch.setattr(decide, "verdict_of", never)
+    slow_timing(monkeypatch)
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 48, 64)
+    expected = model(x)
+    with torch.no_grad(), fusion_advisor.apply(model, x, keep="verified", **QUICK) as fused:
+        report = fused.report
+        tried = [row for row in (*report.rewrites, *report.fusions) if row.status is not Status.NOT_REPLACED]
+        assert len([row for row in report.fusions if row.status is Status.KEPT]) == 2
+        assert all(row.status is Status.KEPT for row in tried), [(row.id, row.reason) for row in tried]
+        assert all(row.step_delta_ns is None and "not chosen by time" in row.reason for row in tried)
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+        assert fused.launches == 2
+    assert any("not chosen by time" in line for line in caveats(report))
+    assert any("not chosen by time" in note for note in report.notes)
+    assert report.noise_share is None and report.keep == "verified"
+
+
+def test_launches_count_from_apply_on_and_not_while_reverted():
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 48, 64)
+    with torch.no_grad():
+        fused = fusion_advisor.apply(model, x, keep="verified", **QUICK)
+        assert fused.launches == 0
+        for calls in (1, 2, 3):
+            model(x)
+            assert fused.launches == 2 * calls
+        with pytest.warns(UserWarning, match="original ops"):
+            model(torch.randn(1, 48, 64))
+        assert fused.launches == 6
+        fused.revert()
+        model(x)
+        assert fused.launches == 6
+        fused.apply()
+        assert fused.launches == 0
+        model(x)
+        assert fused.launches == 2
+
+
+class Silent(FakeRecorder):
+    """Replays without a call of Python's, as a device does."""
+
+    def record(self, call):
+        _, result = super().record(call)
+        return lambda: None, result
+
+
+def test_a_replay_counts_the_launches_that_it_holds_and_a_recording_counts_none():
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 48, 64)
+    with torch.no_grad():
+        plain = fusion_advisor.apply(model, x, keep="verified", **QUICK)
+        (module,) = (module for module, _, _ in plain._modules_by_code.values())
+        plain.revert()
+        live = capture_regions(model, (x,), {})
+        fused = FusedModel(model, live.regions, [module], (x,), {}, graphs=Graphs(Silent()), live=live)
+        fused.apply()
+        counts = []
+        for _ in range(5):  # launched, recorded and replayed, replayed ...
+            model(x)
+            counts.append(fused.launches)
+    assert fused.graphs.recordings[0].launches == 2
+    assert counts == [2, 4, 6, 8, 10]
+
+
+def test_each_call_counts_in_its_own_tally():
+    meta = TensorMeta(shape=(3,), stride=(1,), dtype="float32", device="cpu")
+    ran = []
+    calls = [fused_call(f"fa_{n}", lambda *tensors: ran.append(tensors), [meta], [meta]) for n in range(2)]
+    calls[0](torch.ones(3)), calls[0](torch.ones(3)), calls[1](torch.ones(3))
+    assert [tally_of(call).launches for call in calls] == [2, 1] and len(ran) == 3
+
+
+def test_an_unknown_rule_is_a_mistake_of_the_users():
+    with pytest.raises(UsageError, match="--keep fast is not known"):
+        ApplyOptions(keep="fast")
+    assert ApplyOptions().is_timed and not ApplyOptions(keep="verified").is_timed
