@@ -1,7 +1,7 @@
 """CUDA C++ and Triton kernels under compute-sanitizer's four tools, on a CUDA machine: ``python -m tools.sanitize cuda``.
 
-Small cases of every manifest by default, with the first spelling in two dtypes; all of them with ``--all``, and the rows that a
-cluster of blocks shares, for such a launch is chosen by timing only. Jobs are spread over the GPUs that there are. Only our
+Small cases of every manifest by default, with the first spelling in one dtype or two; all of them with ``--all``. The rows that a
+cluster of blocks shares too, for such a launch is chosen by timing only. Jobs are spread over the GPUs that there are. Only our
 kernels (``fa_*``) are instrumented, but for initcheck, which has to see who wrote what they read. The caching allocator is off,
 so that a byte past a tensor is a byte past an allocation. A fault for each tool is planted first: a tool that does not see it has
 seen nothing.
@@ -55,7 +55,11 @@ EACH_SMALL = 4
 """Kernels per process of small cases: starting one takes 10 s."""
 SMALL_ELEMENTS = 2**16
 """The looped kernels, whose rows are wider than the registers hold, have cases below it."""
-SMALL_DTYPES = ("float32", "bfloat16")
+SMALL_DTYPES = {
+    "memcheck": ("float32", "bfloat16"), "initcheck": ("float32", "bfloat16"),
+    "racecheck": ("bfloat16",), "synccheck": ("bfloat16",),
+}  # fmt: skip
+"""By tool: a dtype changes what is read and written, but neither barriers nor shared memory."""
 SMALL_CONFIGS = 2
 """Configurations of a GEMV in small cases, of each backend: its own choice and the next."""
 FAULT = 66
@@ -115,15 +119,17 @@ def launch_planted(tool: str) -> None:
     Device().sync()
 
 
-def check(names: Sequence[str], *, is_small: bool, is_on_host: bool) -> None:
+def check(names: Sequence[str], tool: str, *, is_small: bool) -> None:
     """Check kernels in this process; say one line of JSON each.
+
+    Under initcheck, which looks at torch's kernels too, the ops that a kernel is compared with run on the host. Those of a GEMV
+    always do: where cuBLAS multiplies 33 rows in 16 bits, racecheck ends in an exception of its own, whichever of our kernels
+    were launched before (compute-sanitizer of CUDA 13.0, H200).
 
     Args:
         names: of manifests.
-        is_small: only small cases, the first spelling, two dtypes and few configurations of a GEMV.
-        is_on_host: run the ops that a kernel is compared with on the host, for every kernel. Those of a GEMV always run there:
-            where cuBLAS multiplies 33 rows in 16 bits, racecheck ends in an exception of its own, whichever of our kernels were
-            launched before (compute-sanitizer of CUDA 13.0, H200).
+        tool: that this process runs under.
+        is_small: only small cases of normal numbers, the first spelling, few dtypes and few configurations of a GEMV.
     """
     library_check: Any = importlib.import_module("fusion_advisor.library.check")
     from fusion_advisor.library.discover import load_kernel
@@ -138,12 +144,13 @@ def check(names: Sequence[str], *, is_small: bool, is_on_host: bool) -> None:
             pass
 
     if is_small:
+        library_check.KINDS = {"normal": 1.0}
         library_check.candidates = lambda problem, backends: configurations(problem, backends)[:SMALL_CONFIGS]
     for name in names:
         kernel = load_kernel(name)
-        library_check.eager = on_host if is_on_host or kernel.spec.gemv is not None else original
+        library_check.eager = on_host if tool == "initcheck" or kernel.spec.gemv is not None else original
         if is_small:
-            kernel = replace(kernel, spec=small(kernel.spec), references=kernel.references[:1])
+            kernel = replace(kernel, spec=small(kernel.spec, SMALL_DTYPES[tool]), references=kernel.references[:1])
         backends = [backend for backend in kernel.spec.backends if backend != "cpp"]
         rows = library_check._Checker(kernel, (), Silent()).run(backends, with_patterns=not is_small)
         failed = [f"{row.backend} {row.case} {row.dtype}: {row.detail}" for row in rows if row.result == "failed"]
@@ -151,8 +158,8 @@ def check(names: Sequence[str], *, is_small: bool, is_on_host: bool) -> None:
         say(json.dumps({"kernel": name, "cases": len(rows) - skipped, "failed": failed}))
 
 
-def small(spec: Any) -> Any:
-    """A manifest with its small cases alone, or its smallest where all are large."""
+def small(spec: Any, dtypes: Sequence[str]) -> Any:
+    """A manifest with its small cases alone, or the smallest where all are large; in some dtypes, or the first where it has none."""
 
     def elements(case: Any) -> int:
         return max(int(math.prod(spec.shape_of(tensor, case))) for tensor in spec.inputs)
@@ -160,8 +167,7 @@ def small(spec: Any) -> Any:
     cases = [case for case in spec.check if elements(case) <= SMALL_ELEMENTS] or [min(spec.check, key=elements)]
     found = []
     for case in cases:
-        dtypes = tuple(dtype for dtype in case.dtypes if dtype in SMALL_DTYPES) or case.dtypes[:1]
-        found.append(replace(case, dtypes=dtypes))
+        found.append(replace(case, dtypes=tuple(dtype for dtype in case.dtypes if dtype in dtypes) or case.dtypes[:1]))
     return replace(spec, check=tuple(found))
 
 
@@ -311,4 +317,4 @@ if __name__ == "__main__":
     else:
         assert sys.argv[1] == "--check", "python -m tools.sanitize cuda"
         wanted = [argument for argument in sys.argv[3:] if argument != "--small"]
-        check(wanted, is_small="--small" in sys.argv, is_on_host=sys.argv[2] == "initcheck")
+        check(wanted, sys.argv[2], is_small="--small" in sys.argv)
