@@ -159,7 +159,7 @@ def check(names: Sequence[str], tool: str, *, is_small: bool) -> None:
 
 
 def small(spec: Any, dtypes: Sequence[str]) -> Any:
-    """A manifest with its small cases alone, or the smallest where all are large; in some dtypes, or the first where it has none."""
+    """Keep a manifest's small cases, or the smallest where all are large; in some dtypes, or the first where it has none."""
 
     def elements(case: Any) -> int:
         return max(int(math.prod(spec.shape_of(tensor, case))) for tensor in spec.inputs)
