@@ -19,7 +19,10 @@ from fusion_advisor.fuse import install, pipeline
 from tests.tiny import BANDWIDTH
 from tools import train_small_models as trained
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"),
+]
 
 SENTENCES = trained.sentences(trained.HELD_OUT, 200)
 WINDOWS = trained.windows(SENTENCES, 32)
