@@ -390,12 +390,14 @@ def record(names: Sequence[str], groups: Sequence[str], jobs: int, say: Callable
     makers: dict[str, Callable[[], Iterator[tuple[Rendered, Call]]]] = {
         "manifests": lambda: manifest_calls(names or cpp_kernel_names()), "programs": program_calls, "integers": integer_calls,
     }  # fmt: skip
+    chosen = tuple(groups) or (GROUPS[:1] if names else GROUPS)
+    part = "" if set(chosen) == set(GROUPS) and not names else f": {', '.join([*chosen, *names])}"
     failed: list[str] = []
     kernels: set[str] = set()
     tried = 0
     with tempfile.TemporaryDirectory() as made:
         seen = {s: planted(Path(made) / s, s) for s in SANITIZERS}
-        for group in groups or (GROUPS[:1] if names else GROUPS):
+        for group in chosen:
             every = list(makers[group]())
             kernels |= {call.entry for _, call in every}
             for sanitizer in SANITIZERS:
@@ -406,7 +408,7 @@ def record(names: Sequence[str], groups: Sequence[str], jobs: int, say: Callable
                 say(f"{group}, {sanitizer}: {len(calls)} calls, {len(found)} faults, {time.perf_counter() - started:.0f} s")
     failed += [f"planted and not seen: {name}" for faults in seen.values() for name, is_seen in faults.items() if not is_seen]
     return {
-        "name": "C++ kernels under ASan, UBSan and TSan", "tried": tried, "kernels": len(kernels),
+        "name": f"C++ kernels under ASan, UBSan and TSan{part}", "tried": tried, "kernels": len(kernels),
         "planted": sum(map(len, seen.values())), "failed": len(failed), "seconds": round(time.perf_counter() - started, 1),
         "details": failed,
     }  # fmt: skip
