@@ -39,10 +39,8 @@ static inline float fa_expm1_core(float r) {
   return fa_fma(p * r, r, r);
 }
 
-// 2^n for an integral n in [-126, 127].
-static inline float fa_pow2(float n) {
-  return fa_from_bits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
-}
+// 2^n for an integral n in [-126, 127]: a sum of 1.5 * 2^23 and n ends in n's own bits. A cast of NaN to an integer is undefined.
+static inline float fa_pow2(float n) { return fa_from_bits((fa_bits(n + 0x1.8p23f) + 127u) << 23); }
 
 // Below 1 an odd polynomial, above it 1 - e^-q(|x|): both sides are evaluated and one is chosen.
 static inline float fa_erf(float x) {
