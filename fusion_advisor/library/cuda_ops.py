@@ -120,7 +120,7 @@ class CudaWriter(Writer):
 
     helper_names = frozenset(
         {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
+         "checked", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of"}
@@ -174,8 +174,6 @@ class CudaWriter(Writer):
         if value.guard is None:
             return code
         other = {"float32": "0.0f", "float64": "0.0", "int64": "0LL", "bool": "false"}[value.dtype]
-        if number in self.nan_filled:
-            other = self.literal(Value(op="const", constant=math.nan, dtype=value.dtype))
         return f"{self.text(value.guard).at(ATOM)} ? {code} : {other}"
 
     def operand_address(self, access: Access, *, col: str = "") -> str:
@@ -275,6 +273,12 @@ class CudaWriter(Writer):
         if dtype == compute:
             return code
         return f"{Text(code, LOOSE).at(ATOM)} != 0" if dtype == "bool" else f"({SCALARS[dtype]})({code})"
+
+    def inside(self, number: int, value: Value, args: list[Text]) -> Text:  # noqa: ARG002
+        """A call of the helper; only where the position counts."""
+        self.helpers.add("checked")
+        call = f"checked({', '.join(arg.code for arg in args)})"
+        return Text(call) if value.guard is None else Text(f"{self.text(value.guard).at(ATOM)} && {call}", LOOSE)
 
     def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
         """Empty: the skeleton accumulates reductions."""

@@ -377,6 +377,11 @@ class Lowering:
 
     # ------------------------------------------------------------------ elements
 
+    @property
+    def guard(self) -> int | None:
+        """Number of the boolean value that says where what is read now is wanted; None where that is everywhere."""
+        return self._guard
+
     def at(self, index: int, where: Index) -> int:
         """Return the number of the SSA value that is element ``where`` of op ``index``'s result."""
         key = (index, where, self._guard)
