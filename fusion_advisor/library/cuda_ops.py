@@ -146,7 +146,7 @@ class CudaWriter(Writer):
         if value.dtype == "int64":
             whole = int(constant or 0)
             return str(whole) if abs(whole) < 2**31 else f"{whole}LL"
-        number, suffix = float(constant or 0.0), "f" if value.dtype == "float32" else ""
+        number, suffix = float(0.0 if constant is None else constant), "f" if value.dtype == "float32" else ""
         if value.dtype == "float32" and math.isfinite(number) and abs(number) > 3.4028235677973366e38:
             number = math.copysign(math.inf, number)  # what rounding it to float32 gives
         if math.isfinite(number):
@@ -368,7 +368,7 @@ class CudaWriter(Writer):
         if op == "erfc":
             if is_float32 and self.is_half:
                 return Text(f"2.0f * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
-            return Text(f"1.0f - erff({code})" if is_float32 else f"erfc({code})", SUM if is_float32 else ATOM)
+            return Text(f"erfc{suffix}({code})")
         if op == "normal_cdf":
             return Text(self.normal_cdf(code))
         if op == "tanh_cdf":

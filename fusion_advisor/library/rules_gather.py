@@ -20,6 +20,7 @@ from fusion_advisor.records import Arg, OpNode, Ref
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
 
+
 def _ref(op: OpNode, position: int) -> int:
     argument = op.args[position]
     if not isinstance(argument, Ref):

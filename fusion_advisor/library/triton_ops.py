@@ -45,7 +45,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         _HELPERS
         | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
-        | {"checked", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+        | {"checked", "erfc", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -69,7 +69,7 @@ class TritonWriter(Writer):
             return "True" if constant else "False"
         if value.dtype == "int64":
             return str(int(constant or 0))
-        number = float(constant or 0.0)
+        number = float(0.0 if constant is None else constant)
         if value.constant_name and value.dtype == "float64":
             return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
@@ -317,7 +317,10 @@ class TritonWriter(Writer):
         if op == "erfc":
             if self.is_half and is_float32:
                 return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
-            return Text(f"1.0 - tl.erf({code[0]})", SUM)
+            if not is_float32:
+                return Text(f"1.0 - tl.erf({code[0]})", SUM)
+            self.helpers |= {"erfc", "exp"}
+            return Text(f"erfc({code[0]})")
         if op == "normal_cdf":
             return Text(self.normal_cdf(code[0]))
         if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):

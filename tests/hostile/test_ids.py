@@ -19,8 +19,7 @@ from fusion_advisor.library.backend_cpp import CppBackend
 from fusion_advisor.library.backend_cuda import CudaBackend
 from fusion_advisor.library.backend_triton import TritonBackend, assembly_for
 from fusion_advisor.library.source import Header, Tuning
-
-from .id_cases import CASES, WRONG, answer, inputs
+from tests.hostile.id_cases import CASES, WRONG, answer, inputs
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 ALL = [(name, key) for name in CASES for key in ("right", *WRONG)]
@@ -85,11 +84,16 @@ def test_memory_outside_a_table_is_never_read(cpp, lowered):
 
     page = mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long],
+    )
     start = libc.mmap(None, 3 * page, 3, 0x22, -1, 0)
     for forbidden in (start, start + 2 * page):
         assert libc.mprotect(ctypes.c_void_p(forbidden), page, 0) == 0
-    table = torch.frombuffer((ctypes.c_char * (19 * 32)).from_address(start + 2 * page - 19 * 32), dtype=torch.float32).view(19, 8)
+    table = torch.frombuffer((ctypes.c_char * (19 * 32)).from_address(start + 2 * page - 19 * 32), dtype=torch.float32).view(
+        19, 8
+    )
     one, ops = lowered["embedding"]
     for wrong in WRONG.values():
         given, output = arguments("embedding", one, ops, wrong)
