@@ -99,7 +99,7 @@ def _exact(value: Any) -> Any:
     0.0 and -0.0 are equal, and a NaN equals nothing: floats are told by their bits, of any NaN alike.
     """
     if isinstance(value, float):
-        return "nan" if value != value else float.hex(value)
+        return float.hex(value)  # of a NaN it is "nan"
     if isinstance(value, complex):
         return (_exact(value.real), _exact(value.imag))
     return value

@@ -1,8 +1,8 @@
 """C++/OpenMP kernels: rendered from the kernel IR, compiled by the system's C++ compiler, called through ctypes.
 
 The entry point is plain C: one pointer per operand, then the sizes, strides and offsets as int64, then where the kernel leaves
-positions out of range (if it reads or writes where a tensor says), then the number of threads. So no kernel needs torch's headers,
-and one compiles in about half a second.
+positions out of range (if it reads or writes where a tensor says), then the number of threads. So no kernel needs torch's
+headers, and one compiles in about half a second.
 
 The threads are those of the OpenMP runtime that torch has loaded (both ask the loader for ``libgomp.so.1``): two runtimes would
 keep two pools of threads, spinning against each other.
@@ -210,7 +210,8 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
         prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
         grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,
-        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] if checked else []), "int threads"]),
+        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
+                                "int threads"]),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Every kernel compares a position with its table's extent before it reads or writ
   lost and the next synchronisation raises ``device-side assert triggered``. Kernels that assert are captured in CUDA graphs.
 
 What it costs on a GPU: the two comparisons decide already where a load may read. The check adds one branch for each position and
-the call behind it, which no thread takes: see ``tests/library/test_positions.py`` for what ``ptxas`` makes of it.
+the call behind it, which no thread takes.
 """
 
 from __future__ import annotations
