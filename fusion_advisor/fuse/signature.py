@@ -93,6 +93,23 @@ class Seen:
         )
 
 
+def _exact(value: Any) -> Any:
+    """What tells a plain value from others that equal it, and is equal for one that does not equal itself.
+
+    0.0 and -0.0 are equal, and a NaN equals nothing: floats are told by their bits, of any NaN alike.
+    """
+    if isinstance(value, float):
+        return float.hex(value)  # of a NaN it is "nan"
+    if isinstance(value, complex):
+        return (_exact(value.real), _exact(value.imag))
+    return value
+
+
+def _named(name: Any) -> Any:
+    """The key of a dict: 1, 1.0 and True are one for Python, and models that look at its type do different things."""
+    return name if type(name) is str else (type(name), _exact(name)) if isinstance(name, _PLAIN) else str(name)
+
+
 class _Reader:
     """Turns values into hashable keys."""
 
@@ -106,11 +123,11 @@ class _Reader:
             self.leaves.append(value)
             return (value.shape, value.dtype, value.device, value.stride())
         if isinstance(value, _PLAIN):
-            return (type(value), value)  # 1, 1.0 and True are equal and mean different graphs
+            return (type(value), _exact(value))  # 1, 1.0 and True are equal and mean different graphs
         if type(value) in (tuple, list):
             return (type(value), *map(self.key, value))
         if type(value) is dict:
-            return (dict, *((name, self.key(item)) for name, item in value.items()))
+            return (dict, *((_named(name), self.key(item)) for name, item in value.items()))
         seen = self.objects.get(id(value))
         if seen is not None and seen.is_same(value):
             self.passed.append(seen)
@@ -135,7 +152,7 @@ def _state(value: Any, depth: int, seen: Seen | None) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.device, value.stride())
     if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
-        return (type(value), value)
+        return (type(value), _exact(value))
     if depth > _DEEPEST:
         return object()
     if isinstance(value, tuple | list):
@@ -147,7 +164,7 @@ def _state(value: Any, depth: int, seen: Seen | None) -> Any:
         return object()
     if seen is not None:
         seen.note(held.values())
-    return (type(value), *((str(name), _state(item, depth + 1, seen)) for name, item in held.items()))
+    return (type(value), *((_named(name), _state(item, depth + 1, seen)) for name, item in held.items()))
 
 
 def _nobody() -> None:

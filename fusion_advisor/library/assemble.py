@@ -237,6 +237,11 @@ def _repeat(lowering: Lowering, value: Value, number: int, variable: int, turn: 
         strides = tuple(0 if dim == variable else stride for dim, stride in enumerate(value.strides))
         offset = value.offset + turn * value.strides[variable]
         return lowering.emit(replace(value, args=args, strides=strides, offset=offset, guard=None if holds else guard))
+    if value.op == "inside":
+        holds = None if guard is None else lowering.constant_of(guard)
+        if holds is False:
+            return lowering.const(False, "bool")
+        return lowering.emit(replace(value, args=args, guard=None if holds else guard))
     if args == value.args:
         return number
     if value.op in REDUCTIONS:

@@ -1,7 +1,8 @@
 """C++/OpenMP kernels: rendered from the kernel IR, compiled by the system's C++ compiler, called through ctypes.
 
-The entry point is plain C: one pointer per operand, then the sizes, strides and offsets as int64, then the number of threads. So
-no kernel needs torch's headers, and one compiles in about half a second.
+The entry point is plain C: one pointer per operand, then the sizes, strides and offsets as int64, then where the kernel leaves
+positions out of range (if it reads or writes where a tensor says), then the number of threads. So no kernel needs torch's
+headers, and one compiles in about half a second.
 
 The threads are those of the OpenMP runtime that torch has loaded (both ask the loader for ``libgomp.so.1``): two runtimes would
 keep two pools of threads, spinning against each other.
@@ -30,6 +31,7 @@ from fusion_advisor.library.cpp_names import Names
 from fusion_advisor.library.heading import dropout_notes, wrap
 from fusion_advisor.library.kept_code import KeptCode
 from fusion_advisor.library.private_folder import cache_folder
+from fusion_advisor.library.positions import checks_of, error_of
 from fusion_advisor.library.program import Program, layout_key, nests
 from fusion_advisor.library.source import (
     Header,
@@ -70,6 +72,8 @@ class CppKernel:
     def bind(self, program: Program) -> Launcher:
         """Fix sizes, strides and offsets; the launcher takes the tensors, inputs then outputs, and must not be given overlaps.
 
+        The launcher raises what eager raises where a position is out of range (``library.positions``).
+
         Raises:
             ValueError: ``program`` has another layout than the one that was rendered.
         """
@@ -83,14 +87,24 @@ class CppKernel:
             return _nothing
         function = getattr(self.handle, self.entry)
         fixed = [ctypes.c_int64(p.value) for part in parts for p in Layout(part).parameters]
-        function.argtypes = [ctypes.c_void_p] * len(program.operands) + [ctypes.c_int64] * len(fixed) + [ctypes.c_int]
+        checked = [part for part in parts if checks_of(part)]
+        wrong_type = ctypes.c_int64 * (2 * len(checked))
+        own = [ctypes.POINTER(ctypes.c_int64)] if checked else []
+        function.argtypes = [ctypes.c_void_p] * len(program.operands) + [ctypes.c_int64] * len(fixed) + own + [ctypes.c_int]
         function.restype = None
         data_ptr, threads = torch.Tensor.data_ptr, torch.get_num_threads
 
         def launch(*tensors: torch.Tensor) -> None:
             function(*map(data_ptr, tensors), *fixed, threads())
 
-        return launch
+        def launch_checked(*tensors: torch.Tensor) -> None:
+            wrong = wrong_type()
+            function(*map(data_ptr, tensors), *fixed, wrong, threads())
+            for place, part in enumerate(checked):
+                if wrong[2 * place]:
+                    raise error_of(part, wrong[2 * place], wrong[2 * place + 1])
+
+        return launch_checked if checked else launch
 
 
 class CppBackend:
@@ -168,7 +182,7 @@ def _beside(program: Program, header: list[str], start: str) -> str:
     names = Names()
     pointers = [names.take(operand.name) for operand in program.operands]
     integers: list[str] = []
-    calls = []
+    calls, checked = [], 0
     for number, part in enumerate(nests(program), start=1):
         kernel, key = Kernel(part.program), layout_key(part.program)
         if key not in functions:
@@ -179,7 +193,9 @@ def _beside(program: Program, header: list[str], start: str) -> str:
             }  # fmt: skip
         own = [f"{parameter.name}_of_{number}" for parameter in kernel.layout.parameters]
         integers += own
-        given = [*(pointers[operand] for operand in part.operands), *own, "threads"]
+        wrong = [f"wrong + {2 * checked}" if checked else "wrong"] if kernel.layout.checks else []
+        checked += bool(kernel.layout.checks)
+        given = [*(pointers[operand] for operand in part.operands), *own, *wrong, "threads"]
         calls.append(f"{functions[key]['name']}({', '.join(given)})")
     kernels = [function["kernel"] for function in functions.values()]
     tensors = [
@@ -190,7 +206,8 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
         prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
         grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,
-        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), "int threads"]),
+        signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
+                                "int threads"]),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import contextlib
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -146,13 +146,13 @@ class TritonKernel:
         shape, scalars = _launch(calls, tuning or tuning_of(self._rendered.source), self._rendered)
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not has_cuda():
-            return _interpreted(self._kernel, scalars, shape)
+            return _interpreted(self._kernel, scalars, shape, asserts=asserts(self._rendered))
         start = time.perf_counter_ns()
         dtypes = [operand.dtype for operand in program.operands]
+        options = compile_options(shape.num_warps, asserts=asserts(self._rendered))
         launcher = TritonLauncher(
-            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, compile_options(shape.num_warps),
-            self._rendered.entry,
-        )  # fmt: skip
+            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, options, self._rendered.entry
+        )
         self.build_ns += time.perf_counter_ns() - start
         return launcher
 
@@ -209,13 +209,20 @@ class TritonLauncher:
             self._kernel[self._grid](*tensors, *self._scalars, **self._options)
 
 
-def compile_options(num_warps: int) -> dict[str, int]:
+def asserts(rendered: Rendered) -> bool:
+    """Whether a kernel asserts that positions are in range."""
+    return "tl.device_assert(" in rendered.source
+
+
+def compile_options(num_warps: int, *, asserts: bool = False) -> dict[str, int]:
     """Return the options that every kernel is compiled with.
+
+    Triton drops assertions unless it is asked for debugging, and asked for it checks sums of integers for overflow as well.
 
     Fused multiply-adds are asked for by name: kernels are checked and timed with them, and Triton 3.10 leaves them out unless
     asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does.
     """
-    return {"num_warps": num_warps, "enable_fp_fusion": True}
+    return {"num_warps": num_warps, "enable_fp_fusion": True} | ({"debug": True, "sanitize_overflow": False} if asserts else {})
 
 
 def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
@@ -239,7 +246,8 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     """
     shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
     dtypes = [operand.dtype for operand in program.operands]
-    return compile_source(rendered, target, dtypes, scalars, shape.constants, compile_options(shape.num_warps))
+    options = compile_options(shape.num_warps, asserts=asserts(rendered))
+    return compile_source(rendered, target, dtypes, scalars, shape.constants, options)
 
 
 def compile_source(
@@ -315,11 +323,25 @@ def _launch(calls: Sequence[Call], tuning: Tuning, rendered: Rendered) -> tuple[
     return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
 
-def _interpreted(kernel: Any, scalars: Sequence[int], shape: Shape) -> Launcher:
+def _interpreted(kernel: Any, scalars: Sequence[int], shape: Shape, *, asserts: bool) -> Launcher:
     def launch(*tensors: Any) -> None:
-        kernel[(shape.programs,)](*tensors, *scalars, **shape.constants, num_warps=shape.num_warps)
+        with _interpreted_assertions() if asserts else contextlib.nullcontext():
+            kernel[(shape.programs,)](*tensors, *scalars, **shape.constants, num_warps=shape.num_warps)
 
     return launch
+
+
+@contextlib.contextmanager
+def _interpreted_assertions() -> Iterator[None]:
+    """Have the interpreter look at assertions: it takes its options from no launch."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    before = interpreter_builder.options
+    interpreter_builder.options = replace(before, debug=True, sanitize_overflow=False)
+    try:
+        yield
+    finally:
+        interpreter_builder.options = before
 
 
 def has_cuda() -> bool:

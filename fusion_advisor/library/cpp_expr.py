@@ -32,6 +32,7 @@ _PRELUDE_CALLS = {
     "fa_tanh": ("fa_expm1_core",),
     "fa_sigmoid": ("fa_exp",),
     "fa_erf": ("fa_expm1_core",),
+    "fa_erfc": ("fa_exp",),
     "fa_log": ("fa_bits", "fa_fma"),
     "fa_log1p": ("fa_log",),
 }
@@ -181,13 +182,15 @@ def operation(value: Value, args: Sequence[Expr], dtypes: Sequence[str], constan
         return Expr(f"std::{'fabs' if held in ('float32', 'float64') else 'abs'}({args[0].text})")
     if op in ("floor", "ceil", "trunc", "round") and held not in ("float32", "float64"):
         return args[0]
+    if op in ("maximum", "minimum") and constants[1].op == "const":
+        args = args[::-1]  # of two zeros eager's vectorised relu and clamp take the element's, and the helpers take the second
     if op in _OWN:
         return prelude.call(_OWN[op], *args)
     if op in _OWN_FOR_FLOAT and held == "float32":
         return prelude.call(f"fa_{op}", *args)
     if op == "erfc":
         if held == "float32":
-            return Expr(f"1.0f - {prelude.call('fa_erf', *args).text}", SUM)
+            return prelude.call("fa_erfc", *args)
         return Expr(f"std::erfc({args[0].text})")
     if op in _STD or op in _OWN_FOR_FLOAT:
         return Expr(f"std::{_STD.get(op, op)}({args[0].text})")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion_advisor.library.cpp_expr import C_TYPES
 from fusion_advisor.library.cpp_names import Names
+from fusion_advisor.library.positions import checks_of
 from fusion_advisor.library.program import Program, Store, Value, find_pairs, reader_of
 
 
@@ -49,7 +50,8 @@ class Layout:
         self.sizes = {0: ["n"], 1: ["rows", "cols"]}.get(self.last, [*(f"n{d}" for d in range(self.last)), "cols"])
         self.loops = [self.names.take(name) for name in self.loops]
         self.sizes = [self.names.take(name) for name in self.sizes]
-        for name in ("start", "stop", "threads"):
+        self.checks = checks_of(program)
+        for name in ("start", "stop", "threads", "wrong"):
             self.names.reserve(name)
         self.parameters = [Parameter(name=n, value=size) for n, size in zip(self.sizes, program.dims, strict=True)]
         loads = [v.operand for v in program.values if v.op == "load"]
@@ -79,7 +81,8 @@ class Layout:
             f"{'' if o.is_output else 'const '}{C_TYPES[o.dtype]} *__restrict {name}"
             for o, name in zip(self.program.operands, self.operands, strict=True)
         ]
-        return [*pointers, *(f"int64_t {p.name}" for p in self.parameters), "int threads"]
+        wrong = ["int64_t *__restrict wrong"] if self.checks else []
+        return [*pointers, *(f"int64_t {p.name}" for p in self.parameters), *wrong, "int threads"]
 
     def _views(
         self, accesses: Mapping[int, Value | Store], pairs: Sequence[tuple[int, int]], repeated: set[int]

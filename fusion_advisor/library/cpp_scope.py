@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fusion_advisor.library.cpp_expr import C_TYPES, PRODUCT, TERNARY, Expr, Prelude, computed_in, convert, literal, operation
+from fusion_advisor.library.cpp_expr import (
+    C_TYPES,
+    COMPARE,
+    PRODUCT,
+    TERNARY,
+    Expr,
+    Prelude,
+    computed_in,
+    convert,
+    literal,
+    operation,
+)
 from fusion_advisor.library.cpp_layout import Layout, View
 from fusion_advisor.library.cpp_names import describe
 from fusion_advisor.library.program import Store, Value, dropout_constants
@@ -105,6 +116,10 @@ class Scope:
             threshold, scale = dropout_constants(float(value.constant or 0))
             kept = self.prelude.call("fa_is_kept", self.known[value.args[0]], Expr(layout.numbers[number]), Expr(f"{threshold}u"))
             return Expr(f"{kept.text} ? {literal(scale, held).text} : {literal(0.0, held).text}", TERNARY)
+        if value.op == "inside":
+            number_of_check = Expr(str(layout.checks.index(number) + 1))
+            call = self.prelude.call("fa_inside", *(self.known[a] for a in value.args), number_of_check, Expr("wrong"))
+            return call if value.guard is None else Expr(f"{self.known[value.guard].at(COMPARE)} && {call.text}", TERNARY + 1)
         args = [self.known[a] for a in value.args]
         while sum(len(a.text) for a in args) > ARGUMENTS:
             longest = max(value.args, key=lambda a: 0 if self.known[a].text.isidentifier() else len(self.known[a].text))

@@ -33,8 +33,8 @@ from fusion_advisor.library.schedule import (
 from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
 _HELPERS_IN_ORDER = (
-    "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "half", "bfloat16", "narrow", "narrow_half", "narrow_bfloat16",
-    "pack", "wide_pack", "load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part",
+    "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "checked", "half", "bfloat16", "narrow", "narrow_half",
+    "narrow_bfloat16", "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
     "nan_max", "nan_min", "half_exp2", "half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
     "row_reduce", "moments",
@@ -323,7 +323,8 @@ def _early_loads(plan: Schedule, writer: CudaWriter, arrays: dict[int, str]) -> 
     side = "[side]" if sides else ""
     each = [f"{name}[p]{side} = is_inside ? {writer.statement(n)[1]} : 0;" for n, name in arrays.items()]
     if not sides:
-        needed = [_declare(plan, writer, n) for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
+        others = [n for n in sorted(writer.per_pack - set(arrays)) if writer.is_named(n)]
+        needed = [_declare(plan, writer, n, condition="is_inside") for n in others]
         return [*lines, *_over_packs(plan, writer, [*kept(needed, each), *each], is_looped=False, skips=False)]
     channels = {}
     for n in arrays:
@@ -392,7 +393,6 @@ def _load(plan: Schedule, writer: CudaWriter, number: int, *, is_inside: bool = 
     if writer.is_shifted:
         return f"load_part({address}, inside)"
     function = "load_pack<2>" if plan.loads[number].is_pair else "load_pack"
-    function += "_or_nan" if number in writer.nan_filled else ""
     return f"{function}({address}, {' && '.join(conditions)})" if conditions else f"{function}({address})"
 
 
@@ -447,6 +447,8 @@ def _declare(plan: Schedule, writer: CudaWriter, number: int, *, condition: str 
     name, code = writer.statement(number)
     if condition and plan.program.values[number].op == "load":
         code = f"{condition} ? {code} : 0"
+    elif condition and plan.program.values[number].op == "inside":
+        code = f"{condition} && {code}"
     is_index = writer.is_only_compared(number) or writer.is_only_addressed(number)
     kind = "index_t" if is_index else COMPUTE[plan.program.values[number].dtype]
     return f"const {kind} {name} = {code};"
@@ -525,7 +527,7 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted = set(writer.helpers)
     wanted |= {"pack"} if "Pack<" in text else set()
     wanted |= {"cluster"} if writer.is_clustered else set()
-    names = ("load_pack", "load_pack_or_nan", "store_pack", "columns_inside", "load_part", "store_part")
+    names = ("load_pack", "store_pack", "columns_inside", "load_part", "store_part")
     wanted |= {name for name in names if f"{name}(" in text or f"{name}<" in text}
     wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())

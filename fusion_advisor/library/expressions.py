@@ -7,7 +7,6 @@ of the IR, and an operand of equal precedence on the right keeps its parentheses
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -59,7 +58,6 @@ class Writer:
 
     Attributes:
         helpers: names of the helper functions that the text calls; the template prints those.
-        nan_filled: guarded loads that give NaN, not 0, where they may not read: nothing but the choice of a NaN there used them.
         bases: row pointers that addresses start from: name, expression, and an access that uses it.
     """
 
@@ -74,7 +72,6 @@ class Writer:
         self._code: dict[int, str] = {}
         self._live = self._find_live()
         self._users = self._count_users()
-        self.nan_filled = self._find_nan_filled()
         self._nouns = self._name_all()
         for number in sorted(self._live):
             self._write(number)
@@ -97,6 +94,10 @@ class Writer:
 
     def dropout(self, number: int, value: Value) -> Text:
         """The factor of a dropout's element."""
+        raise NotImplementedError
+
+    def inside(self, number: int, value: Value, args: list[Text]) -> Text:
+        """Whether a position lies in its tensor; the kernel stops where it does not."""
         raise NotImplementedError
 
     def call(self, value: Value, args: list[Text]) -> Text:
@@ -199,18 +200,6 @@ class Writer:
                 users[arg].append(number)
         return users
 
-    def _find_nan_filled(self) -> set[int]:
-        values = self.plan.program.values
-        chosen = {v.args[1]: v for v in values if v.op == "where" and v.dtype.startswith("float")}
-        return {
-            number
-            for number, choice in chosen.items()
-            if len(self._users[number]) == 1
-            and values[number].op == "load"
-            and values[number].guard == choice.args[0]
-            and math.isnan(float(values[choice.args[2]].constant or 0.0))
-        }
-
     def _name_all(self) -> list[str]:
         program = self.plan.program
         nouns: list[str] = []
@@ -230,6 +219,8 @@ class Writer:
                     noun = f"{program.operands[value.operand].name}_{'odd' if len(nouns) == odd else 'even'}"
             elif value.op == "dropout":
                 noun = "factor"
+            elif value.op == "inside":
+                noun = "is_in_table"
             elif value.constant_name:
                 noun = value.constant_name
             elif value.op in REDUCTIONS:
@@ -291,9 +282,7 @@ class Writer:
             return True
         if value.op == "cast" and text == self._texts[value.args[0]]:
             return True  # a cast to the dtype that it has
-        if value.op == "where" and value.args[1] in self.nan_filled:
-            return True
-        if value.op in REDUCTIONS or value.op in ("load", "const", "dropout"):
+        if value.op in REDUCTIONS or value.op in ("load", "const", "dropout", "inside"):
             return False
         if len(self._users[number]) != 1 or any(s.value == number for s in self.plan.program.stores):
             return False
@@ -324,8 +313,8 @@ class Writer:
         if value.op == "size" and self.is_only_compared(number):
             return Text(self.plan.sizes[value.dim])
         args = [self._texts[a] for a in value.args]
-        if value.op == "where" and value.args[1] in self.nan_filled:
-            return args[1]
+        if value.op == "inside":
+            return self.inside(number, value, args)
         if value.op in COMPARE:
             return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
         if value.op in LOGIC:

@@ -151,7 +151,7 @@ class Lowering:
         self.outputs = tuple(outputs)
         self.nest = nest
         self.values: list[Value] = []
-        self._number_of: dict[Value, int] = {}
+        self._number_of: dict[tuple[Value, str], int] = {}
         self._memo: dict[tuple[int, Index, int | None], int] = {}
         self._guard: int | None = None
         self._input_of: dict[int, int] = {}
@@ -259,11 +259,12 @@ class Lowering:
 
     def emit(self, value: Value) -> int:
         """Append a value, or return the number it already has."""
-        number = self._number_of.get(value)
+        key = (value, str(value.constant))  # 0.0 and -0.0 are equal
+        number = self._number_of.get(key)
         if number is None:
             number = len(self.values)
             self.values.append(value)
-            self._number_of[value] = number
+            self._number_of[key] = number
         return number
 
     def const(self, constant: float | int | bool, dtype: str) -> int:
@@ -283,9 +284,9 @@ class Lowering:
             return args[0]
         if op == "mul" and _is_number(constants[0], 1.0):
             return args[1]
-        if op in ("add", "sub") and _is_number(constants[1], 0.0):
+        if (op == "add" and _adds_nothing(constants[1])) or (op == "sub" and _takes_nothing(constants[1])):
             return args[0]
-        if op == "add" and _is_number(constants[0], 0.0):
+        if op == "add" and _adds_nothing(constants[0]):
             return args[1]
         if op == "div" and self._is_softmax_sum(args[1]):
             # Of a masked row most quotients are 0 / sum, and IEEE division of 0 leaves its fast path: on an H200 the kernel took
@@ -376,6 +377,11 @@ class Lowering:
         return self.make("mul", product, self.const(factors, self.values[product].dtype))
 
     # ------------------------------------------------------------------ elements
+
+    @property
+    def guard(self) -> int | None:
+        """Number of the boolean value that says where what is read now is wanted; None where that is everywhere."""
+        return self._guard
 
     def at(self, index: int, where: Index) -> int:
         """Return the number of the SSA value that is element ``where`` of op ``index``'s result."""
@@ -525,10 +531,25 @@ class Lowering:
             inner = tuple(ORIGIN if size == 1 else place for size, place in zip(shape, aligned, strict=True))
             number = self.at(value.index, inner)
         elif isinstance(value, bool | int | float):
+            self._refuse_too_wide(value, op)
             return self.const(value, wanted)
         else:
             raise CannotLower("FA601", f"{op.target} has an argument {value!r} that no kernel takes")
         return self.cast(number, wanted)
+
+    def _refuse_too_wide(self, number: float, op: OpNode) -> None:
+        """Refuse a number that an integer tensor cannot hold: torch wraps it around, in some ops and not in others.
+
+        Raises:
+            CannotLower: the number is out of range.
+        """
+        dtypes = {self.meta(arg.index).dtype for arg in op.args if isinstance(arg, Ref)} - {"bool"}
+        if not dtypes or any(dtype not in _BITS for dtype in dtypes) or not math.isfinite(number):
+            return
+        for dtype in dtypes:
+            low = 0 if dtype == "uint8" else -(2 ** (_BITS[dtype] - 1))
+            if not low <= number < low + 2 ** _BITS[dtype]:
+                raise CannotLower("FA601", f"{op.target} of {dtype} and {number!r}, which {dtype} cannot hold, has no lowering")
 
     def cast(self, number: int, dtype: str) -> int:
         """Convert between compute dtypes; fp32 and fp64 mix only when the chain is fp64."""
@@ -577,6 +598,16 @@ class Lowering:
 
 def _is_number(constant: float | int | bool | None, wanted: float) -> bool:
     return constant is not None and not isinstance(constant, bool) and constant == wanted
+
+
+def _adds_nothing(constant: float | int | bool | None) -> bool:
+    """Whether a sum is its other side whatever that is: -0.0 + 0.0 is 0.0."""
+    return _is_number(constant, 0.0) and (isinstance(constant, int) or str(constant) == "-0.0")
+
+
+def _takes_nothing(constant: float | int | bool | None) -> bool:
+    """Whether a difference is its left side whatever that is: -0.0 - -0.0 is 0.0."""
+    return _is_number(constant, 0.0) and (isinstance(constant, int) or str(constant) == "0.0")
 
 
 def _is_power_of_two(number: float) -> bool:

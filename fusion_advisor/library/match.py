@@ -202,6 +202,8 @@ class _Canonical:
             arguments.append(self._varies(value.strides))
         if value.op in COMMUTATIVE:
             arguments.sort()
+        if value.guard is not None:
+            arguments.append(f"?{self.hashes[value.guard]}")
         text = f"{value.op}.{value.dtype}({','.join(arguments)})"
         return text if len(text) < 400 else f"{value.op}~{hash_text(text)}"
 
@@ -227,7 +229,8 @@ class _Canonical:
             return f"{name}{self._triangle(order)}"
         if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
             return f"{name}{value.op}(index,{place})"
-        return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))})"
+        guard = "" if value.guard is None else f"?{self._show(value.guard)}"
+        return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))}){guard}"
 
     def _show_constant(self, number: int, value: Value) -> str:
         self.constants.append(float(value.constant or 0.0))

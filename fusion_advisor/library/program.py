@@ -22,6 +22,8 @@ Op names (``Value.op``):
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
 - ``normal_cdf``, ``tanh_cdf``: GELU's two distribution functions; only the GPU backends put them in (``library.gelu``)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
+- ``inside``  args (a position, an extent), guard, check: whether the position lies in ``[0, extent)``. The kernel stops where it
+  does not, as eager does (``library.positions``); where ``guard`` is false the result is false and nothing stops
 - ``dropout``  seed (an int64 value), constant p, strides, offset: 0 where the element is dropped, else 1/(1-p). Strides and
   offset give the element's number; that and the seed decide, see ``library.philox``
 - reductions over the last dim: reduce_sum reduce_max reduce_min (max and min propagate NaN)
@@ -71,8 +73,10 @@ class Value:
     """Of a load: how far one unit of each of ``args`` moves its address."""
     offset: int = 0
     guard: int | None = None
-    """Number of the boolean value that says where this load may read."""
+    """Number of the boolean value that says where this load may read, or where this position counts."""
     dim: int = -1
+    check: str = ""
+    """Of ``inside``: whose error a position out of range raises (``library.positions``). Kernels are the same for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +272,8 @@ def layout_key(program: Program) -> str:
             offset = f"~{even_load[number]}" if number in even_load else "+" if v.offset else ""
             moved = f"[{strides(v.operand, v.strides)}{'|' + strides(-1, v.steps) if v.steps else ''}]{offset}"
             where = f"@{v.operand}{moved}{shared}?{v.guard}"
+        elif v.op == "inside":
+            where = f"?{v.guard}"
         elif v.op == "dropout":
             where = f"[{strides(-1, v.strides)}]{'+' if v.offset else ''}"
         constant = None if v.op == "extent" else v.constant

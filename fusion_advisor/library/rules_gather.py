@@ -1,8 +1,7 @@
 """Ops that read where a tensor says (embedding, gather, the losses) and norms over groups of channels.
 
-A position out of range stops torch: the CPU raises, CUDA kills the process's context. A kernel of ours never reads there and
-gives NaN (the least integer, for integers): a wrong id cannot read memory that is not the table's, cannot pass unseen, and the
-context lives on, so that the caller can look for it. Clamping would hide it behind a plausible row.
+A position out of range stops torch: the CPU raises, CUDA kills the process's context. A kernel of ours does the same
+(``library.positions``) and never reads there.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from fusion_advisor.records import Arg, OpNode, Ref
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
-
-_LEAST = {"int64": -(2**31), "int32": -(2**31), "int16": -(2**15), "int8": -(2**7)}
-"""What an integer read out of range gives: far below every id, so that a table read with it gives NaN."""
 
 
 def _ref(op: OpNode, position: int) -> int:
@@ -62,11 +58,18 @@ def _is_computed_from_floats(lowering: Lowering, number: int) -> bool:
     return False
 
 
-def _inside(lowering: Lowering, number: int, size: int) -> int:
-    """Whether a position lies in a dim of ``size``, which is an argument of the kernel."""
+def inside(lowering: Lowering, number: int, size: int, check: str, *, wanted: int | None = None) -> int:
+    """Whether a position lies in a dim of ``size``, which is an argument of the kernel; the kernel stops where it does not.
+
+    Args:
+        lowering: the chain.
+        number: the position.
+        size: of the dim.
+        check: whose error is raised, see ``library.positions``.
+        wanted: the value that says where the position counts; everywhere by default.
+    """
     extent = lowering.emit(Value(op="extent", constant=size, dtype="int64"))
-    low = lowering.make("ge", number, lowering.const(0, "int64"), dtype="bool")
-    return lowering.make("and", low, lowering.make("lt", number, extent, dtype="bool"), dtype="bool")
+    return lowering.emit(Value(op="inside", args=(number, extent), guard=wanted, check=check, dtype="bool"))
 
 
 def _wrapped(lowering: Lowering, number: int, size: int) -> int:
@@ -76,24 +79,51 @@ def _wrapped(lowering: Lowering, number: int, size: int) -> int:
     return lowering.make("where", is_negative, lowering.make("add", number, extent), number, dtype="int64")
 
 
-def _read(lowering: Lowering, op: OpNode, table: int, where: Index, dim: int, number: int) -> int:
-    """Element ``where`` of a table, but for ``dim``, where the position is a value; NaN where that is out of range."""
+def _read(
+    lowering: Lowering,
+    op: OpNode,
+    table: int,
+    where: Index,
+    dim: int,
+    number: int,
+    check: str,
+    *,
+    wanted: int | None = None,
+) -> int:
+    """Element ``where`` of a table, but for ``dim``, where the position is a value."""
     dtype, size = op.outputs[0].dtype, lowering.meta(table).shape[dim]
     known = place_of(lowering, number)
     if known is not None and lowering.range_of(known)[0] >= 0 and lowering.range_of(known)[1] < size:
         return lowering.cast(lowering.at(table, (*where[:dim], known, *where[dim:])), compute_dtype(dtype))
-    guard = _inside(lowering, number, size)
+    guard = inside(lowering, number, size, check, wanted=wanted)
     place = Place(gathered=((number, 1),))
     element = lowering.guarded(table, (*where[:dim], place, *where[dim:]), guard, compute_dtype(dtype))
-    if (dtype in INTEGERS and dtype not in _LEAST) or dtype == "bool":
-        raise CannotLower("FA601", f"{op.target} of {dtype} could not show an index out of range")
-    wrong = lowering.const(_LEAST.get(dtype, math.nan), lowering.values[element].dtype)
-    return lowering.make("where", guard, element, wrong, dtype=lowering.values[element].dtype)
+    if not _is_made_of(lowering, element, guard):
+        raise CannotLower("FA601", f"{op.target} of a tensor that is not read from memory could not check its positions")
+    return element
+
+
+def _is_made_of(lowering: Lowering, number: int, wanted: int) -> bool:
+    waiting, seen = [number], {number}
+    while waiting:
+        value = lowering.values[waiting.pop()]
+        needs = {*value.args, *(() if value.guard is None else (value.guard,))}
+        if wanted in needs:
+            return True
+        waiting += needs - seen
+        seen |= needs
+    return False
+
+
+def _counted(lowering: Lowering, number: int) -> int | None:
+    """The guard under which a position counts; none where what the guard hides is read as position 0, which lies in any table."""
+    return None if lowering.values[number].op == "load" else lowering.guard
 
 
 def _embedding(lowering: Lowering, op: OpNode, where: Index) -> int:
     """``weight[ids]``; ``padding_idx`` only matters to gradients."""
-    return _read(lowering, op, _ref(op, 0), where[-1:], 0, ids_at(lowering, op, _ref(op, 1), where[:-1]))
+    number = ids_at(lowering, op, _ref(op, 1), where[:-1])
+    return _read(lowering, op, _ref(op, 0), where[-1:], 0, number, "embedding", wanted=_counted(lowering, number))
 
 
 def _dim_of(lowering: Lowering, op: OpNode) -> int:
@@ -106,13 +136,15 @@ def _dim_of(lowering: Lowering, op: OpNode) -> int:
 def _index_select(lowering: Lowering, op: OpNode, where: Index) -> int:
     dim, index = _dim_of(lowering, op), _ref(op, 2)
     number = ids_at(lowering, op, index, where[dim : dim + 1] if lowering.meta(index).shape else ())
-    return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
+    rest, wanted = (*where[:dim], *where[dim + 1 :]), _counted(lowering, number)
+    return _read(lowering, op, _ref(op, 0), rest, dim, number, f"index_select {dim}", wanted=wanted)
 
 
 def _gather(lowering: Lowering, op: OpNode, where: Index) -> int:
     dim = _dim_of(lowering, op)
     number = ids_at(lowering, op, _ref(op, 2), where)
-    return _read(lowering, op, _ref(op, 0), (*where[:dim], *where[dim + 1 :]), dim, number)
+    rest, wanted = (*where[:dim], *where[dim + 1 :]), _counted(lowering, number)
+    return _read(lowering, op, _ref(op, 0), rest, dim, number, f"gather {dim}", wanted=wanted)
 
 
 def _index(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -125,14 +157,15 @@ def _index(lowering: Lowering, op: OpNode, where: Index) -> int:
         raise CannotLower("FA601", f"{op.target} by {len(dims)} tensors has no lowering")
     table, dim, rank = _ref(op, 0), dims[0], len(lowering.meta(index.index).shape)
     number = ids_at(lowering, op, index.index, where[dim : dim + rank])
+    wanted = _counted(lowering, number)
     number = _wrapped(lowering, number, lowering.meta(table).shape[dim])
-    return _read(lowering, op, table, (*where[:dim], *where[dim + rank :]), dim, number)
+    return _read(lowering, op, table, (*where[:dim], *where[dim + rank :]), dim, number, "index", wanted=wanted)
 
 
 def _loss_at(
-    lowering: Lowering, op: OpNode, where: Index, ignored: Arg, weight: Arg, reduction: Arg, value_of: Callable[[int], int]
+    lowering: Lowering, op: OpNode, where: Index, ignored: Arg, weight: Arg, reduction: Arg, value_of: Callable[[int, int], int]
 ) -> int:
-    """The loss of one row: ``value_of`` its target, 0 where that is to be ignored, NaN where it is no class."""
+    """The loss of one row: ``value_of`` its target and whether that counts, 0 where it is to be ignored."""
     shape = lowering.meta(_ref(op, 0)).shape
     if reduction != 0:
         raise CannotLower("FA601", f"{op.target} makes one number of all rows: only reduction='none' is one kernel")
@@ -142,8 +175,9 @@ def _loss_at(
         raise CannotLower("FA601", f"{op.target} of a shape {shape} has no lowering: it takes rows of classes and their targets")
     assert isinstance(ignored, int)
     target = ids_at(lowering, op, _ref(op, 1), where)
-    loss = value_of(target)
     is_ignored = lowering.make("eq", target, lowering.const(ignored, "int64"), dtype="bool")
+    counts, outer = lowering.make("not", is_ignored, dtype="bool"), lowering.guard
+    loss = value_of(target, counts if outer is None else lowering.make("and", outer, counts, dtype="bool"))
     zero = lowering.const(0.0, lowering.values[loss].dtype)
     return lowering.make("where", is_ignored, zero, loss, dtype=lowering.values[loss].dtype)
 
@@ -152,8 +186,8 @@ def _nll_loss(lowering: Lowering, op: OpNode, where: Index) -> int:
     weight, reduction = argument_of(op, 2, "weight"), argument_of(op, 3, "reduction", 1)
     ignored = argument_of(op, 4, "ignore_index", -100)
 
-    def value_of(target: int) -> int:
-        return lowering.make("neg", _read(lowering, op, _ref(op, 0), where, 1, target))
+    def value_of(target: int, counts: int) -> int:
+        return lowering.make("neg", _read(lowering, op, _ref(op, 0), where, 1, target, "target", wanted=counts))
 
     return _loss_at(lowering, op, where, ignored, weight, reduction, value_of)
 
@@ -166,13 +200,13 @@ def _cross_entropy(lowering: Lowering, op: OpNode, where: Index) -> int:
     ignored = argument_of(op, 4, "ignore_index", -100)
     source = _ref(op, 0)
 
-    def value_of(target: int) -> int:
+    def value_of(target: int, counts: int) -> int:
         inner, variables = lowering.reduction_index(op, lowering.meta(source), (1,), where, keepdim=False)
         value = lowering.row_element(source, inner, op)
         highest = lowering.reduce("max", value, variables)
         exponential = lowering.make("exp", lowering.make("sub", value, highest))
         total = lowering.reduce("sum", exponential, variables)
-        wanted = lowering.make("sub", _read(lowering, op, source, where, 1, target), highest)
+        wanted = lowering.make("sub", _read(lowering, op, source, where, 1, target, "target", wanted=counts), highest)
         return lowering.make("sub", lowering.make("log", total), wanted)
 
     return _loss_at(lowering, op, where, ignored, weight, reduction, value_of)

@@ -93,6 +93,8 @@ def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
 def _remainder(lowering: Lowering, op: OpNode, where: Index) -> int:
     if compute_dtype(op.outputs[0].dtype) != "int64":
         raise CannotLower("FA601", f"{op.target} of floats is only exact with a long division that no kernel of ours does")
+    if not (isinstance(op.args[1], int) and op.args[1] != 0):
+        raise CannotLower("FA601", f"{op.target} by what may be 0 has no lowering: torch raises there")
     return _binary("remainder")(lowering, op, where)
 
 

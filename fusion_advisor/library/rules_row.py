@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.library.index import Index, loop
 from fusion_advisor.library.program import Value
 from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
-from fusion_advisor.records import Arg, OpNode, Ref
+from fusion_advisor.records import Arg, OpNode, Ref, TensorMeta
 
 if TYPE_CHECKING:
     from fusion_advisor.library.lower import Lowering
@@ -194,7 +194,7 @@ def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
     meta = lowering.meta(source.index)
     wanted = _dims(dims, len(meta.shape))
     inner, variables = lowering.reduction_index(op, meta, wanted, where, keepdim=bool(keepdim))
-    value = lowering.row_element(source.index, inner, op)
+    value = _widened(lowering, lowering.row_element(source.index, inner, op), meta)
     dtype = lowering.values[value].dtype
     centred = lowering.make("sub", value, mean_of(lowering, value, variables))
     total = lowering.reduce("sum", lowering.make("mul", centred, centred), variables)
@@ -203,7 +203,16 @@ def _variance(lowering: Lowering, op: OpNode, where: Index) -> int:
         left = lowering.make("sub", count, lowering.const(float(correction), dtype))
         count = lowering.make("maximum", left, lowering.const(0.0, dtype))
     variance = lowering.make("div", total, count)
-    return lowering.make("sqrt", variance) if op.target.startswith("aten.std") else variance
+    variance = lowering.make("sqrt", variance) if op.target.startswith("aten.std") else variance
+    return lowering.cast(variance, compute_dtype(op.outputs[0].dtype))
+
+
+def _widened(lowering: Lowering, number: int, source: TensorMeta) -> int:
+    """An element whose square is summed: on the CPU in fp64, as eager does, where fp32 overflows from 1e19 on.
+
+    CUDA's eager sums squares in fp32 too, and overflows there.
+    """
+    return lowering.cast(number, "float64") if source.device.startswith("cpu") else number
 
 
 def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -215,7 +224,9 @@ def _vector_norm(lowering: Lowering, op: OpNode, where: Index) -> int:
     inner, variables = lowering.reduction_index(op, meta, dims, where, keepdim=bool(argument_of(op, 3, "keepdim", False)))
     value = lowering.row_element(source.index, inner, op)
     if order == 2:
-        return lowering.make("sqrt", lowering.reduce("sum", lowering.make("mul", value, value), variables))
+        value = _widened(lowering, value, meta)
+        norm = lowering.make("sqrt", lowering.reduce("sum", lowering.make("mul", value, value), variables))
+        return lowering.cast(norm, compute_dtype(op.outputs[0].dtype))
     if order in (1, math.inf):
         return lowering.reduce("sum" if order == 1 else "max", lowering.make("abs", value), variables)
     raise CannotLower("FA601", f"{op.target} of order {order} has no lowering")

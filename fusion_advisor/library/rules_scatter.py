@@ -1,8 +1,8 @@
 """Ops that write where a tensor says: ``index_copy_``, with which a static KV cache takes the rows of new tokens.
 
 Such an op ends a chain. What is written is the source's rows; the tensor that they go to is an output of the kernel that the call
-is given, not one that it makes. A position out of range stops torch (the CPU raises, CUDA kills the process's context); a kernel
-of ours writes nothing for it, so that a wrong position cannot change memory that is not the tensor's.
+is given, not one that it makes. A position out of range stops torch (the CPU raises, CUDA kills the process's context); so it
+does a kernel of ours (``library.positions``), which writes nothing there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.chains.find import writes_by_number
 from fusion_advisor.library.index import Index, Place
-from fusion_advisor.library.program import Value
 from fusion_advisor.library.rule import CannotLower
-from fusion_advisor.library.rules_gather import ids_at
+from fusion_advisor.library.rules_gather import ids_at, inside
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ def scattered(lowering: Lowering, op: OpNode, where: Index) -> tuple[Index, int]
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride, target.shape, strict=True)):
         raise CannotLower("FA603", f"{op.target} into a tensor whose elements share memory")
     number = ids_at(lowering, op, positions, where[dim : dim + 1] if index.shape else ())
-    extent = lowering.emit(Value(op="extent", constant=target.shape[dim], dtype="int64"))
-    low = lowering.make("ge", number, lowering.const(0, "int64"), dtype="bool")
-    guard = lowering.make("and", low, lowering.make("lt", number, extent, dtype="bool"), dtype="bool")
+    guard = inside(lowering, number, target.shape[dim], f"index_copy_ {dim}")
     return (*where[:dim], Place(gathered=((number, 1),)), *where[dim + 1 :]), guard
 
 

@@ -45,7 +45,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         _HELPERS
         | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
-        | {"add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+        | {"checked", "erfc", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -69,7 +69,7 @@ class TritonWriter(Writer):
             return "True" if constant else "False"
         if value.dtype == "int64":
             return str(int(constant or 0))
-        number = float(constant or 0.0)
+        number = float(0.0 if constant is None else constant)
         if value.constant_name and value.dtype == "float64":
             return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
@@ -156,7 +156,7 @@ class TritonWriter(Writer):
         """A masked ``tl.load``; empty for one of a pair."""
         varies = self.plan.varies[number]
         is_part = number in self.parts
-        if self.plan.col_dim in varies and number not in self.nan_filled and not is_part:
+        if self.plan.col_dim in varies and not is_part:
             self.zero_past_end.add(number)
         if access.is_pair:
             return ""
@@ -169,7 +169,7 @@ class TritonWriter(Writer):
         elif value.guard is not None:
             masks.append(causal)
         policy = self.policies.get(number, "")
-        return self._widened(self._read(access, varies, masks, is_nan=number in self.nan_filled, policy=policy), access, value)
+        return self._widened(self._read(access, varies, masks, policy=policy), access, value)
 
     def with_guard(self, mask: str, guard: int) -> list[str]:
         """What must hold, each by itself, where a mask and a guard do."""
@@ -179,11 +179,10 @@ class TritonWriter(Writer):
             return [f"tl.where({self.text(guard).code}, {mask}, False)"]
         return [mask, self.text(guard).at(ATOM)]
 
-    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, is_nan: bool = False, policy: str = "") -> str:
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, policy: str = "") -> str:
         other, wanted = "", " & ".join(filter(None, masks))
         if wanted:
             zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
-            zero = 'float("nan")' if is_nan else zero
             other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
         kept = f', eviction_policy="{policy}"' if policy else ""
         return f"tl.load({self.address(access, varies)}{other}{kept})"
@@ -222,6 +221,17 @@ class TritonWriter(Writer):
             base = "tl.full([], 0, INDEX)"
         code = f"dropout_factor({seed}, {base}, {col}, {threshold}, {scale!r}, BY_FOUR)"
         return Text(f"{code}.to(tl.float32)" if self.is_float64 and value.dtype == "float32" else code)
+
+    def inside(self, number: int, value: Value, args: list[Text]) -> Text:
+        """A call of the helper, which asserts where a lane is neither past the end nor unwanted."""
+        self.helpers.add("checked")
+        varies = self.plan.varies[number]
+        mask = self.mask(varies)
+        if number in self.parts:
+            mask = f"({self.mask(varies - {self.plan.col_dim}) or 'True'} if WHOLE else {mask})"
+        masks = [mask] if value.guard is None else self.with_guard(mask, value.guard)
+        wanted = " & ".join(filter(None, masks)) or "True"
+        return Text(f"checked({', '.join(arg.code for arg in args)}, {wanted})")
 
     def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
         """A reduced tile; empty in a loop, whose skeleton accumulates it."""
@@ -307,7 +317,10 @@ class TritonWriter(Writer):
         if op == "erfc":
             if self.is_half and is_float32:
                 return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
-            return Text(f"1.0 - tl.erf({code[0]})", SUM)
+            if not is_float32:
+                return Text(f"1.0 - tl.erf({code[0]})", SUM)
+            self.helpers |= {"erfc", "exp"}
+            return Text(f"erfc({code[0]})")
         if op == "normal_cdf":
             return Text(self.normal_cdf(code[0]))
         if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):

@@ -141,3 +141,54 @@ def test_order_of_keywords_does_not_matter_and_order_of_positions_does():
     assert signature((), {"a": 1, "b": 2}) == signature((), {"b": 2, "a": 1})
     assert signature((1, 2), {}) != signature((2, 1), {})
     assert signature((torch.ones(2),), {}) != signature(([torch.ones(2)],), {})
+
+
+DIFFERENT = [
+    0.0, -0.0, 0, False, None, 1, 1.0, True, complex(0, 0), complex(0, -0.0), complex(-0.0, 0), complex(-0.0, -0.0), "0", "", b"",
+    float("nan"), float("inf"), float("-inf"), 5e-324, complex(float("nan"), 0.0), complex(0.0, float("nan")), 2**53, float(2**53),
+]  # fmt: skip
+
+
+class Name(str):
+    """A str that may do anything."""
+
+    __slots__ = ()
+
+
+class Holder:
+    """Holds one value as an attribute."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+AROUND = {
+    "alone": lambda value: value,
+    "in a tuple": lambda value: (value,),
+    "in a list of lists": lambda value: [[value]],
+    "in a dict": lambda value: {"k": value},
+    "as a key of a dict": lambda value: {value: 1},
+    "in an object": Holder,
+    "in a dict of an object": lambda value: Holder({"k": [value]}),
+    "as a key in an object": lambda value: Holder({value: 1}),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_values_that_are_equal_and_mean_different_things_are_different_calls(around):
+    keys = [signature((AROUND[around](value),), {}) for value in (*DIFFERENT, Name("0"))]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_value_is_the_same_call_each_time(around):
+    """A NaN equals nothing, itself included: each call with one would be a call never seen."""
+    for value in (*DIFFERENT, float("-nan")):
+        fresh = [type(value)(value) if isinstance(value, float | complex) else value for _ in range(2)]
+        assert signature((AROUND[around](fresh[0]),), {}) == signature((AROUND[around](fresh[1]),), {})
+
+
+def test_a_numpy_float_is_no_python_float():
+    numpy = pytest.importorskip("numpy")
+    assert signature((numpy.float64(1.0),), {}) != signature((1.0,), {})
+    assert signature((numpy.float64(-0.0),), {}) != signature((numpy.float64(0.0),), {})

@@ -39,6 +39,9 @@ static Dim blockIdx, threadIdx, gridDim;
 static float __uint_as_float(unsigned bits) { float y; memcpy(&y, &bits, 4); return y; }
 static float __int_as_float(int bits) { float y; memcpy(&y, &bits, 4); return y; }
 static double __longlong_as_double(long long bits) { double y; memcpy(&y, &bits, 8); return y; }
+static int wrong_positions;
+extern "C" inline void __assertfail(const char*, const char*, unsigned, const char*, size_t) { ++wrong_positions; }
+extern "C" int count_wrong_positions() { return wrong_positions; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static double rsqrt(double x) { return 1.0 / sqrt(x); }
@@ -53,6 +56,10 @@ _NARROW_BFLOAT16 = """    unsigned bits; memcpy(&bits, &x, 4);
     bits = x != x ? 0x7fc00000u : bits + 0x7fffu + (bits >> 16 & 1);
     return bfloat16_bits{(unsigned short)(bits >> 16)};
 }"""
+
+
+class DeviceAssertion(Exception):
+    """A kernel found a position out of range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +82,22 @@ def run(rendered, program, tensors, outputs, folder, width=0):
 
 
 def run_all(launches, folder):
-    """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once."""
+    """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once.
+
+    Raises:
+        DeviceAssertion: one of them found a position out of range.
+    """
+    stopped = run_until_end(launches, folder)
+    if stopped:
+        raise DeviceAssertion([launches[number].rendered.entry for number in stopped])
+
+
+def run_until_end(launches, folder):
+    """The same; returns the numbers of those that found a position out of range."""
     launches = [one for one in launches if not all(call.plan.is_empty for call in calls_of(one.program, flatten_rows=True))]
     if not launches:
-        return
+        return []
+    stopped = []
     units = [_unit(number, launch) for number, launch in enumerate(launches)]
     path, library = folder / "kernels.cpp", folder / "kernels.so"
     path.write_text("\n".join([_PRELUDE, *(source for source, _ in units)]))
@@ -90,7 +109,10 @@ def run_all(launches, folder):
         tensors = (*launch.inputs, *launch.outputs)
         pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         integers = (ctypes.c_longlong * max(1, len(arguments)))(*(value for _, value in arguments))
+        before = handle.count_wrong_positions()
         handle[f"run_{number}"](pointers, integers)
+        stopped += [number] if handle.count_wrong_positions() != before else []
+    return stopped
 
 
 def _unit(number, launch):
@@ -145,6 +167,7 @@ extern "C" void run_{number}(void** args, const long long* ints) {{
 
 
 def _translate(source):
+    source = source.replace(next((line for line in source.splitlines() if "void __assertfail(" in line), "\0"), "")
     source = re.sub(r"    float y;\n    asm\(\"cvt\.f32\.f16.*?\n}", _WIDE_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    half_bits y;\n    asm\(.*?\n}", _NARROW_HALF, source, flags=re.DOTALL)
     source = re.sub(r"    bfloat16_bits y;\n    asm\(.*?\n}", _NARROW_BFLOAT16, source, flags=re.DOTALL)

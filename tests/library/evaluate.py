@@ -112,6 +112,12 @@ def _one(program, value, args, guard, inputs):
         return _dropout(value, args[0], _address(dims, value)).to(dtype)
     if op == "size":
         return torch.tensor(dims[value.dim], dtype=dtype)
+    if op == "inside":
+        wanted = torch.tensor(True) if guard is None else guard
+        lies_inside = (args[0] >= 0) & (args[0] < args[1])
+        if bool((wanted & ~lies_inside).any()):
+            raise IndexError("position out of range")
+        return wanted & lies_inside
     if op == "extent":
         return torch.tensor(value.constant)
     if op == "quotient":

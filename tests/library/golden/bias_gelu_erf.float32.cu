@@ -93,7 +93,7 @@ fa_bias_gelu_erf_9ea5ed(
                 const float x = x_packs[p][lane];
                 const float bias = bias_pack[lane];
                 const float total = x + bias;
-                const float out = total * 0.5f * (1.0f - erff(total * -0.7071067811865476f));
+                const float out = total * 0.5f * erfcf(total * -0.7071067811865476f);
                 out_pack[lane] = out;
             }
             store_pack(out_ptr + (row * out_stride0 + first), out_pack);

@@ -52,7 +52,7 @@ extern "C" void fa_bias_relu_squared_cb2267(const uint16_t *__restrict x, const 
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float sum = fa_from_bf16(x_row[col]) + fa_from_bf16(bias[col]);
-        const float larger = fa_max(sum, 0.0f);
+        const float larger = fa_max(0.0f, sum);
         out_row[col] = fa_to_bf16(larger * larger);
       }
     }

@@ -29,7 +29,7 @@ extern "C" void fa_bias_relu_squared_a93b63(const float *__restrict x, const flo
       float *out_row = out + row * out_row_stride;
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
-        const float larger = fa_max(x_row[col] + bias[col], 0.0f);
+        const float larger = fa_max(0.0f, x_row[col] + bias[col]);
         out_row[col] = larger * larger;
       }
     }

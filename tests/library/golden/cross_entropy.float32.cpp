@@ -30,6 +30,19 @@ static inline float fa_fma(float a, float b, float c) {
 #endif
 }
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // e^r - 1 = r + r^2 p(r) for |r| <= ln(2)/2; the fit's relative error is 1.4e-8.
 static inline float fa_expm1_core(float r) {
   float p = 1.38825108e-3f;
@@ -87,16 +100,17 @@ static inline float fa_log(float x) {
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_cross_entropy_bfb86e(const int64_t *__restrict targets, const float *__restrict logits,
+extern "C" void fa_cross_entropy_abbc50(const int64_t *__restrict targets, const float *__restrict logits,
         float *__restrict loss, int64_t rows, int64_t cols, int64_t logits_0_row_stride,
-        int64_t logits_1_row_stride, int64_t logits_extent, int threads) {
+        int64_t logits_1_row_stride, int64_t logits_extent, int64_t *__restrict wrong, int threads) {
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     const float *logits_0_row = logits + row * logits_0_row_stride;
     const int64_t targets_value = targets[row];
-    const bool both = (targets_value >= int64_t{0}) & (targets_value < logits_extent);
-    const float logits_value = both ? logits[targets_value + row * logits_1_row_stride] : 0.0f;
+    const bool is_equal = targets_value == int64_t{-100};
+    const bool is_inside = !is_equal && fa_inside(targets_value, logits_extent, 1, wrong);
+    const float logits_value = is_inside ? logits[targets_value + row * logits_1_row_stride] : 0.0f;
     float row_max = std::numeric_limits<float>::lowest();
     double row_sum = 0;
     int row_max_has_nan = 0;
@@ -121,7 +135,7 @@ extern "C" void fa_cross_entropy_bfb86e(const int64_t *__restrict targets, const
     if (row_max_has_nan) row_max = NAN;
     if (row_sum == 0) row_max = -INFINITY;  // a row of -Inf alone
     if (row_sum == 0) row_sum = NAN;
-    const float difference = fa_log(static_cast<float>(row_sum)) - ((both ? logits_value : NAN) - row_max);
-    loss[row] = targets_value == int64_t{-100} ? 0.0f : difference;
+    const float difference = fa_log(static_cast<float>(row_sum)) - (logits_value - row_max);
+    loss[row] = is_equal ? 0.0f : difference;
   }
 }

@@ -30,6 +30,15 @@ typedef int index_t;
 
 #define NAN_VALUEF __int_as_float(0x7fffffff)
 
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_cross_entropy_1e0a78", 0, "checked", sizeof(char));
+    return is_inside;
+}
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -105,7 +114,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_cross_entropy_3e2824(
+fa_cross_entropy_1e0a78(
     const long long* __restrict__ targets_ptr,
     const float* __restrict__ logits_ptr,
     float* __restrict__ loss_ptr,
@@ -117,8 +126,9 @@ fa_cross_entropy_3e2824(
     const index_t row = (index_t)blockIdx.x * ROWS + threadIdx.y;
     if (ROWS > 1 && row >= rows) return;
     const long long targets = targets_ptr[row];
-    const bool has_logits = (targets >= 0) & (targets < logits_extent);
-    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : NAN_VALUEF;
+    const bool is_eq = targets == -100;
+    const bool has_logits = (!is_eq) && checked(targets, logits_extent);
+    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : 0.0f;
     constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;
@@ -164,7 +174,7 @@ fa_cross_entropy_3e2824(
     const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;
     const float exp_logits_shifted_sum = row_exp_logits_shifted_sum == 0 ? NAN_VALUEF : row_exp_logits_shifted_sum;
     const float difference = logf(exp_logits_shifted_sum) - (logits_2 - logits_max);
-    const float loss = (targets == -100) ? 0.0f : difference;
+    const float loss = is_eq ? 0.0f : difference;
 
     if (threadIdx.x == 0) {
         loss_ptr[row] = loss;

@@ -28,6 +28,15 @@ def add_exp(highest, total, x):
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def maximum(a, b):
     # tl.max would drop a NaN.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -42,7 +51,7 @@ def merge_exp_sums(highest, total):
 
 
 @triton.jit
-def fa_cross_entropy_12433a(
+def fa_cross_entropy_b7d8f0(
     targets_ptr, logits_ptr, loss_ptr,
     rows, cols, logits_stride0, logits_extent, logits_stride0_2,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
@@ -50,8 +59,9 @@ def fa_cross_entropy_12433a(
     row = tl.program_id(0).to(INDEX) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     row_mask = row < rows
     targets = tl.load(targets_ptr + row, mask=row_mask, other=0)
-    has_logits = (targets >= 0) & (targets < logits_extent)
-    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=float("nan"))
+    is_eq = targets == -100
+    has_logits = checked(targets, logits_extent, row_mask & (~is_eq))
+    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=0.0)
 
     logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], -3.4028234663852886e38, tl.float32)
     exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
@@ -66,6 +76,6 @@ def fa_cross_entropy_12433a(
     logits_max, exp_logits_shifted_sum = merge_exp_sums(logits_max_tile, exp_logits_shifted_sum_tile)
     exp_logits_shifted_sum = tl.where(logits_max == float("-inf"), float("nan"), exp_logits_shifted_sum)
     difference = tl.log(exp_logits_shifted_sum) - (logits_2 - logits_max)
-    loss = tl.where(targets == -100, 0.0, difference)
+    loss = tl.where(is_eq, 0.0, difference)
 
     tl.store(loss_ptr + row, loss, mask=row_mask)

@@ -29,15 +29,28 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_embedding_add_4df967(const int64_t *__restrict ids, const uint16_t *__restrict weight,
+extern "C" void fa_embedding_add_a30e16(const int64_t *__restrict ids, const uint16_t *__restrict weight,
         const int64_t *__restrict position_ids, const uint16_t *__restrict positions,
         uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols, int64_t ids_i0_stride,
         int64_t weight_step, int64_t positions_step, int64_t out_i0_stride, int64_t out_i1_stride,
-        int64_t weight_extent, int64_t positions_extent, int threads) {
+        int64_t weight_extent, int64_t positions_extent, int64_t *__restrict wrong, int threads) {
   constexpr int64_t kBlock = 4096;
 #pragma omp parallel for collapse(3) schedule(static) num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
   for (int64_t i0 = 0; i0 < n0; ++i0) {
@@ -46,14 +59,14 @@ extern "C" void fa_embedding_add_4df967(const int64_t *__restrict ids, const uin
         const int64_t stop = start + kBlock < cols ? start + kBlock : cols;
         uint16_t *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         const int64_t ids_value = ids[i0 * ids_i0_stride + i1];
-        const bool both = (ids_value >= int64_t{0}) & (ids_value < weight_extent);
+        const bool is_inside = fa_inside(ids_value, weight_extent, 1, wrong);
         const int64_t position_ids_value = position_ids[i1];
-        const bool both_2 = (position_ids_value >= int64_t{0}) & (position_ids_value < positions_extent);
+        const bool is_inside_2 = fa_inside(position_ids_value, positions_extent, 2, wrong);
 #pragma omp simd
         for (int64_t col = start; col < stop; ++col) {
-          const float weight_value = fa_from_bf16(both ? weight[ids_value * weight_step + col] : uint16_t{0});
-          const float positions_value = fa_from_bf16(both_2 ? positions[position_ids_value * positions_step + col] : uint16_t{0});
-          out_row[col] = fa_to_bf16((both ? weight_value : NAN) + (both_2 ? positions_value : NAN));
+          const float weight_value = fa_from_bf16(is_inside ? weight[ids_value * weight_step + col] : uint16_t{0});
+          const float positions_value = fa_from_bf16(is_inside_2 ? positions[position_ids_value * positions_step + col] : uint16_t{0});
+          out_row[col] = fa_to_bf16(weight_value + positions_value);
         }
       }
     }

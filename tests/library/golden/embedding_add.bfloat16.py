@@ -11,6 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -18,7 +27,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_embedding_add_18f4de(
+def fa_embedding_add_b3f3a8(
     ids_ptr, weight_ptr, position_ids_ptr, positions_ptr, out_ptr,
     rows: tl.constexpr, cols: tl.constexpr, ids_stride0: tl.constexpr, weight_extent: tl.constexpr,
     weight_step0: tl.constexpr, positions_extent: tl.constexpr, positions_step0: tl.constexpr,
@@ -38,11 +47,11 @@ def fa_embedding_add_18f4de(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan")))
+    has_weight = checked(ids, weight_extent, row_mask)
+    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0))
     position_ids = tl.load(position_ids_ptr + row, mask=row_mask, other=0)
-    has_positions = (position_ids >= 0) & (position_ids < positions_extent)
-    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=float("nan")))
+    has_positions = checked(position_ids, positions_extent, row_mask)
+    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0))
     out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

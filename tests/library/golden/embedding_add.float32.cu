@@ -27,7 +27,14 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-#define NAN_VALUEF __int_as_float(0x7fffffff)
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_add_0a2e54", 0, "checked", sizeof(char));
+    return is_inside;
+}
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -45,17 +52,14 @@ union Pack {
     __device__ __forceinline__ const T& operator[](int lane) const { return at[lane]; }
 };
 
-// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
+// Zeros, unread, where it is not wanted.
 template <typename T>
-__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
+__device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = true) {
     typedef typename Pack<T>::word_t word_t;
-    word_t nan;
-    #pragma unroll
-    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
     Pack<T> pack;
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
+        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
     return pack;
 }
 
@@ -67,7 +71,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_add_e3d044(
+fa_embedding_add_0a2e54(
     const long long* __restrict__ ids_ptr,
     const float* __restrict__ weight_ptr,
     const long long* __restrict__ position_ids_ptr,
@@ -100,11 +104,11 @@ fa_embedding_add_e3d044(
             const bool is_inside = top + p < rows;
             const index_t ids_start = i0 * ids_stride0 + i1;
             const long long ids = is_inside ? ids_ptr[ids_start] : 0;
-            const bool has_weight = (ids >= 0) & (ids < weight_extent);
+            const bool has_weight = is_inside && checked(ids, weight_extent);
             const long long position_ids = is_inside ? position_ids_ptr[i1] : 0;
-            const bool has_positions = (position_ids >= 0) & (position_ids < positions_extent);
-            weight_packs[p] = load_pack_or_nan(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
-            positions_packs[p] = load_pack_or_nan(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+            const bool has_positions = is_inside && checked(position_ids, positions_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {

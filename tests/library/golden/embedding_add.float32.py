@@ -11,7 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_embedding_add_b2f9c8(
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
+def fa_embedding_add_4181f9(
     ids_ptr, weight_ptr, position_ids_ptr, positions_ptr, out_ptr,
     rows: tl.constexpr, cols: tl.constexpr, ids_stride0: tl.constexpr, weight_extent: tl.constexpr,
     weight_step0: tl.constexpr, positions_extent: tl.constexpr, positions_step0: tl.constexpr,
@@ -31,11 +40,11 @@ def fa_embedding_add_b2f9c8(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
+    has_weight = checked(ids, weight_extent, row_mask)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
     position_ids = tl.load(position_ids_ptr + row, mask=row_mask, other=0)
-    has_positions = (position_ids >= 0) & (position_ids < positions_extent)
-    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=float("nan"))
+    has_positions = checked(position_ids, positions_extent, row_mask)
+    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0)
     out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

@@ -30,18 +30,31 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_embedding_add_layernorm_d79160(const int64_t *__restrict ids,
+extern "C" void fa_embedding_add_layernorm_44804d(const int64_t *__restrict ids,
         const uint16_t *__restrict words, const int64_t *__restrict type_ids,
         const uint16_t *__restrict types, const int64_t *__restrict position_ids,
         const uint16_t *__restrict positions, const uint16_t *__restrict weight,
         const uint16_t *__restrict bias, uint16_t *__restrict out, int64_t n0, int64_t n1, int64_t cols,
         int64_t ids_i0_stride, int64_t words_step, int64_t type_ids_i0_stride, int64_t types_step,
         int64_t positions_step, int64_t out_i0_stride, int64_t out_i1_stride, int64_t words_extent,
-        int64_t types_extent, int64_t positions_extent, int threads) {
+        int64_t types_extent, int64_t positions_extent, int64_t *__restrict wrong, int threads) {
   const float eps = 1e-12f;
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel num_threads(threads) if (n0 * n1 * cols >= kParallelFrom)
@@ -53,24 +66,23 @@ extern "C" void fa_embedding_add_layernorm_d79160(const int64_t *__restrict ids,
       for (int64_t i1 = 0; i1 < n1; ++i1) {
         uint16_t *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         const int64_t ids_value = ids[i0 * ids_i0_stride + i1];
-        const bool both = (ids_value >= int64_t{0}) & (ids_value < words_extent);
+        const bool is_inside = fa_inside(ids_value, words_extent, 1, wrong);
         const int64_t type_ids_value = type_ids[i0 * type_ids_i0_stride + i1];
-        const bool both_2 = (type_ids_value >= int64_t{0}) & (type_ids_value < types_extent);
+        const bool is_inside_2 = fa_inside(type_ids_value, types_extent, 2, wrong);
         const int64_t position_ids_value = position_ids[i1];
-        const bool both_3 = (position_ids_value >= int64_t{0}) & (position_ids_value < positions_extent);
+        const bool is_inside_3 = fa_inside(position_ids_value, positions_extent, 3, wrong);
         double row_sum = 0;
         for (int64_t start = 0; start < cols; start += kChunk) {
           const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
           float row_sum_part = 0;
 #pragma omp simd reduction(+ : row_sum_part)
           for (int64_t col = start; col < stop; ++col) {
-            const float words_value = fa_from_bf16(both ? words[ids_value * words_step + col] : uint16_t{0});
-            const float types_value = fa_from_bf16(both_2 ? types[type_ids_value * types_step + col] : uint16_t{0});
-            const float sum = (both ? words_value : NAN) + (both_2 ? types_value : NAN);
-            const float positions_value = fa_from_bf16(both_3 ? positions[position_ids_value * positions_step + col] : uint16_t{0});
-            const float sum_2 = sum + (both_3 ? positions_value : NAN);
-            sum_buffer[col] = sum_2;
-            row_sum_part += sum_2;
+            const float words_value = fa_from_bf16(is_inside ? words[ids_value * words_step + col] : uint16_t{0});
+            const float types_value = fa_from_bf16(is_inside_2 ? types[type_ids_value * types_step + col] : uint16_t{0});
+            const float positions_value = fa_from_bf16(is_inside_3 ? positions[position_ids_value * positions_step + col] : uint16_t{0});
+            const float sum = words_value + types_value + positions_value;
+            sum_buffer[col] = sum;
+            row_sum_part += sum;
           }
           row_sum += row_sum_part;
         }

@@ -11,6 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -18,7 +27,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_embedding_add_layernorm_027cee(
+def fa_embedding_add_layernorm_d63559(
     ids_ptr, words_ptr, type_ids_ptr, types_ptr, position_ids_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, size1, cols, ids_stride0, words_extent, words_step0, type_ids_stride0, types_extent, types_step0,
     positions_extent, positions_step0, out_stride0, out_stride1,
@@ -36,16 +45,16 @@ def fa_embedding_add_layernorm_027cee(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_words = (ids >= 0) & (ids < words_extent)
-    words = wide(tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=float("nan")))
+    has_words = checked(ids, words_extent, row_mask)
+    words = wide(tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=0.0))
     type_ids = tl.load(type_ids_row, mask=row_mask, other=0)
-    has_types = (type_ids >= 0) & (type_ids < types_extent)
-    types = wide(tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=float("nan")))
+    has_types = checked(type_ids, types_extent, row_mask)
+    types = wide(tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=0.0))
     position_ids = tl.load(position_ids_ptr + i1, mask=row_mask, other=0)
-    has_positions = (position_ids >= 0) & (position_ids < positions_extent)
-    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=float("nan")))
+    has_positions = checked(position_ids, positions_extent, row_mask)
+    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0))
     total = words + types + positions
-    total_sum = tl.sum(tl.where(col_mask, total, 0.0), axis=1, keep_dims=True)
+    total_sum = tl.sum(total, axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
     total_centered = total - total_mean
     total_centered_squared_sum = tl.sum(tl.where(col_mask, total_centered * total_centered, 0.0), axis=1, keep_dims=True)

@@ -30,7 +30,14 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-#define NAN_VALUEF __int_as_float(0x7fffffff)
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_add_layernorm_61ec3e", 0, "checked", sizeof(char));
+    return is_inside;
+}
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -56,20 +63,6 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
         pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : word_t{};
-    return pack;
-}
-
-// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
-template <typename T>
-__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
-    typedef typename Pack<T>::word_t word_t;
-    word_t nan;
-    #pragma unroll
-    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
-    Pack<T> pack;
-    #pragma unroll
-    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
     return pack;
 }
 
@@ -120,7 +113,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_add_layernorm_781133(
+fa_embedding_add_layernorm_61ec3e(
     const long long* __restrict__ ids_ptr,
     const float* __restrict__ words_ptr,
     const long long* __restrict__ type_ids_ptr,
@@ -152,11 +145,11 @@ fa_embedding_add_layernorm_781133(
     const long long* const type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1;
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
     const long long ids = ids_row[0];
-    const bool has_words = (ids >= 0) & (ids < words_extent);
+    const bool has_words = checked(ids, words_extent);
     const long long type_ids = type_ids_row[0];
-    const bool has_types = (type_ids >= 0) & (type_ids < types_extent);
+    const bool has_types = checked(type_ids, types_extent);
     const long long position_ids = position_ids_ptr[i1];
-    const bool has_positions = (position_ids >= 0) & (position_ids < positions_extent);
+    const bool has_positions = checked(position_ids, positions_extent);
     const float eps = 1e-12f;
     Pack<float> words_packs[PACKS];
     Pack<float> types_packs[PACKS];
@@ -167,9 +160,9 @@ fa_embedding_add_layernorm_781133(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        words_packs[p] = load_pack_or_nan(words_ptr + ids * words_step0 + first, is_inside && has_words);
-        types_packs[p] = load_pack_or_nan(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
-        positions_packs[p] = load_pack_or_nan(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
+        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
+        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
         if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
         if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }

@@ -26,7 +26,14 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-#define NAN_VALUEF __int_as_float(0x7fffffff)
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_add_rows_c62eee", 0, "checked", sizeof(char));
+    return is_inside;
+}
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -55,20 +62,6 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     return pack;
 }
 
-// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
-template <typename T>
-__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
-    typedef typename Pack<T>::word_t word_t;
-    word_t nan;
-    #pragma unroll
-    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
-    Pack<T> pack;
-    #pragma unroll
-    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
-    return pack;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     typedef typename Pack<T>::word_t word_t;
@@ -77,7 +70,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_add_rows_237cbe(
+fa_embedding_add_rows_c62eee(
     const long long* __restrict__ ids_ptr,
     const float* __restrict__ weight_ptr,
     const float* __restrict__ positions_ptr,
@@ -108,8 +101,8 @@ fa_embedding_add_rows_237cbe(
             const bool is_inside = top + p < rows;
             const index_t ids_start = i0 * ids_stride0 + i1;
             const long long ids = is_inside ? ids_ptr[ids_start] : 0;
-            const bool has_weight = (ids >= 0) & (ids < weight_extent);
-            weight_packs[p] = load_pack_or_nan(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            const bool has_weight = is_inside && checked(ids, weight_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
             positions_packs[p] = load_pack(positions_ptr + (i1 * positions_stride1 + first), is_inside);
         }
         #pragma unroll

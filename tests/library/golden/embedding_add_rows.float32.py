@@ -10,7 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_embedding_add_rows_97b817(
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
+def fa_embedding_add_rows_f3d6cc(
     ids_ptr, weight_ptr, positions_ptr, out_ptr,
     rows: tl.constexpr, cols: tl.constexpr, ids_stride0: tl.constexpr, weight_extent: tl.constexpr,
     weight_step0: tl.constexpr, positions_stride1: tl.constexpr, out_stride0: tl.constexpr,
@@ -30,8 +39,8 @@ def fa_embedding_add_rows_97b817(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
+    has_weight = checked(ids, weight_extent, row_mask)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
     positions = tl.load(positions_ptr + row * positions_stride1 + col, mask=mask, other=0.0)
     out = weight + positions
 

@@ -29,29 +29,42 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_embedding_layernorm_89a682(const int64_t *__restrict ids, const uint16_t *__restrict table,
+extern "C" void fa_embedding_layernorm_2118d1(const int64_t *__restrict ids, const uint16_t *__restrict table,
         const uint16_t *__restrict weight, const uint16_t *__restrict bias, uint16_t *__restrict out,
         int64_t rows, int64_t cols, int64_t table_step, int64_t out_row_stride, int64_t table_extent,
-        int threads) {
+        int64_t *__restrict wrong, int threads) {
   const float eps = 1e-05f;
   constexpr int64_t kChunk = 1024;  // columns summed in fp32 before fp64 takes over
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
     uint16_t *out_row = out + row * out_row_stride;
     const int64_t ids_value = ids[row];
-    const bool both = (ids_value >= int64_t{0}) & (ids_value < table_extent);
+    const bool is_inside = fa_inside(ids_value, table_extent, 1, wrong);
     double row_sum = 0;
     for (int64_t start = 0; start < cols; start += kChunk) {
       const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
       float row_sum_part = 0;
 #pragma omp simd reduction(+ : row_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = fa_from_bf16(both ? table[ids_value * table_step + col] : uint16_t{0});
-        row_sum_part += both ? table_value : NAN;
+        const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+        row_sum_part += table_value;
       }
       row_sum += row_sum_part;
     }
@@ -62,8 +75,8 @@ extern "C" void fa_embedding_layernorm_89a682(const int64_t *__restrict ids, con
       float square_sum_part = 0;
 #pragma omp simd reduction(+ : square_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = fa_from_bf16(both ? table[ids_value * table_step + col] : uint16_t{0});
-        const float centred = (both ? table_value : NAN) - mean;
+        const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+        const float centred = table_value - mean;
         square_sum_part += centred * centred;
       }
       square_sum += square_sum_part;
@@ -72,9 +85,9 @@ extern "C" void fa_embedding_layernorm_89a682(const int64_t *__restrict ids, con
     const float inverse_root = 1.0f / std::sqrt(variance + eps);
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
-      const float table_value = fa_from_bf16(both ? table[ids_value * table_step + col] : uint16_t{0});
-      const float product = ((both ? table_value : NAN) - mean) * inverse_root;
-      out_row[col] = fa_to_bf16(product * fa_from_bf16(weight[col]) + fa_from_bf16(bias[col]));
+      const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+      const float product = (table_value - mean) * inverse_root * fa_from_bf16(weight[col]);
+      out_row[col] = fa_to_bf16(product + fa_from_bf16(bias[col]));
     }
   }
 }

@@ -29,7 +29,14 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-#define NAN_VALUEF __int_as_float(0x7fffffff)
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_layernorm_963316", 0, "checked", sizeof(char));
+    return is_inside;
+}
 
 struct bfloat16_bits { unsigned short bits; };
 
@@ -80,20 +87,6 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     return pack;
 }
 
-// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
-template <typename T>
-__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
-    typedef typename Pack<T>::word_t word_t;
-    word_t nan;
-    #pragma unroll
-    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
-    Pack<T> pack;
-    #pragma unroll
-    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
-    return pack;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     typedef typename Pack<T>::word_t word_t;
@@ -141,7 +134,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_layernorm_7e4be5(
+fa_embedding_layernorm_963316(
     const long long* __restrict__ ids_ptr,
     const bfloat16_bits* __restrict__ table_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -156,7 +149,7 @@ fa_embedding_layernorm_7e4be5(
     if (ROWS > 1 && row >= rows) return;
     if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const long long ids = ids_ptr[row];
-    const bool has_table = (ids >= 0) & (ids < table_extent);
+    const bool has_table = checked(ids, table_extent);
     const float eps = 1e-05f;
     Pack<bfloat16_bits> table_packs[PACKS];
     Pack<bfloat16_bits> weight_packs[PACKS];
@@ -165,12 +158,12 @@ fa_embedding_layernorm_7e4be5(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
         if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
         if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
 
-    float chosen_sum_part = 0;
+    float table_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -179,13 +172,13 @@ fa_embedding_layernorm_7e4be5(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
-            chosen_sum_part += table;
+            table_sum_part += table;
         }
     }
-    const float chosen_sum = row_reduce<Sum, 0>(chosen_sum_part);
-    const float chosen_mean = mean_of(chosen_sum, (float)cols);
+    const float table_sum = row_reduce<Sum, 0>(table_sum_part);
+    const float table_mean = mean_of(table_sum, (float)cols);
 
-    float chosen_centered_squared_sum_part = 0;
+    float table_centered_squared_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -194,13 +187,13 @@ fa_embedding_layernorm_7e4be5(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
-            const float chosen_centered = table - chosen_mean;
-            chosen_centered_squared_sum_part += chosen_centered * chosen_centered;
+            const float table_centered = table - table_mean;
+            table_centered_squared_sum_part += table_centered * table_centered;
         }
     }
-    const float chosen_centered_squared_sum = row_reduce<Sum, 1>(chosen_centered_squared_sum_part);
-    const float chosen_variance = mean_of(chosen_centered_squared_sum, (float)cols);
-    const float inverse_deviation = rsqrtf(chosen_variance + eps);
+    const float table_centered_squared_sum = row_reduce<Sum, 1>(table_centered_squared_sum_part);
+    const float table_variance = mean_of(table_centered_squared_sum, (float)cols);
+    const float inverse_deviation = rsqrtf(table_variance + eps);
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -213,10 +206,10 @@ fa_embedding_layernorm_7e4be5(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
-            const float chosen_centered = table - chosen_mean;
+            const float table_centered = table - table_mean;
             const float weight = wide(weight_packs[p], lane);
             const float bias = wide(bias_packs[p], lane);
-            const float out = chosen_centered * inverse_deviation * weight + bias;
+            const float out = table_centered * inverse_deviation * weight + bias;
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

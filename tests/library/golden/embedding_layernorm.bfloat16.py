@@ -10,6 +10,15 @@ import triton.language as tl
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -17,7 +26,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_embedding_layernorm_eabd2b(
+def fa_embedding_layernorm_724c10(
     ids_ptr, table_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, table_extent, table_step0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
@@ -29,17 +38,17 @@ def fa_embedding_layernorm_eabd2b(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_table = (ids >= 0) & (ids < table_extent)
-    table = wide(tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=float("nan")))
-    chosen_sum = tl.sum(tl.where(col_mask, table, 0.0), axis=1, keep_dims=True)
-    chosen_mean = tl.div_rn(chosen_sum, tl.cast(cols, tl.float32))
-    chosen_centered = table - chosen_mean
-    chosen_centered_squared_sum = tl.sum(tl.where(col_mask, chosen_centered * chosen_centered, 0.0), axis=1, keep_dims=True)
-    chosen_variance = tl.div_rn(chosen_centered_squared_sum, tl.cast(cols, tl.float32))
+    has_table = checked(ids, table_extent, row_mask)
+    table = wide(tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0))
+    table_sum = tl.sum(table, axis=1, keep_dims=True)
+    table_mean = tl.div_rn(table_sum, tl.cast(cols, tl.float32))
+    table_centered = table - table_mean
+    table_centered_squared_sum = tl.sum(tl.where(col_mask, table_centered * table_centered, 0.0), axis=1, keep_dims=True)
+    table_variance = tl.div_rn(table_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
-    inverse_deviation = tl.rsqrt(chosen_variance + eps)
+    inverse_deviation = tl.rsqrt(table_variance + eps)
     weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
     bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
-    out = chosen_centered * inverse_deviation * weight + bias
+    out = table_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -26,7 +26,14 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
-#define NAN_VALUEF __int_as_float(0x7fffffff)
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_rmsnorm_8a63a6", 0, "checked", sizeof(char));
+    return is_inside;
+}
 
 struct bfloat16_bits { unsigned short bits; };
 
@@ -77,20 +84,6 @@ __device__ __forceinline__ Pack<T> load_pack(const T* from, bool is_wanted = tru
     return pack;
 }
 
-// For rows that a table may lack: all bits set, which is a NaN of any width, where it is not wanted.
-template <typename T>
-__device__ __forceinline__ Pack<T> load_pack_or_nan(const T* from, bool is_wanted) {
-    typedef typename Pack<T>::word_t word_t;
-    word_t nan;
-    #pragma unroll
-    for (int n = 0; n < sizeof(word_t); ++n) reinterpret_cast<unsigned char*>(&nan)[n] = 0xff;
-    Pack<T> pack;
-    #pragma unroll
-    for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n)
-        pack.words[n] = is_wanted ? reinterpret_cast<const word_t*>(from)[n] : nan;
-    return pack;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     typedef typename Pack<T>::word_t word_t;
@@ -138,7 +131,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_rmsnorm_17d3d9(
+fa_embedding_rmsnorm_8a63a6(
     const long long* __restrict__ ids_ptr,
     const bfloat16_bits* __restrict__ table_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -154,7 +147,7 @@ fa_embedding_rmsnorm_17d3d9(
     if (ROWS > 1 && row >= rows) return;
     if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const long long ids = ids_ptr[row];
-    const bool has_table = (ids >= 0) & (ids < table_extent);
+    const bool has_table = checked(ids, table_extent);
     const float eps = 1e-06f;
     Pack<bfloat16_bits> table_packs[PACKS];
     Pack<bfloat16_bits> weight_packs[PACKS];
@@ -162,11 +155,11 @@ fa_embedding_rmsnorm_17d3d9(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack_or_nan(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
         weight_packs[p] = load_pack(weight_ptr + first, is_inside);
     }
 
-    float chosen_squared_sum_part = 0;
+    float table_squared_sum_part = 0;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -176,14 +169,14 @@ fa_embedding_rmsnorm_17d3d9(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
-            chosen_squared_sum_part += table * table;
+            table_squared_sum_part += table * table;
             rows_pack[lane] = narrow<bfloat16_bits>(table);
         }
         store_pack(rows_ptr + row * rows_stride0 + first, rows_pack);
     }
-    const float chosen_squared_sum = row_reduce<Sum, 0>(chosen_squared_sum_part);
-    const float chosen_squared_mean_eps = mean_of(chosen_squared_sum, (float)cols) + eps;
-    const float inverse_rms = rsqrtf(chosen_squared_mean_eps);
+    const float table_squared_sum = row_reduce<Sum, 0>(table_squared_sum_part);
+    const float table_squared_mean_eps = mean_of(table_squared_sum, (float)cols) + eps;
+    const float inverse_rms = rsqrtf(table_squared_mean_eps);
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {

@@ -10,7 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_embedding_rmsnorm_22864d(
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
+def fa_embedding_rmsnorm_acbdc7(
     ids_ptr, table_ptr, weight_ptr, rows_ptr, out_ptr,
     rows, cols, table_extent, table_step0, rows_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
@@ -22,13 +31,13 @@ def fa_embedding_rmsnorm_22864d(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_table = (ids >= 0) & (ids < table_extent)
-    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=float("nan"))
+    has_table = checked(ids, table_extent, row_mask)
+    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0)
     weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
-    chosen_squared_sum = tl.sum(tl.where(col_mask, table * table, 0.0), axis=1, keep_dims=True)
-    chosen_squared_mean = tl.div_rn(chosen_squared_sum, tl.cast(cols, tl.float32))
+    table_squared_sum = tl.sum(table * table, axis=1, keep_dims=True)
+    table_squared_mean = tl.div_rn(table_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-06
-    inverse_rms = tl.rsqrt(chosen_squared_mean + eps)
+    inverse_rms = tl.rsqrt(table_squared_mean + eps)
     out = weight * (table * inverse_rms)
 
     tl.store(rows_ptr + row * rows_stride0 + col, table, mask=mask)

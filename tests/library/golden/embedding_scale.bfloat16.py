@@ -10,6 +10,15 @@ import triton.language as tl
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -17,7 +26,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_embedding_scale_e5f3be(
+def fa_embedding_scale_da64fa(
     ids_ptr, weight_ptr, out_ptr,
     rows, cols: tl.constexpr, weight_extent: tl.constexpr, weight_step0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -31,8 +40,8 @@ def fa_embedding_scale_e5f3be(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan")))
+    has_weight = checked(ids, weight_extent, row_mask)
+    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0))
     scale = 55.42562584220407
     out = weight * scale
 

@@ -10,7 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def fa_embedding_scale_554541(
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
+def fa_embedding_scale_720547(
     ids_ptr, weight_ptr, out_ptr,
     rows, cols: tl.constexpr, weight_extent: tl.constexpr, weight_step0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -24,8 +33,8 @@ def fa_embedding_scale_554541(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_weight = (ids >= 0) & (ids < weight_extent)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=float("nan"))
+    has_weight = checked(ids, weight_extent, row_mask)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
     scale = 55.42562584220407
     out = weight * scale
 

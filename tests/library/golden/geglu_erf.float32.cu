@@ -78,7 +78,7 @@ fa_geglu_erf_20e0c6(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float gate = gate_packs[p][lane];
-            const float product = gate * 0.5f * (1.0f - erff(gate * -0.7071067811865476f));
+            const float product = gate * 0.5f * erfcf(gate * -0.7071067811865476f);
             const float up = up_packs[p][lane];
             const float out = product * up;
             out_pack[lane] = out;

@@ -92,7 +92,7 @@ fa_geglu_erf_packed_b68aae(
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
                 const float packed = packed_packs[p][lane];
-                const float product = packed * 0.5f * (1.0f - erff(packed * -0.7071067811865476f));
+                const float product = packed * 0.5f * erfcf(packed * -0.7071067811865476f);
                 const float packed_shifted = packed_shifted_packs[p][lane];
                 const float out = product * packed_shifted;
                 out_pack[lane] = out;

@@ -75,7 +75,7 @@ fa_gelu_erf_c74767(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            const float out = x * 0.5f * (1.0f - erff(x * -0.7071067811865476f));
+            const float out = x * 0.5f * erfcf(x * -0.7071067811865476f);
             out_pack[lane] = out;
         }
         store_pack(out_ptr + first, out_pack);

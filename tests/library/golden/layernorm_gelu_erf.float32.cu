@@ -175,7 +175,7 @@ fa_layernorm_gelu_erf_1cc262(
             const float weight = weight_packs[p][lane];
             const float bias = bias_packs[p][lane];
             const float total = x_centered * inverse_deviation * weight + bias;
-            const float out = total * 0.5f * (1.0f - erff(total * -0.7071067811865476f));
+            const float out = total * 0.5f * erfcf(total * -0.7071067811865476f);
             out_pack[lane] = out;
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -43,6 +43,6 @@ extern "C" void fa_reglu_e230bf(const uint16_t *__restrict gate, const uint16_t 
         uint16_t *__restrict out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = fa_to_bf16(fa_max(fa_from_bf16(gate[i]), 0.0f) * fa_from_bf16(up[i]));
+    out[i] = fa_to_bf16(fa_max(0.0f, fa_from_bf16(gate[i])) * fa_from_bf16(up[i]));
   }
 }

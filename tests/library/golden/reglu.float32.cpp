@@ -21,6 +21,6 @@ extern "C" void fa_reglu_806f02(const float *__restrict gate, const float *__res
         float *__restrict out, int64_t n, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = fa_max(gate[i], 0.0f) * up[i];
+    out[i] = fa_max(0.0f, gate[i]) * up[i];
   }
 }

@@ -52,7 +52,7 @@ extern "C" void fa_reglu_packed_e94141(const uint16_t *__restrict packed, uint16
       uint16_t *out_row = out + row * out_row_stride;
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
-        const float larger = fa_max(fa_from_bf16(packed_0_row[col]), 0.0f);
+        const float larger = fa_max(0.0f, fa_from_bf16(packed_0_row[col]));
         out_row[col] = fa_to_bf16(larger * fa_from_bf16(packed_1_row[col]));
       }
     }

@@ -30,7 +30,7 @@ extern "C" void fa_reglu_packed_144c8d(const float *__restrict packed, float *__
       float *out_row = out + row * out_row_stride;
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
-        out_row[col] = fa_max(packed_0_row[col], 0.0f) * packed_1_row[col];
+        out_row[col] = fa_max(0.0f, packed_0_row[col]) * packed_1_row[col];
       }
     }
   }

@@ -43,7 +43,7 @@ extern "C" void fa_relu_squared_923093(const uint16_t *__restrict x, uint16_t *_
         int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
-    const float larger = fa_max(fa_from_bf16(x[i]), 0.0f);
+    const float larger = fa_max(0.0f, fa_from_bf16(x[i]));
     out[i] = fa_to_bf16(larger * larger);
   }
 }

@@ -21,7 +21,7 @@ extern "C" void fa_relu_squared_4a015e(const float *__restrict x, float *__restr
         int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(threads) if (n >= kParallelFrom)
   for (int64_t i = 0; i < n; ++i) {
-    const float larger = fa_max(x[i], 0.0f);
+    const float larger = fa_max(0.0f, x[i]);
     out[i] = larger * larger;
   }
 }

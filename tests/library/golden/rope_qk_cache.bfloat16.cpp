@@ -30,6 +30,19 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
@@ -70,7 +83,7 @@ static void part2(const int64_t *__restrict position, const uint16_t *__restrict
         int64_t k_cache_0_row_stride, int64_t k_cache_0_step, int64_t k_cache_1_row_stride,
         int64_t k_cache_1_offset, int64_t k_cache_1_step, int64_t v_cache_0_row_stride,
         int64_t v_cache_0_step, int64_t v_cache_1_row_stride, int64_t v_cache_1_offset,
-        int64_t v_cache_1_step, int64_t k_cache_extent, int threads) {
+        int64_t v_cache_1_step, int64_t k_cache_extent, int64_t *__restrict wrong, int threads) {
   constexpr int64_t kBlock = 4096;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
@@ -83,13 +96,13 @@ static void part2(const int64_t *__restrict position, const uint16_t *__restrict
       const uint16_t *v_0_row = v + row * v_0_row_stride;
       const uint16_t *v_1_row = v + v_1_offset + row * v_1_row_stride;
       const int64_t position_value = position[0];
-      const bool both = (position_value >= int64_t{0}) & (position_value < k_cache_extent);
+      const bool is_inside = fa_inside(position_value, k_cache_extent, 1, wrong);
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float k_value = fa_from_bf16(k_0_row[col]);
         const float k_value_2 = fa_from_bf16(k_1_row[col]);
         const float product = k_value_2 * fa_from_bf16(cos_1_row[col]);
-        if (both) {
+        if (is_inside) {
           k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
               fa_to_bf16(k_value * fa_from_bf16(cos[col]) + -k_value_2 * fa_from_bf16(sin[col]));
           k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =
@@ -104,7 +117,7 @@ static void part2(const int64_t *__restrict position, const uint16_t *__restrict
   }
 }
 
-extern "C" void fa_rope_qk_cache_d79771(const uint16_t *__restrict q, const uint16_t *__restrict cos,
+extern "C" void fa_rope_qk_cache_bef80a(const uint16_t *__restrict q, const uint16_t *__restrict cos,
         const uint16_t *__restrict sin, const int64_t *__restrict position, const uint16_t *__restrict k,
         const uint16_t *__restrict v, uint16_t *__restrict q_out, uint16_t *__restrict k_cache,
         uint16_t *__restrict v_cache, int64_t rows_of_1, int64_t cols_of_1, int64_t q_0_row_stride_of_1,
@@ -116,7 +129,8 @@ extern "C" void fa_rope_qk_cache_d79771(const uint16_t *__restrict q, const uint
         int64_t v_1_offset_of_2, int64_t k_cache_0_row_stride_of_2, int64_t k_cache_0_step_of_2,
         int64_t k_cache_1_row_stride_of_2, int64_t k_cache_1_offset_of_2, int64_t k_cache_1_step_of_2,
         int64_t v_cache_0_row_stride_of_2, int64_t v_cache_0_step_of_2, int64_t v_cache_1_row_stride_of_2,
-        int64_t v_cache_1_offset_of_2, int64_t v_cache_1_step_of_2, int64_t k_cache_extent_of_2, int threads) {
+        int64_t v_cache_1_offset_of_2, int64_t v_cache_1_step_of_2, int64_t k_cache_extent_of_2,
+        int64_t *wrong, int threads) {
   part1(q, cos, sin, q_out, rows_of_1, cols_of_1, q_0_row_stride_of_1, q_1_row_stride_of_1, q_1_offset_of_1,
         cos_1_offset_of_1, sin_1_offset_of_1, q_out_0_row_stride_of_1, q_out_1_row_stride_of_1, q_out_1_offset_of_1,
         threads);
@@ -125,5 +139,5 @@ extern "C" void fa_rope_qk_cache_d79771(const uint16_t *__restrict q, const uint
         v_1_row_stride_of_2, v_1_offset_of_2, k_cache_0_row_stride_of_2, k_cache_0_step_of_2,
         k_cache_1_row_stride_of_2, k_cache_1_offset_of_2, k_cache_1_step_of_2, v_cache_0_row_stride_of_2,
         v_cache_0_step_of_2, v_cache_1_row_stride_of_2, v_cache_1_offset_of_2, v_cache_1_step_of_2,
-        k_cache_extent_of_2, threads);
+        k_cache_extent_of_2, wrong, threads);
 }

@@ -8,6 +8,19 @@
 #include <cmath>
 #include <cstdint>
 
+// Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
+__attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(wrong, &none, check, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) wrong[1] = number;
+}
+
+// Whether a position lies in its tensor; nothing is read or written where it does not.
+static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int64_t *wrong) {
+  const bool is_inside = static_cast<uint64_t>(number) < static_cast<uint64_t>(extent);
+  if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
+  return is_inside;
+}
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
@@ -45,7 +58,8 @@ static void part2(const int64_t *__restrict position, const float *__restrict k,
         int64_t v_1_row_stride, int64_t v_1_offset, int64_t k_cache_0_row_stride, int64_t k_cache_0_step,
         int64_t k_cache_1_row_stride, int64_t k_cache_1_offset, int64_t k_cache_1_step,
         int64_t v_cache_0_row_stride, int64_t v_cache_0_step, int64_t v_cache_1_row_stride,
-        int64_t v_cache_1_offset, int64_t v_cache_1_step, int64_t k_cache_extent, int threads) {
+        int64_t v_cache_1_offset, int64_t v_cache_1_step, int64_t k_cache_extent, int64_t *__restrict wrong,
+        int threads) {
   constexpr int64_t kBlock = 4096;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (rows * cols >= kParallelFrom)
   for (int64_t row = 0; row < rows; ++row) {
@@ -58,12 +72,12 @@ static void part2(const int64_t *__restrict position, const float *__restrict k,
       const float *v_0_row = v + row * v_0_row_stride;
       const float *v_1_row = v + v_1_offset + row * v_1_row_stride;
       const int64_t position_value = position[0];
-      const bool both = (position_value >= int64_t{0}) & (position_value < k_cache_extent);
+      const bool is_inside = fa_inside(position_value, k_cache_extent, 1, wrong);
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float k_value = k_0_row[col];
         const float k_value_2 = k_1_row[col];
-        if (both) {
+        if (is_inside) {
           k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
               k_value * cos[col] + -k_value_2 * sin[col];
           k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =
@@ -77,7 +91,7 @@ static void part2(const int64_t *__restrict position, const float *__restrict k,
   }
 }
 
-extern "C" void fa_rope_qk_cache_300f1b(const float *__restrict q, const float *__restrict cos,
+extern "C" void fa_rope_qk_cache_a28c3d(const float *__restrict q, const float *__restrict cos,
         const float *__restrict sin, const int64_t *__restrict position, const float *__restrict k,
         const float *__restrict v, float *__restrict q_out, float *__restrict k_cache,
         float *__restrict v_cache, int64_t rows_of_1, int64_t cols_of_1, int64_t q_0_row_stride_of_1,
@@ -89,7 +103,8 @@ extern "C" void fa_rope_qk_cache_300f1b(const float *__restrict q, const float *
         int64_t v_1_offset_of_2, int64_t k_cache_0_row_stride_of_2, int64_t k_cache_0_step_of_2,
         int64_t k_cache_1_row_stride_of_2, int64_t k_cache_1_offset_of_2, int64_t k_cache_1_step_of_2,
         int64_t v_cache_0_row_stride_of_2, int64_t v_cache_0_step_of_2, int64_t v_cache_1_row_stride_of_2,
-        int64_t v_cache_1_offset_of_2, int64_t v_cache_1_step_of_2, int64_t k_cache_extent_of_2, int threads) {
+        int64_t v_cache_1_offset_of_2, int64_t v_cache_1_step_of_2, int64_t k_cache_extent_of_2,
+        int64_t *wrong, int threads) {
   part1(q, cos, sin, q_out, rows_of_1, cols_of_1, q_0_row_stride_of_1, q_1_row_stride_of_1, q_1_offset_of_1,
         cos_1_offset_of_1, sin_1_offset_of_1, q_out_0_row_stride_of_1, q_out_1_row_stride_of_1, q_out_1_offset_of_1,
         threads);
@@ -98,5 +113,5 @@ extern "C" void fa_rope_qk_cache_300f1b(const float *__restrict q, const float *
         v_1_row_stride_of_2, v_1_offset_of_2, k_cache_0_row_stride_of_2, k_cache_0_step_of_2,
         k_cache_1_row_stride_of_2, k_cache_1_offset_of_2, k_cache_1_step_of_2, v_cache_0_row_stride_of_2,
         v_cache_0_step_of_2, v_cache_1_row_stride_of_2, v_cache_1_offset_of_2, v_cache_1_step_of_2,
-        k_cache_extent_of_2, threads);
+        k_cache_extent_of_2, wrong, threads);
 }

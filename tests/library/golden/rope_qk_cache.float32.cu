@@ -28,6 +28,15 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
+
+// Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
+__device__ __forceinline__ bool checked(long long place, long long extent) {
+    const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
+    if (!is_inside) __assertfail("position out of range", "fa_rope_qk_cache_68ba5d", 0, "checked", sizeof(char));
+    return is_inside;
+}
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -147,7 +156,7 @@ __device__ __forceinline__ void part2(
     const index_t top = ((index_t)block * ROWS + threadIdx.y) * PACKS;  // the thread's first row
     if (top >= rows) return;
     const long long position = position_ptr[0];
-    const bool fits_k_cache = (position >= 0) & (position < k_cache_extent);
+    const bool fits_k_cache = checked(position, k_cache_extent);
     const index_t step = (index_t)gridDim.y * THREADS * VEC;
     for (index_t first = ((index_t)blockIdx.y * THREADS + threadIdx.x) * VEC; first < cols;
          first = ONCE ? cols : first + step) {
@@ -205,7 +214,7 @@ __device__ __forceinline__ void part2(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rope_qk_cache_4b0a89(
+fa_rope_qk_cache_68ba5d(
     const float* __restrict__ q_ptr,
     const float* __restrict__ cos_ptr,
     const float* __restrict__ sin_ptr,

@@ -12,6 +12,15 @@ import triton.language as tl
 
 
 @triton.jit
+def checked(place, extent, wanted):
+    # Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: where nothing is wanted,
+    # past the end for instance, no position counts. The launch asks for assertions (debug=True).
+    is_inside = (place >= 0) & (place < extent)
+    tl.device_assert(is_inside | (wanted == 0), "position out of range")
+    return is_inside & (wanted != 0)
+
+
+@triton.jit
 def part1(
     program,
     q_ptr, cos_ptr, sin_ptr, q_out_ptr,
@@ -67,7 +76,7 @@ def part2(
     sin_shifted = tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0)
     v = tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0)
     v_shifted = tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0)
-    fits_k_cache = (position >= 0) & (position < k_cache_extent)
+    fits_k_cache = checked(position, k_cache_extent, True)
     k_cache = k * cos + -k_shifted * sin
     k_cache_2 = k_shifted * cos_shifted + k * sin_shifted
 
@@ -79,7 +88,7 @@ def part2(
 
 
 @triton.jit
-def fa_rope_qk_cache_bb26c1(
+def fa_rope_qk_cache_95c9d0(
     q_ptr, cos_ptr, sin_ptr, position_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     start_of_2, rows_of_1, cols_of_1: tl.constexpr, q_stride0_of_1: tl.constexpr, q_offset_of_1: tl.constexpr,
     cos_offset_of_1: tl.constexpr, sin_offset_of_1: tl.constexpr, q_out_stride0_of_1: tl.constexpr,

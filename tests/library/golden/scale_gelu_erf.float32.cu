@@ -76,8 +76,7 @@ fa_scale_gelu_erf_22ac68(
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const float x = x_packs[p][lane];
-            const float erfc_product = 1.0f - erff(x * scale * -0.7071067811865476f);
-            const float out = x * 0.35f * erfc_product;
+            const float out = x * 0.35f * erfcf(x * scale * -0.7071067811865476f);
             out_pack[lane] = out;
         }
         store_pack(out_ptr + first, out_pack);

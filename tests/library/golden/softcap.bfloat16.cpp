@@ -59,7 +59,7 @@ static inline float fa_tanh(float x) {
   const float r = fa_fma(n, 2.12194440e-4f, fa_fma(n, -0.693359375f, y));
   const float scale = fa_pow2(n);
   const float t = fa_fma(scale, fa_expm1_core(r), scale - 1.0f);
-  return t / (t + 2.0f);
+  return std::copysign(t / (t + 2.0f), x);  // -0 stays -0
 }
 
 // Threads start from this many elements on: below it they cost more than they save.
