@@ -156,12 +156,7 @@ def capture_regions(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
-    if torch_internals.is_mode_active():
-        raise CannotCapture(model_id=model_id, detail="a TorchFunctionMode or TorchDispatchMode is active, which sees its own ops")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
-        if torch_internals.sees_its_ops(type(tensor)):
-            detail = f"`{name}` is a {type(tensor).__name__}, which handles its ops by itself (__torch_function__ or __torch_dispatch__)"
-            raise CannotCapture(model_id=model_id, detail=detail)
+    _refuse_own_ops(model, args, kwargs, model_id)
     original = torch_internals.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
@@ -224,6 +219,17 @@ def capture_regions(
         region.example_args = mine[0]
         region.names, region.roles = _name_inputs(mine, known)
     return live
+
+
+def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
+    """Leave what sees each op by itself to the model's own ops."""
+    if torch_internals.is_mode_active():
+        detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+        raise CannotCapture(model_id=model_id, detail=detail)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
+        if torch_internals.sees_its_ops(type(tensor)):
+            kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
+            raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
 
 
 def _cause(error: Exception) -> str:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
+from fusion_advisor.capture.state import kept_as_it_is
 from fusion_advisor.errors import AdvisorError, CannotCopy
 from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.graphed import GraphedRegion, Graphs, HalfWritten
@@ -163,6 +164,9 @@ class FusedModel:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
+        if torch_internals.is_mode_active():  # it would see what is read of the tensors below
+            self._say(_MODE)
+            return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
@@ -225,8 +229,6 @@ class FusedModel:
             return _TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if torch_internals.is_mode_active():
-            return _MODE
         if any(type(leaf) is not torch.Tensor and torch_internals.sees_its_ops(type(leaf)) for leaf in leaves):
             return _OWN_OPS
         if verified is None:
@@ -306,7 +308,8 @@ class FusedModel:
         """
         if signature(args, kwargs) in self._verified:
             return None
-        regions, modules, made = specialise(self.model, args, kwargs, self._kept)
+        with kept_as_it_is(self.model, args, kwargs):
+            regions, modules, made = specialise(self.model, args, kwargs, self._kept)
         self._add(regions, modules, args, kwargs)
         self.specialised.append(made)
         return made

@@ -243,7 +243,9 @@ def find_compiler() -> tuple[str, ...] | None:
 def _identity(compiler: tuple[str, ...]) -> str:
     """The compiler, its version, and the CPU that -march=native stands for: a shared home may serve several machines."""
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=False, timeout=60
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         version = ""
     cpu = platform.processor()
@@ -280,7 +282,9 @@ def _compile(entry: str, command: tuple[str, ...], source: Path, library: Path) 
     os.close(descriptor)
     built = Path(name)
     try:
-        done = subprocess.run([*command, str(source), "-o", name], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            [*command, str(source), "-o", name], capture_output=True, text=True, errors="replace", check=False, timeout=120
+        )
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
             raise KernelBuildFailed(kernel=entry, target="cpp", cause=errors[0].removeprefix(f"{source}:").strip())
