@@ -117,11 +117,10 @@ def apply_workload(
             launch_cost_ns=cost_ns,
         )
         on_report(report)
-        run = install(
+        return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
-        return run
 
 
 def _profile(
