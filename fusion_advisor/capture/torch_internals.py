@@ -223,7 +223,8 @@ class _Watch(TorchDispatchMode):
 
 def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU."""
-    torch._foreach_copy_(destinations, sources)
+    if destinations:  # torch refuses empty lists
+        torch._foreach_copy_(destinations, sources)
 
 
 def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
