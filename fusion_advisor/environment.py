@@ -61,7 +61,7 @@ def checkout_commit(root: Path) -> str:
     def git(*words: str) -> str | None:
         command = ["git", "-C", str(root), *words]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -229,7 +229,7 @@ def _compiler() -> str:
     if path is None:
         return ""
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     lines = answer.stdout.strip().splitlines()

@@ -389,6 +389,15 @@ class ModelInTraining(AdvisorError):
     exit_code = 2
 
 
+class NoTensorOutput(AdvisorError):
+    """apply was given a model whose call returns no tensor and writes none."""
+
+    code = "FA315"
+    message = "`{model_id}` returns no tensor, so nothing shows whether a fused call computes the same"
+    hint = "wrap it in a module whose forward returns the tensors that matter; `fa.profile` measures it as it is"
+    exit_code = 4
+
+
 class CannotCopy(AdvisorError):
     """A fused model was copied or pickled: its kernels and compiled graphs belong to this process and to this one model."""
 

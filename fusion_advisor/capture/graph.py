@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fusion_advisor.capture.arguments import tensors_in
 from fusion_advisor.capture.classify import base_name, class_of
 from fusion_advisor.capture.nodes import module_path, relative_path, source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.retrace import retrace
-from fusion_advisor.capture.state import Written, written_by
+from fusion_advisor.capture.state import Written, arguments, written_by
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.frame_stack import in_one_piece
@@ -63,6 +64,7 @@ class Region:
         roles: ``input``, ``parameter`` or ``buffer`` per placeholder.
         example_args: the tensors of the first call.
         route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
+        code: of every function that dynamo looked through for it.
     """
 
     index: int
@@ -72,6 +74,7 @@ class Region:
     roles: tuple[str, ...] = ()
     example_args: tuple[Any, ...] = ()
     route: Route | None = None
+    code: tuple[CodeType, ...] = ()
 
 
 @dataclass(slots=True)
@@ -153,6 +156,7 @@ def capture_regions(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
+    _refuse_own_ops(model, args, kwargs, model_id)
     original = torch_internals.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
@@ -160,6 +164,7 @@ def capture_regions(
     regions: list[Region] = []
     breaks: list[GraphBreak] = []
     seen: list[tuple[Route, tuple[Any, ...]]] = []
+    modes: list[Any] = []
 
     def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         if compiled.later is not None:
@@ -167,7 +172,11 @@ def capture_regions(
         if not with_lines:
             torch_internals.leave_new_guards_untried()
         route = Route(graph_module.forward, seen)
-        region = Region(index=len(regions), graph=retrace(graph_module), original=graph_module, route=route)
+        modes.extend(torch_internals.fake_modes_of(graph_module))
+        region = Region(
+            index=len(regions), graph=retrace(graph_module), original=graph_module, route=route,
+            code=torch_internals.traced_code(),
+        )  # fmt: skip
         reason = torch_internals.break_reason(graph_module)
         if reason is not None:
             breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
@@ -186,6 +195,9 @@ def capture_regions(
         raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+    finally:
+        torch_internals.forget_real_tensors(modes)
+        modes.clear()
     written.rewind()
     runs: dict[int, list[tuple[Any, ...]]] = {}
     for route, values in seen:
@@ -207,6 +219,17 @@ def capture_regions(
         region.example_args = mine[0]
         region.names, region.roles = _name_inputs(mine, known)
     return live
+
+
+def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
+    """Leave what sees each op by itself to the model's own ops."""
+    if torch_internals.is_mode_active():
+        detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+        raise CannotCapture(model_id=model_id, detail=detail)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
+        if torch_internals.sees_its_ops(type(tensor)):
+            kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
+            raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
 
 
 def _cause(error: Exception) -> str:

@@ -9,7 +9,8 @@ import contextlib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_impls import fast_detach
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -221,7 +223,8 @@ class _Watch(TorchDispatchMode):
 
 def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU."""
-    torch._foreach_copy_(destinations, sources)
+    if destinations:  # torch refuses empty lists
+        torch._foreach_copy_(destinations, sources)
 
 
 def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
@@ -232,6 +235,56 @@ def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
     frames = list(getattr(compile_reason, "user_stack", None) or [])
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return str(compile_reason.reason).strip().splitlines()[0], where
+
+
+def traced_code() -> tuple[CodeType, ...]:
+    """Return the code of every function that dynamo has looked through for the graph that its backend has in hand, each once.
+
+    Dynamo guards the functions that it finds by name in a module's globals. It does not guard those that it finds in a class.
+    """
+    return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+
+
+def is_mode_active() -> bool:
+    """Whether a mode of the caller's sees every op: a ``TorchFunctionMode`` or a ``TorchDispatchMode``.
+
+    ``torch.device`` and ``set_default_device`` are function modes too. They change nothing but where new tensors go, and dynamo
+    guards them.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
+
+
+def sees_its_ops(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors handles the ops on it by itself (``__torch_function__`` or ``__torch_dispatch__``)."""
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return kind.__torch_function__ is not _NO_FUNCTION or getattr(kind, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH
+
+
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def fake_modes_of(graph_module: torch.fx.GraphModule) -> list[Any]:
+    """Return the fake modes that dynamo traced a graph with; call it in the backend, for dynamo replaces one of them there."""
+    context = TracingContext.try_get()
+    modes = [getattr(value, "fake_mode", None) for value in placeholder_values(graph_module)]
+    modes.append(None if context is None else context.fake_mode)
+    return list({id(mode): mode for mode in modes if mode is not None}.values())
+
+
+def forget_real_tensors(modes: Iterable[Any]) -> None:
+    """Drop the weak references that fake modes keep to the tensors that were traced.
+
+    They serve the trace alone. As long as there is one, ``torch.utils.swap_tensors`` refuses the tensor.
+    """
+    for mode in modes:
+        converter = mode.fake_tensor_converter.meta_converter
+        converter.describer.lookup_tensor.clear()
+        converter.describer.lookup_storage.clear()
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:

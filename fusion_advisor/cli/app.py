@@ -9,6 +9,7 @@ import errno
 import shlex
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -90,8 +91,13 @@ def _end_of(error: Exception, settings: Settings) -> int:
     if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         print_bug(error, settings)
         return BUG
+    path = error.filename
+    if path is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        is_printed = bool(frames) and Path(frames[-1].filename).name == "console.py"
+        path = "standard output" if is_printed or settings.log_path is None else settings.log_path.parent
     silence_stdout()
-    full = CannotWrite(path="standard output", detail=error.strerror)
+    full = CannotWrite(path=path, detail=error.strerror)
     print_error(full, settings)
     return full.exit_code
 

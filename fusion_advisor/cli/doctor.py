@@ -145,7 +145,7 @@ def _host_compiler() -> Finding:
 
 def _first_version(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     words = re.split(r"[\s,()]+", done.stdout)

@@ -88,6 +88,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "Kernels and compiled graphs are this process's, and the graphs read this model's own tensors. The model itself can "
         "be copied, pickled and saved while it is fused: the copy runs its own ops. The object that `fa.apply` returns cannot.",
     ),
+    "FA315": (
+        "A fused call stays only after its results were compared with the original's. This model's call returns no tensor (None, "
+        "a string, a Python number) and writes to none among its inputs and buffers, so there is nothing to compare.",
+    ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
         "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "

@@ -3,6 +3,9 @@
 Dynamo keeps what it is good at (guards, graph breaks, recompiles); each graph that it hands over is retraced, its chains are
 found, checked and timed on the tensors of its first call, and what pays stays. Graphs that train, or that write to their inputs
 (timing would repeat the write), run as dynamo captured them, and the reason is said once per reason.
+
+Inside torch.compile the guards are dynamo's alone: a method that is replaced in a class later is not seen, as with every backend.
+``fa.apply`` sees it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from fusion_advisor.capture.attached import attached_profiler
 from fusion_advisor.capture.graph import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.retrace import retrace
+from fusion_advisor.capture.state import Numbers
 from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.bench import Bench
@@ -81,8 +85,12 @@ class _FirstCall:
         if self._call is None:
             self._region.example_args = args
             self._region.names, self._region.roles = _names(self._region, args)
-            has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
-            self._call = optimise(self._region, self._options) if has_tensors else self._original.forward
+            numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
+            try:
+                has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+                self._call = optimise(self._region, self._options) if has_tensors else self._original.forward
+            finally:
+                numbers.restore()
             self._region.example_args = ()  # nothing of the call is kept alive
         try:
             return self._call(*args)

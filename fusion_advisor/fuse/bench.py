@@ -98,7 +98,7 @@ class Bench:
             also: further ops whose results are kept.
         """
         keep = {index for fusion in fusions for index in fusion.sites[0].given} | set(also)
-        check = {index for fusion in fusions for site in fusion.sites for index in site.given}
+        check = {index for fusion in fusions for site in fusion.sites for index in (*site.given, *site.outputs)}
         self.observe_values(keep, check)
 
     def observe_values(self, keep: set[int], check: set[int]) -> None:
@@ -130,7 +130,9 @@ class Bench:
         launch = built.bind(fusion.program)
         sites, refusals = [], []
         for site, lowered in zip(fusion.chain.sites, fusion.sites, strict=True):
-            surprise = next((self.surprises[index] for index in lowered.given if index in self.surprises), None)
+            # A result in the traced strides would not be the model's own, and an op that follows them would go another way.
+            ends = (*lowered.given, *lowered.outputs)
+            surprise = next((self.surprises[index] for index in ends if index in self.surprises), None)
             if surprise is not None:
                 refusals.append(f"{site.module_path or 'model'}: {surprise}")
                 continue

@@ -11,9 +11,9 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture import torch_internals
 from fusion_advisor.capture.graph import LiveCapture, Region, writes_to_inputs
+from fusion_advisor.capture.state import kept_as_it_is
 from fusion_advisor.errors import AdvisorError, CannotCopy
 from fusion_advisor.fuse.callers import warn_caller
 from fusion_advisor.fuse.frozen import held_calls
@@ -29,6 +30,7 @@ from fusion_advisor.fuse.rewrite import LayoutChanged
 from fusion_advisor.fuse.signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.specialize import Kept, Specialised, specialise
 from fusion_advisor.fuse.tally import Tally, tallies_in, total
+from fusion_advisor.fuse.watched import WatchedCode
 from fusion_advisor.records import Report
 
 
@@ -96,8 +98,9 @@ class FusedModel:
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, Seen] = {}
         self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
-        kinds: dict[type[torch.nn.Module], None] = dict.fromkeys(map(type, model.modules()))
-        self._forwards = [(kind, kind.forward) for kind in kinds]
+        self._code: set[CodeType] = set()
+        self._watched: list[WatchedCode] = []
+        self._fake_modes: list[Any] = []
         self._look_at_parts()
         self._original = torch_internals.original_call(model)
         captured = None if live is None else live.compiled
@@ -136,6 +139,14 @@ class FusedModel:
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
         self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
+        self._watch(code for region in regions for code in region.code)
+
+    def _watch(self, code: Iterable[CodeType]) -> None:
+        """Note which code the verified graphs stand for."""
+        new = set(code) - self._code
+        if new or not self._watched:
+            self._code |= new
+            self._watched.append(WatchedCode(self.model, new))
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
@@ -158,6 +169,9 @@ class FusedModel:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
+        if torch_internals.is_mode_active():  # it would see what is read of the tensors below
+            self._say(_MODE)
+            return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
@@ -220,6 +234,8 @@ class FusedModel:
             return _TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
+        if any(type(leaf) is not torch.Tensor and torch_internals.sees_its_ops(type(leaf)) for leaf in leaves):
+            return _OWN_OPS
         if verified is None:
             return self._refusal() or _UNSEEN
         if verified.sharing is not None and sharing(leaves) != verified.sharing:
@@ -228,23 +244,26 @@ class FusedModel:
 
     def _look_at_parts(self) -> None:
         """Note which modules the model is made of, and where their hooks would be registered."""
-        self._parts = [module._modules for module in self.model.modules()]
+        parts = [module._modules for module in self.model.modules()]
+        self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
         self._parts_then = [dict(parts) for parts in self._parts]
         self._live_dropouts = _dropouts(self.model)
         known = {id(table) for table, _ in self._hooks}
         self._no_hooks = [table for table in torch_internals.hook_tables(self.model) if id(table) not in known]
 
     def _refusal(self) -> str | None:
-        # Dynamo compares neither: a module in another's place may have hooks of its own, a class another forward.
+        # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
-        if self._parts != self._parts_then:
+        if any(self._no_parts) or self._parts != self._parts_then:
             self._look_at_parts()
             tables = set(map(id, torch_internals.hook_tables(self.model)))
             if any(id(table) not in tables for table, _ in self._hooks):
                 self._parts_then = []  # looked at again by every call
                 return _HOOK
-        if any(kind.forward != forward for kind, forward in self._forwards):
-            return "the forward of a class was replaced after the model was verified"
+        for watched in self._watched:
+            replaced = watched.change()
+            if replaced is not None:
+                return f"the code of `{replaced}` was replaced after the model was verified"
         if any(module.training for module in self._live_dropouts):
             return _TRAINING
         # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
@@ -259,6 +278,7 @@ class FusedModel:
 
     def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
+        self._fake_modes += torch_internals.fake_modes_of(graph_module)
         found = self._modules_by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
         if found is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
@@ -314,7 +334,8 @@ class FusedModel:
         """
         if signature(args, kwargs) in self._verified:
             return None
-        regions, modules, made = specialise(self.model, args, kwargs, self._kept)
+        with kept_as_it_is(self.model, args, kwargs):
+            regions, modules, made = specialise(self.model, args, kwargs, self._kept)
         self._add(regions, modules, args, kwargs)
         self.specialised.append(made)
         return made
@@ -332,6 +353,7 @@ class FusedModel:
         other.revert()
         self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
         self._count_in([module for module, _, _ in other._modules_by_code.values()])
+        self._watched += other._watched
         self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
 
@@ -369,6 +391,8 @@ class FusedModel:
         if self.is_applied:
             torch_internals.set_compiled_call(self.model, self._before)
             self.is_applied = False
+            torch_internals.forget_real_tensors(self._fake_modes)
+            self._fake_modes.clear()
             if self.graphs is not None:
                 self.graphs.forget()
         return self.model
@@ -429,6 +453,8 @@ class _Refused(Exception):
 
 
 _TRAINING = "the model is in train() mode"
+_MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+_OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
 _HOOK = "a hook was added or removed after the model was verified"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusion_advisor.capture.arguments import copied
-from fusion_advisor.capture.state import Written, arguments
+from fusion_advisor.capture.arguments import copied, tensors_in
+from fusion_advisor.capture.state import Written, live_tensors
 from fusion_advisor.fuse.verify import check_model
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.workload.device import memory_bytes
@@ -47,7 +47,7 @@ def check_whole_model(
 
     def outcome(call: Callable[[], Any]) -> _Outcome:
         written.restore()
-        return _Outcome.of(call(), _live(loaded.model, loaded.args, loaded.kwargs), names)
+        return _Outcome.of(call(), live_tensors(loaded.model, loaded.args, loaded.kwargs), names)
 
     ours, theirs = outcome(fused), outcome(eager)
     written.restore()
@@ -101,9 +101,15 @@ def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Te
 
 
 def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
-    """Flatten a model's output into (name, tensor)."""
-    leaves, _ = pytree.tree_flatten_with_path(output)
-    return [(pytree.keystr(path).strip("[]'.\"") or "output", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    """Flatten a model's output into (name, tensor); dataclasses and other objects that hold tensors are looked into."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        name = pytree.keystr(path).strip("[]'.\"")
+        if isinstance(leaf, torch.Tensor):
+            found.append((name or "output", leaf))
+        else:
+            found += [(inside.lstrip("."), tensor) for inside, tensor in tensors_in(name, leaf)]
+    return found
 
 
 def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:
@@ -130,8 +136,4 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequen
         output = model(*args, **kwargs)
     except RuntimeError:  # a dtype that the model's own code names does not follow the copy
         return None, "eager"
-    return _Outcome.of(output, _live(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
-
-
-def _live(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {**arguments(args, kwargs), **dict(model.named_buffers())}
+    return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"

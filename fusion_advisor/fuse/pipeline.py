@@ -7,17 +7,17 @@ handed to ``options.on_report`` (the CLI writes it to disk), so an interrupted r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
 from fusion_advisor.capture.graph import LiveCapture
 from fusion_advisor.capture.profile import profile_model
-from fusion_advisor.capture.state import Written
+from fusion_advisor.capture.state import Written, kept_as_it_is
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.environment import describe_environment, measure_bandwidth
-from fusion_advisor.errors import ModelInTraining
+from fusion_advisor.errors import ModelInTraining, NoTensorOutput
 from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.changed_step import Kept
@@ -27,6 +27,7 @@ from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
 from fusion_advisor.fuse.merging import merge_gemms
 from fusion_advisor.fuse.model import is_training
+from fusion_advisor.fuse.model_check import named_tensors
 from fusion_advisor.fuse.narrowing import leave_out_rows
 from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan import Plan, make_plan
@@ -51,7 +52,7 @@ def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with on_device(loaded, "profiling"):
+    with on_device(loaded, "profiling"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
         capture, live, plan = _profile(loaded, options, progress, clock)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         live.written.restore()
@@ -73,6 +74,7 @@ def apply_workload(
         on_report: given the report so far after every fusion.
 
     Raises:
+        NoTensorOutput: no number shows whether a fused call is right.
         ModelInTraining: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
@@ -81,8 +83,13 @@ def apply_workload(
         raise ModelInTraining(model_id=loaded.record.model_id)
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    with on_device(loaded, "applying"):
+    with (
+        on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
+    ):  # fmt: skip
         capture, live, plan = _profile(loaded, options, progress, clock)
+        at_the_end.callback(live.written.restore)
+        if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
+            raise NoTensorOutput(model_id=loaded.record.model_id)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
         report = replace(report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep)
@@ -110,12 +117,10 @@ def apply_workload(
             launch_cost_ns=cost_ns,
         )
         on_report(report)
-        run = install(
+        return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
-        live.written.restore()
-        return run
 
 
 def _profile(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.capture.state import kept_as_it_is
 from fusion_advisor.collector import collector_paused
 from fusion_advisor.errors import AdvisorError, PlanMismatch, UnreadableReport
 from fusion_advisor.frame_stack import in_one_piece
@@ -160,7 +161,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
         )
     clock = clock or PhaseClock(Progress())
     # Dynamo leaves a heap behind that takes half a second to walk.
-    with current_device(device), collector_paused():
+    with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
         return in_one_piece(lambda: _apply(loaded, saved, clock))
 
 

@@ -30,8 +30,8 @@ from fusion_advisor.library.cpp_layout import Layout
 from fusion_advisor.library.cpp_names import Names
 from fusion_advisor.library.heading import dropout_notes, wrap
 from fusion_advisor.library.kept_code import KeptCode
-from fusion_advisor.library.private_folder import cache_folder
 from fusion_advisor.library.positions import checks_of, error_of
+from fusion_advisor.library.private_folder import cache_folder
 from fusion_advisor.library.program import Program, layout_key, nests
 from fusion_advisor.library.source import (
     Header,
@@ -256,7 +256,9 @@ def find_compiler() -> tuple[str, ...] | None:
 def _identity(compiler: tuple[str, ...]) -> str:
     """The compiler, its version, and the CPU that -march=native stands for: a shared home may serve several machines."""
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=False, timeout=60
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         version = ""
     cpu = platform.processor()
@@ -300,7 +302,9 @@ def _replace(path: Path, content: bytes) -> None:
 def _compile(entry: str, command: tuple[str, ...], source: Path, kept: KeptCode, key: str) -> Path:
     built = kept.temporary()
     try:
-        done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            [*command, str(source), "-o", str(built)], capture_output=True, text=True, errors="replace", check=False, timeout=120
+        )
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
             raise KernelBuildFailed(kernel=entry, target="cpp", cause=errors[0].removeprefix(f"{source}:").strip())

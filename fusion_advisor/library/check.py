@@ -269,7 +269,7 @@ class _Checker:
         """The Triton rows of another process, in which the interpreter is on."""
         command = [sys.executable, "-m", "fusion_advisor.library.check", self.spec.name, *map(str, self.dirs)]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
         if done.returncode:
             cause = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
             failed = [_row(str(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")

@@ -109,7 +109,7 @@ def compile_cubin(rendered: Rendered, target: str, macros: dict[str, int], *, co
         source.write_text(rendered.source, encoding="utf-8")
         options = [f"-D{name}={value}" for name, value in macros.items()]
         command = [str(nvcc), "-cubin", f"-arch={target}", "-std=c++17", *options, "-o", str(cubin), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
             raise KernelBuildFailed(kernel=rendered.entry, target=target, cause=first_error(done.stderr))
         return cubin.read_bytes()

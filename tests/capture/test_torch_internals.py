@@ -556,3 +556,44 @@ def test_wrapped_tensors_are_told_from_real_and_fake_ones():
     (fake,) = torch_internals.fake_tensors([torch.zeros(3)])
     assert not torch_internals.is_wrapped(fake) and not torch_internals.is_wrapped(torch.zeros(3))
     assert torch_internals.is_fake(fake) and not torch_internals.is_fake(torch.zeros(3)) and not torch_internals.is_fake(None)
+
+
+def test_dynamo_says_which_code_it_looked_through():
+    class Twice(torch.nn.Module):
+        def helper(self, x):
+            return x * 2
+
+        def forward(self, x):
+            return self.helper(x)
+
+    codes, modes = [], []
+
+    def backend(graph_module, inputs):
+        codes.extend(torch_internals.traced_code())
+        modes.extend(torch_internals.fake_modes_of(graph_module))
+        return graph_module.forward
+
+    x = torch.ones(2)
+    torch.compile(Twice(), backend=backend)(x)
+    assert {Twice.helper.__code__, Twice.forward.__code__} <= set(codes) and len(set(codes)) == len(codes)
+    assert modes
+    torch_internals.forget_real_tensors(modes)
+    torch.utils.swap_tensors(x, torch.zeros(2))
+
+
+def test_modes_and_tensor_classes_that_see_their_ops():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    class Own(torch.Tensor):
+        pass
+
+    assert not torch_internals.is_mode_active()
+    with torch.device("cpu"):
+        assert not torch_internals.is_mode_active()
+        with Mode():
+            assert torch_internals.is_mode_active()
+    with torch_internals._Watch():
+        assert torch_internals.is_mode_active()
+    assert torch_internals.sees_its_ops(Own)
+    assert not any(map(torch_internals.sees_its_ops, (torch.Tensor, torch.nn.Parameter)))

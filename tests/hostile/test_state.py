@@ -1,0 +1,131 @@
+"""A call that moves the model's own state: after apply, after a failed one and after revert all is as it was."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import fusion_advisor as fa
+from fusion_advisor.capture.state import Numbers, kept_as_it_is
+from tests.tiny import fuse, toy
+
+
+class Stateful(torch.nn.Module):
+    """Reassigns a tensor and a buffer, counts, appends, writes in place, caches, draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.calls = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.state = torch.zeros(16)
+        self.plain = torch.zeros(16)
+        self.count = 0
+        self.history = []
+        self.table = None
+        self.nested = {"seen": [1]}
+
+    def forward(self, x):
+        y = torch.sigmoid(torch.tanh(self.lin(x)) * 2 + 1)
+        self.state = 0.5 * self.state + y.mean(0)
+        self.mean = self.mean * 0.5 + y.mean(0)
+        self.plain.add_(1)
+        self.calls.add_(1)
+        self.count += 1
+        self.history.append(self.count)
+        self.nested["seen"].append(self.count)
+        if self.table is None:
+            self.table = torch.ones(16)
+        random.random()
+        np.random.rand()
+        return y * self.table + self.state + torch.rand(16) * 0
+
+
+def picture(model):
+    random_now = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    tensors = [(id(value), value.tolist()) for value in (model.state, model.mean, model.plain, model.calls)]
+    return tensors, model.count, list(model.history), model.table, list(model.nested["seen"]), random_now, sorted(vars(model))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Stateful().eval()
+
+
+QUICK = {"warmup": 1, "runs": 3, "min_share": 0.0}
+
+
+@pytest.mark.parametrize("what", ["profile", "apply"])
+def test_all_is_as_it_was_afterwards(what, model):
+    x = torch.randn(8, 16)
+    before, history = picture(model), model.history
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = getattr(fa, what)(model, (x,), **QUICK)
+        assert picture(model) == before and model.history is history
+        if what == "apply":
+            made.revert()
+            assert picture(model) == before
+
+
+def test_all_is_as_it_was_after_a_failure(model, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr("fusion_advisor.fuse.pipeline.make_plan", fail)
+    before = picture(model)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fa.apply(model, (torch.randn(8, 16, generator=torch.Generator().manual_seed(1)),), **QUICK)
+    assert picture(model) == before
+
+
+def test_a_generator_that_is_passed_goes_on_where_it_was(model):
+    generator = torch.Generator().manual_seed(3)
+    model.own = torch.Generator().manual_seed(4)
+    before = generator.get_state(), model.own.get_state()
+    with kept_as_it_is(model, (generator,)):
+        torch.rand(3, generator=generator), torch.rand(3, generator=model.own)
+        assert not torch.equal(generator.get_state(), before[0])
+    assert torch.equal(generator.get_state(), before[0]) and torch.equal(model.own.get_state(), before[1])
+
+
+def test_the_first_call_inside_torch_compile_draws_what_eager_draws(monkeypatch):
+    from fusion_advisor.fuse import backend
+
+    def optimise(region):
+        torch.rand(5), random.random()  # what timing draws
+        return region.original.forward
+
+    monkeypatch.setattr(backend, "optimise", optimise)
+    x = torch.randn(4)
+    torch.manual_seed(0)
+    want = torch.rand(4) + x
+    torch.manual_seed(0)
+    with torch.no_grad():
+        got = torch.compile(lambda x: torch.rand(4) + x, backend=backend.fusion_advisor, dynamic=False)(x)
+    assert torch.equal(got, want)
+
+
+def test_numbers_are_put_back():
+    numbers = Numbers.now()
+    want = torch.rand(2), random.random(), np.random.rand()
+    numbers.restore()
+    assert torch.equal(torch.rand(2), want[0]) and (random.random(), np.random.rand()) == want[1:]
+    numbers.restore()
+
+
+def test_parameters_can_be_swapped_after_revert():
+    model, args = toy()
+    fused = fuse(model, args)
+    with torch.no_grad(), fused:
+        model(*args)
+        fused.model(args[0].clone())
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros_like(parameter)))
+    with torch.no_grad():
+        assert model(*args).abs().sum() == 0
