@@ -27,6 +27,7 @@ from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.library.interpreted import for_interpreter, is_interpreted
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.schedule import (
     Schedule,
@@ -112,7 +113,7 @@ class TritonBackend:
         Raises:
             KernelBuildFailed: the file cannot be imported.
         """
-        return TritonKernel(rendered, path)
+        return TritonKernel(for_interpreter(rendered) if is_interpreted() else rendered, path)
 
 
 class TritonKernel:

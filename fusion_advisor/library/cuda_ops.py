@@ -13,6 +13,7 @@ from fusion_advisor.library.expressions import (
     COMPARE,
     LOOSE,
     PRODUCT,
+    ROUNDERS,
     SUM,
     UNARY,
     Text,
@@ -123,7 +124,7 @@ class CudaWriter(Writer):
          "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of", "round_bf16", "round_fp16"}
     )  # fmt: skip
 
     def __init__(
@@ -334,6 +335,10 @@ class CudaWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
             )
+        if op in ROUNDERS:
+            kind = "half" if op == "round_float16" else "bfloat16"
+            self.helpers |= {kind, "narrow", f"narrow_{kind}", ROUNDERS[op]}
+            return Text(f"{ROUNDERS[op]}({code})")
         if op == "quotient":
             index = self.plan.program.values[value.args[0]]
             is_col = index.op == "index" and index.dim == self.plan.col_dim

@@ -23,6 +23,8 @@ _MAX_FOLDED = 44
 
 INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+ROUNDERS = {"round_float16": "round_fp16", "round_bfloat16": "round_bf16"}
+"""The helper that rounds to a 16-bit dtype and widens again, in Triton and in CUDA C++."""
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _NOUNS = {
     "mul": "product",
@@ -33,6 +35,8 @@ _NOUNS = {
     "neg": "negated",
     "cast": "cast",
     "quotient": "part",
+    "round_float16": "rounded",
+    "round_bfloat16": "rounded",
 }
 
 

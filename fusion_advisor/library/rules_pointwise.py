@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index
 from fusion_advisor.library.order import compared
+from fusion_advisor.library.rounding import common_dtype
 from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
 from fusion_advisor.library.rules_place import PLACES
@@ -65,6 +66,9 @@ def _compare(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
         dtype = _operands_dtype(lowering, op)
         sides = [lowering.argument(op, position, where, dtype=dtype) for position in (0, 1)]
+        common = common_dtype(lowering, op)
+        if common is not None:  # 0.1 is 0.10009765625 to a bfloat16 that it is compared with
+            sides = [lowering.rounded(side, common) for side in sides]
         known = compared(lowering, name, *sides)
         return lowering.make(name, *sides, dtype="bool") if known is None else known
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
+from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, ROUNDERS, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule, parts_of
@@ -45,7 +45,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         _HELPERS
         | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
-        | {"add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+        | {"round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -249,7 +249,7 @@ class TritonWriter(Writer):
     def _write(self, number: int) -> None:
         super()._write(number)
         value = self.plan.program.values[number]
-        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign"}
+        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign", *ROUNDERS}
         if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
             self.zero_past_end.add(number)
 
@@ -276,6 +276,9 @@ class TritonWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
             )
+        if op in ROUNDERS:
+            self.helpers.add(ROUNDERS[op])
+            return Text(f"{ROUNDERS[op]}({code[0]})")
         if op == "quotient" and self.parts:
             return Text(f"tl.cast((start if WHOLE else {code[0]}) // {args[1].at(ATOM)}, tl.int64)")
         if op == "quotient":

@@ -29,11 +29,13 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_embedding_rmsnorm_87926e(const int64_t *__restrict ids, const uint16_t *__restrict table,
+extern "C" void fa_embedding_rmsnorm_36dcee(const int64_t *__restrict ids, const uint16_t *__restrict table,
         const uint16_t *__restrict weight, uint16_t *__restrict rows, uint16_t *__restrict out,
         int64_t rows_2, int64_t cols, int64_t table_step, int64_t rows_row_stride, int64_t out_row_stride,
         int64_t table_extent, int threads) {
@@ -63,7 +65,8 @@ extern "C" void fa_embedding_rmsnorm_87926e(const int64_t *__restrict ids, const
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
       const float table_value = fa_from_bf16(both ? table[ids_value * table_step + col] : uint16_t{0});
-      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * ((both ? table_value : NAN) * inverse_root));
+      const float rounded = fa_round_bf16((both ? table_value : NAN) * inverse_root);
+      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * rounded);
     }
   }
 }

@@ -42,6 +42,8 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
+__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -138,7 +140,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_rmsnorm_17d3d9(
+fa_embedding_rmsnorm_b5aca7(
     const long long* __restrict__ ids_ptr,
     const bfloat16_bits* __restrict__ table_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -195,7 +197,7 @@ fa_embedding_rmsnorm_17d3d9(
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
             const float weight = wide(weight_packs[p], lane);
-            const float out = weight * (table * inverse_rms);
+            const float out = weight * round_bf16(table * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

@@ -10,6 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
+def round_bf16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -17,7 +22,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_embedding_rmsnorm_bee8d4(
+def fa_embedding_rmsnorm_fb5a60(
     ids_ptr, table_ptr, weight_ptr, rows_ptr, out_ptr,
     rows, cols, table_extent, table_step0, rows_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,
@@ -36,7 +41,7 @@ def fa_embedding_rmsnorm_bee8d4(
     chosen_squared_mean = tl.div_rn(chosen_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-06
     inverse_rms = tl.rsqrt(chosen_squared_mean + eps)
-    out = weight * (table * inverse_rms)
+    out = weight * round_bf16(table * inverse_rms)
 
     tl.store(rows_ptr + row * rows_stride0 + col, table, mask=mask)
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)
