@@ -412,6 +412,15 @@ class Numerics:
     on either side is in none. Empty for integers and in reports that were written before they were counted."""
     eager_ulps: tuple[int, ...] = ()
     """The same of the original ops."""
+    bit_equal_elements: int = 0
+    """Of ``elements``, how many have eager's own bits; a NaN answers any NaN. 0 in reports that were written before."""
+    differs_by: str = ""
+    """With --exact: why others differ, as far as the kernel's ops tell."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every element that was compared has eager's bits."""
+        return 0 < self.elements == self.bit_equal_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -751,6 +760,8 @@ class Report:
     model_check: ModelCheck | None = None
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
+    is_exact: bool = False
+    """Set by ``--exact``."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None

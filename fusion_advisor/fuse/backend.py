@@ -1,15 +1,16 @@
 """``torch.compile(model, backend="fusion_advisor")``: the same loop, one dynamo graph at a time, at the graph's first call.
 
 Dynamo keeps what it is good at (guards, graph breaks, recompiles); each graph that it hands over is retraced, its chains are
-found, checked and timed on the tensors of its first call, and what pays stays. Graphs that train, or that write to their inputs
-(timing would repeat the write), run as dynamo captured them, and the reason is said once per reason.
+found, checked and timed on the tensors of its first call, and what pays stays, if the graph's results as a whole keep to the
+limit of a model's. Graphs that do not, that train, or that write to their inputs (timing would repeat the write), run as dynamo
+captured them, and the reason is said once per reason.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from fusion_advisor.capture.graph import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.retrace import retrace
 from fusion_advisor.environment import measure_bandwidth
+from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.callers import warn_caller
+from fusion_advisor.fuse.model_check import check_region
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.progress import Progress
@@ -36,18 +39,26 @@ _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
 Call = Callable[..., Any]
 
 
-def fusion_advisor(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Call:
+def fusion_advisor(
+    graph_module: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, bool] | None = None
+) -> Call:
     """Dynamo's entry: return what runs in place of ``graph_module``.
 
     Args:
         graph_module: dynamo's graph.
         example_inputs: its inputs; only whether they ask for gradients is read here.
+        options: of torch.compile: ``{"exact": True}`` rounds each op's result as eager does.
+
+    Raises:
+        UsageError: an option is not known.
     """
+    if unknown := set(options or ()) - {"exact"}:
+        raise UsageError(detail=f"there is no option `{sorted(unknown)[0]}`", help="options={'exact': True} is the only one")
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
     if torch_internals.has_dynamic_shapes(graph_module):
         return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
-    return _FirstCall(graph_module)
+    return _FirstCall(graph_module, is_exact=bool((options or {}).get("exact")))
 
 
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
@@ -58,7 +69,8 @@ def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
 class _FirstCall:
     """Optimises a graph with the tensors of its first call, then stands for the result."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, *, is_exact: bool) -> None:
+        self._is_exact = is_exact
         self._original = graph_module
         self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
         self._call: Call | None = None
@@ -67,7 +79,8 @@ class _FirstCall:
         if self._call is None:
             self._region.example_args = args
             self._region.names, self._region.roles = _names(self._region, args)
-            self._call = optimise(self._region) if any(isinstance(arg, torch.Tensor) for arg in args) else self._original.forward
+            has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+            self._call = optimise(self._region, is_exact=self._is_exact) if has_tensors else self._original.forward
             self._region.example_args = ()  # nothing of the call is kept alive
         try:
             return self._call(*args)
@@ -78,14 +91,16 @@ class _FirstCall:
             return self._call(*args)
 
 
-def optimise(region: Region) -> Call:
+def optimise(region: Region, *, is_exact: bool = False) -> Call:
     """Find, check, time and install what pays in one graph.
 
     Args:
         region: named, with the tensors of a call.
+        is_exact: kernels round each op's result as eager does.
 
     Returns:
-        The rewritten graph, or the original one when nothing pays, its inputs are written to, or nsys or ncu watches.
+        The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
+        as a whole are further from the truth than a model's may be.
     """
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
     bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
@@ -95,16 +110,23 @@ def optimise(region: Region) -> Call:
     tool = attached_profiler(os.environ)
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
-    options, progress = ApplyOptions(), Progress()
+    options, progress = ApplyOptions(exact=is_exact), Progress()
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()
-    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources)
+    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources, is_exact=is_exact)
     fusions, built = try_all(bench, plan, options, progress, lambda _: None)
     _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
     passes = kept_passes(rewrites)
     if not kept and not passes:
         return region.original.forward
     forward: Call = bench.build(kept, passes).modules[0].forward
+    check = check_region(region, forward)
+    if not check.is_passed:
+        return _unfused(
+            region.original,
+            f"the graph's results as a whole are too far from {check.oracle}: relative error {check.fused_rel_l2:.2e}, "
+            f"eager's own {check.eager_rel_l2:.2e}; the limit is: {check.limit}",
+        )
     return forward
 
 

@@ -113,7 +113,7 @@ def _load(folder: Path) -> SavedPlan:
     needed = (Status.KEPT, Status.ABSORBED) if is_absorbed_needed else (Status.KEPT,)
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
-    fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
+    fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers, is_exact=report.is_exact))
     return SavedPlan(
         run_dir=folder,
         capture=capture,

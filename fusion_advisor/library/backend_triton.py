@@ -151,8 +151,8 @@ class TritonKernel:
         start = time.perf_counter_ns()
         dtypes = [operand.dtype for operand in program.operands]
         launcher = TritonLauncher(
-            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, compile_options(shape.num_warps),
-            self._rendered.entry,
+            self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs,
+            compile_options(shape.num_warps, is_exact=program.is_exact), self._rendered.entry,
         )  # fmt: skip
         self.build_ns += time.perf_counter_ns() - start
         return launcher
@@ -210,13 +210,14 @@ class TritonLauncher:
             self._kernel[self._grid](*tensors, *self._scalars, **self._options)
 
 
-def compile_options(num_warps: int) -> dict[str, int]:
+def compile_options(num_warps: int, *, is_exact: bool = False) -> dict[str, int]:
     """Return the options that every kernel is compiled with.
 
     Fused multiply-adds are asked for by name: kernels are checked and timed with them, and Triton 3.10 leaves them out unless
-    asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does.
+    asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does. An exact kernel has none: eager
+    rounds each product.
     """
-    return {"num_warps": num_warps, "enable_fp_fusion": True}
+    return {"num_warps": num_warps, "enable_fp_fusion": not is_exact}
 
 
 def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
@@ -240,7 +241,8 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     """
     shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
     dtypes = [operand.dtype for operand in program.operands]
-    return compile_source(rendered, target, dtypes, scalars, shape.constants, compile_options(shape.num_warps))
+    options = compile_options(shape.num_warps, is_exact=program.is_exact)
+    return compile_source(rendered, target, dtypes, scalars, shape.constants, options)
 
 
 def compile_source(

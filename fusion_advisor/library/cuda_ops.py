@@ -124,7 +124,8 @@ class CudaWriter(Writer):
          "load_pack_or_nan", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of", "round_bf16", "round_fp16"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
+         "round_bf16", "round_fp16"}
     )  # fmt: skip
 
     def __init__(
@@ -136,7 +137,8 @@ class CudaWriter(Writer):
         self.is_clustered = is_clustered
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
-        self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
+        is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
+        self.is_half = is_half and not plan.program.is_exact
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -319,7 +321,12 @@ class CudaWriter(Writer):
     def call(self, value: Value, args: list[Text]) -> Text:
         """A function, a cast or a choice; empty for what is an infix operator."""
         # Kernels that walk rows in parts have no register left for it: 512 threads would spill one.
-        if value.op == "mul" and self.is_clustered and (scaled := self.scaled(value, self.per_pack)) is not None:
+        if (
+            value.op == "mul"
+            and self.is_clustered
+            and not self.plan.program.is_exact
+            and (scaled := self.scaled(value, self.per_pack)) is not None
+        ):
             return scaled
         op, code = value.op, ", ".join(a.code for a in args)
         is_float32, is_int = value.dtype == "float32", value.dtype == "int64"

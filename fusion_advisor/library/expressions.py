@@ -354,6 +354,8 @@ class Writer:
         """
         if value.op != "mul" or not value.dtype.startswith("float"):
             return False
+        if self.plan.program.is_exact:
+            return True
         users = self._users_behind_choices(number)
         return len(users) > 1 and any(self.plan.program.values[user].op in ("add", "sub") for user in users)
 

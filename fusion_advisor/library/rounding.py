@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fusion_advisor.chains.find import inputs_of
-from fusion_advisor.library.program import ROUNDINGS, Value
+from fusion_advisor.library.program import ROUNDINGS, Program, Value, nests
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
@@ -108,6 +108,15 @@ def common_dtype(lowering: Lowering, op: OpNode) -> str | None:
     return dtype if dtype in ROUNDINGS else None
 
 
+def rounded_scalar(lowering: Lowering, op: OpNode, number: int) -> int:
+    """In exact mode, the Python number of a 16-bit sum or difference as a CPU's eager ops see it: rounded to the sum's dtype.
+
+    Products and quotients, and every op on a GPU, take the number in float32.
+    """
+    is_seen_rounded = lowering.is_exact and op.outputs[0].device == "cpu" and lowering.constant_of(number) is not None
+    return rounded(lowering, number, op.outputs[0].dtype) if is_seen_rounded else number
+
+
 def rounded(lowering: Lowering, number: int, dtype: str) -> int:
     """Append the rounding of a value to ``dtype``; the value itself where that is no 16-bit float or changes nothing."""
     value = lowering.values[number]
@@ -165,3 +174,17 @@ def rounded_number(number: float, dtype: str) -> float:
         return float(struct.unpack("<e", struct.pack("<e", wide))[0])
     except OverflowError:
         return math.copysign(math.inf, number)
+
+
+_OWN_WAY = frozenset(
+    ["exp", "exp2", "expm1", "log", "log1p", "sin", "cos", "tanh", "sigmoid", "erf", "erfc", "pow", "sqrt", "rsqrt"]
+)
+"""Functions that eager's libraries round otherwise than ours for some arguments; a CPU's square root (MKL's) is one of them."""
+
+
+def why_bits_differ(program: Program) -> str:
+    """Say which ops of an exact kernel may give other bits than eager's, for a kernel that was measured to."""
+    ops = {value.op for part in nests(program) for value in part.program.values}
+    causes = ["sums are reordered"] * ("reduce_sum" in ops)
+    causes += [f"{', '.join(sorted(ops & _OWN_WAY))} of another library than eager's"] if ops & _OWN_WAY else []
+    return "; ".join(causes) or "an op of eager's rounds at other places"

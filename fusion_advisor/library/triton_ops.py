@@ -58,7 +58,7 @@ class TritonWriter(Writer):
         """What loads say to the cache, by value number."""
         outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
-        self.is_half = all(o.dtype in _HALF for o in outputs)
+        self.is_half = all(o.dtype in _HALF for o in outputs) and not plan.program.is_exact
         self._runs: dict[int, str] = {}
         super().__init__(plan, fast_math=fast_math)
 
@@ -242,7 +242,12 @@ class TritonWriter(Writer):
         return f"{name}.to(tl.int64)"
 
     def rounded_product(self, value: Value, args: list[Text]) -> Text:
-        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say."""
+        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say.
+
+        It makes 0 of -0, so that an exact kernel is compiled without contraction instead.
+        """
+        if self.plan.program.is_exact:
+            return Text(f"{args[0].at(PRODUCT)} * {args[1].at(UNARY)}", PRODUCT)
         left, right = args if self.plan.program.values[value.args[0]].op != "const" else args[::-1]
         return Text(f"tl.fma({left.code}, {right.code}, 0.0)")
 
@@ -261,7 +266,7 @@ class TritonWriter(Writer):
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
-        if value.op == "mul" and (scaled := self.scaled(value, self.parts)) is not None:
+        if value.op == "mul" and not self.plan.program.is_exact and (scaled := self.scaled(value, self.parts)) is not None:
             return scaled
         op, code = value.op, [a.code for a in args]
         is_float32 = value.dtype == "float32"
