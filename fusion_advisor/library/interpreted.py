@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fusion_advisor.library.source import Rendered
 
-_BY_CONVERSION = "    return x.to(tl.bfloat16).to(tl.float32)\n"
+_BY_CONVERSION = "    return (x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)\n"
 _BY_BITS = """\
     bits = x.to(tl.uint32, bitcast=True)  # Triton's interpreter cuts off: rounded to nearest even by hand
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
