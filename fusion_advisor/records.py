@@ -416,6 +416,15 @@ class Numerics:
     """What special values, a second call or guarded memory showed, one sentence each; any of them refuses the kernel."""
     declared: tuple[str, ...] = ()
     """Differences from the original ops on special values that do not refuse it, one sentence each."""
+    bit_equal_elements: int = 0
+    """Of ``elements``, how many have eager's own bits; a NaN answers any NaN. 0 in reports that were written before."""
+    differs_by: str = ""
+    """With --exact: why others differ, as far as the kernel's ops tell."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every element that was compared has eager's bits."""
+        return 0 < self.elements == self.bit_equal_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -770,6 +779,8 @@ class Report:
     """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
     keep: str = "paying"
     """``verified``: what stays has passed its checks and was not chosen by time."""
+    is_exact: bool = False
+    """Set by ``--exact``."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
     step_before: Timing | None = None

@@ -209,6 +209,14 @@ BackendOpt = Annotated[
         rich_help_panel=_ADVISE,
     ),
 ]
+ExactOpt = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Round each op's result as eager does: kernels that reorder no sum give eager's bits, and the report says which.",
+        rich_help_panel=_ADVISE,
+    ),
+]
 FastMathOpt = Annotated[
     bool,
     typer.Option(

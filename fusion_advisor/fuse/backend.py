@@ -1,8 +1,9 @@
 """``torch.compile(model, backend="fusion_advisor")``: the same loop, one dynamo graph at a time, at the graph's first call.
 
 Dynamo keeps what it is good at (guards, graph breaks, recompiles); each graph that it hands over is retraced, its chains are
-found, checked and timed on the tensors of its first call, and what pays stays. Graphs that train, or that write to their inputs
-(timing would repeat the write), run as dynamo captured them, and the reason is said once per reason.
+found, checked and timed on the tensors of its first call, and what pays stays, if the graph's results as a whole keep to the
+limit of a model's. Graphs that do not, that train, or that write to their inputs (timing would repeat the write), run as dynamo
+captured them, and the reason is said once per reason.
 
 Inside torch.compile the guards are dynamo's alone: a method that is replaced in a class later is not seen, as with every backend.
 ``fa.apply`` sees it.
@@ -27,6 +28,7 @@ from fusion_advisor.environment import measure_bandwidth
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.callers import warn_caller
+from fusion_advisor.fuse.model_check import check_region
 from fusion_advisor.fuse.options import ApplyOptions
 from fusion_advisor.fuse.plan import make_plan
 from fusion_advisor.fuse.progress import Progress
@@ -49,17 +51,21 @@ def fusion_advisor(
     Args:
         graph_module: dynamo's graph.
         example_inputs: its inputs; only whether they ask for gradients is read here.
-        options: of ``torch.compile``. ``{"freeze": True}`` folds what depends on weights and buffers alone. They must then not be
-            written in a way that torch does not count (``.data``, numpy), or ``torch.compiler.reset()`` is called after the
-            write.
+        options: of ``torch.compile``. ``{"exact": True}`` rounds each op's result as eager does. ``{"freeze": True}`` folds what
+            depends on weights and buffers alone. They must then not be written in a way that torch does not count (``.data``,
+            numpy), or ``torch.compiler.reset()`` is called after the write.
 
     Raises:
         UsageError: an option is not known.
     """
-    unknown = sorted(set(options or ()) - {"freeze"})
+    unknown = sorted(set(options or ()) - {"freeze", "exact"})
     if unknown:
-        raise UsageError(detail=f"the backend has no option {', '.join(unknown)}", help='pass options={"freeze": True} or none')
-    chosen = ApplyOptions(freeze=bool((options or {}).get("freeze", False)))
+        raise UsageError(
+            detail=f"the backend has no option {', '.join(unknown)}",
+            help="its options are 'freeze' and 'exact', True or False",
+        )
+    asked = options or {}
+    chosen = ApplyOptions(freeze=bool(asked.get("freeze", False)), exact=bool(asked.get("exact", False)))
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
     if torch_internals.has_dynamic_shapes(graph_module):
@@ -106,10 +112,11 @@ def optimise(region: Region, options: ApplyOptions) -> Call:
 
     Args:
         region: named, with the tensors of a call.
-        options: the keep rule's thresholds, and whether weights and buffers are frozen.
+        options: the keep rule's thresholds, whether weights and buffers are frozen, and whether kernels round as eager does.
 
     Returns:
-        The rewritten graph, or the original one when nothing pays, its inputs are written to, or nsys or ncu watches.
+        The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
+        as a whole are further from the truth than a model's may be.
     """
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
     bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
@@ -122,13 +129,20 @@ def optimise(region: Region, options: ApplyOptions) -> Call:
     progress = Progress()
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()
-    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources)
+    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact)
     fusions, built = try_all(bench, plan, options, progress, lambda _: None)
     _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
     passes = kept_passes(rewrites)
     if not kept and not passes:
         return region.original.forward
     forward: Call = bench.build(kept, passes).modules[0].forward
+    check = check_region(region, forward)
+    if not check.is_passed:
+        return _unfused(
+            region.original,
+            f"the graph's results as a whole are too far from {check.oracle}: relative error {check.fused_rel_l2:.2e}, "
+            f"eager's own {check.eager_rel_l2:.2e}; the limit is: {check.limit}",
+        )
     return forward
 
 

@@ -14,7 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.arguments import copied, tensors_in
+from fusion_advisor.capture.graph import Region
 from fusion_advisor.capture.state import Written, live_tensors
+from fusion_advisor.fuse.chain import to_float64
 from fusion_advisor.fuse.verify import check_model
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.workload.device import memory_bytes
@@ -137,3 +139,59 @@ def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequen
     except RuntimeError:  # a dtype that the model's own code names does not follow the copy
         return None, "eager"
     return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+
+
+def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
+    """Judge what runs in place of one graph by the rule of whole models, on the tensors of its call.
+
+    Args:
+        region: with the tensors of a call, which the graph does not write to.
+        fused: the rewritten graph.
+
+    Returns:
+        The check; its oracle is the graph in float64 (casts to float dtypes go there too), or eager where that cannot be run.
+    """
+    ours, theirs = (_judged(_seeded(call, region.example_args)) for call in (fused, region.original.forward))
+    oracle, name = None, "eager"
+    if not any(_is_random(node) for node in region.graph.graph.nodes):
+        try:
+            oracle = _judged(_seeded(_Wide(region.graph).run, region.example_args))
+            name = "float64"
+        except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
+            oracle = None
+    if oracle is None or [tensor.shape for _, tensor in oracle] != [tensor.shape for _, tensor in theirs]:
+        oracle, name = theirs, "eager"
+    return check_model(ours, theirs, oracle, name)
+
+
+def _seeded(call: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+    """A call's outputs; the random numbers that it draws are those of the next call, too."""
+    devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        return named_tensors(call(*args))
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+class _Wide(torch.fx.Interpreter):
+    """Runs a graph in float64: each float tensor is widened where an op reads it, so that weights are wide one at a time."""
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        """Run one node with wide arguments."""
+        if node.op != "call_function":
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        return self.call_function(node.target, _widened(args), _widened(kwargs))
+
+
+def _widened(value: Any) -> Any:
+    """Float tensors and float dtypes of an op's arguments as float64."""
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, torch.dtype):
+            return torch.float64 if one.is_floating_point else one
+        return to_float64(one) if isinstance(one, torch.Tensor) and one.dtype != torch.float64 else one
+
+    return pytree.tree_map(leaf, value)

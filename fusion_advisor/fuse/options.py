@@ -37,6 +37,8 @@ class ProfileOptions:
         backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
             device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where Triton is known to be slower.
         fast_math: Whether kernels may use approximate instructions, and a GEMM in 16 bits GELU by tanh for the one with erf.
+        exact: Whether kernels round each op's result as eager does, so that those without a reordered sum give eager's bits;
+            other rewrites stay only where their results are eager's bit for bit.
         nvtx: Whether NVTX ranges are opened in timed runs.
         command: The command line that repeats this run.
         run_dir: Where to write while the run goes on; None writes nothing.
@@ -55,6 +57,7 @@ class ProfileOptions:
     kernel_dirs: tuple[Path, ...] = ()
     backend: str | None = None
     fast_math: bool = False
+    exact: bool = False
     nvtx: bool = False
     command: str = ""
     run_dir: Path | None = None
@@ -107,6 +110,8 @@ class ApplyOptions(ProfileOptions):
     keep: Literal["paying", "verified"] = "paying"
 
     def __post_init__(self) -> None:
+        if self.exact and self.fast_math:
+            raise UsageError(detail="--exact and --fast-math contradict each other", help="leave one of them out")
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")

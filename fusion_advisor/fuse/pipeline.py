@@ -22,6 +22,7 @@ from fusion_advisor.fuse import steps
 from fusion_advisor.fuse.bench import Bench
 from fusion_advisor.fuse.changed_step import Kept
 from fusion_advisor.fuse.epilogues import compute_in_epilogues
+from fusion_advisor.fuse.exact import BitJudge
 from fusion_advisor.fuse.findings import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.gemvs import maker, place_gemvs
 from fusion_advisor.fuse.install import WALL_S, AppliedRun, install
@@ -92,7 +93,9 @@ def apply_workload(
             raise NoTensorOutput(model_id=loaded.record.model_id)
         findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
         report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
-        report = replace(report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep)
+        report = replace(
+            report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact
+        )
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
         with clock.phase("fusions"):
@@ -103,12 +106,14 @@ def apply_workload(
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
-                kept = leave_out_rows(kept, options, kernel_dir, progress, budget_s=budget_s / 2)
-                kept = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
-                kept = compute_in_epilogues(kept, options, progress, budget_s=budget_s / 2)
+                judge = BitJudge(kept, is_on=options.exact, note=progress.note)
+                kept = judge.after("leaving out rows", leave_out_rows(kept, options, kernel_dir, progress, budget_s=budget_s / 2))
+                merged = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
+                kept = judge.after("merging GEMMs", merged)
+                kept = judge.after("epilogues", compute_in_epilogues(kept, options, progress, budget_s=budget_s / 2))
                 asked = None if options.backend == FASTEST else options.backend  # GEMVs are timed in both languages anyway
                 make = maker(kernel_dir, torch.device(loaded.record.device), backend=asked, log=progress.note)
-                kept = place_gemvs(kept, options, progress, budget_s=budget_s, make=make)
+                kept = judge.after("kernels of linears", place_gemvs(kept, options, progress, budget_s=budget_s, make=make))
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
@@ -161,6 +166,7 @@ def _profile(
             only=options.only,
             skip=options.skip,
             sources=sources,
+            is_exact=options.exact,
         )
         for pattern in plan.unused:
             progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")

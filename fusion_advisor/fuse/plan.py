@@ -46,10 +46,10 @@ class Plan:
     """Patterns of --only and --skip that fit the name of no kernel that was found for a chain."""
 
 
-def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[int, ...]) -> Verdict:
+def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[int, ...], *, is_exact: bool = False) -> Verdict:
     """Say whether one kernel can compute a group, and at how many bytes."""
     try:
-        lowered = lower(ops, members, outputs)
+        lowered = lower(ops, members, outputs, is_exact=is_exact)
     except CannotLower as refusal:
         return Verdict(is_fusible=False, code=refusal.code, reason=refusal.reason)
     return Verdict(is_fusible=True, floor_bytes=lowered.program.moved_bytes, key=repr(lowered.program))
@@ -64,6 +64,7 @@ def make_plan(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     sources: dict[str, str] | None = None,
+    is_exact: bool = False,
 ) -> Plan:
     """Find, rank and match the chains of a capture.
 
@@ -75,13 +76,14 @@ def make_plan(
         only: shell patterns of kernel names; when given, nothing else is tried.
         skip: shell patterns of kernel names that are not tried; a smaller kernel may take a part of their sites.
         sources: where each library kernel's idea comes from, for the rendered header.
+        is_exact: kernels round each op's result as eager does.
     """
     seen: set[str] = set()
 
     # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
     # norm to its own where that with the residual is.
     def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
-        found = find_match(lower(capture.ops, members, outputs).program, patterns)
+        found = find_match(lower(capture.ops, members, outputs, is_exact=is_exact).program, patterns)
         if found is None:
             return None
         seen.add(found.kernel)
@@ -89,7 +91,7 @@ def make_plan(
 
     groups = find_groups(
         capture.ops,
-        lambda members, outputs: judge_with(capture.ops, members, outputs),
+        lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact),
         lambda members, outputs: is_allowed(members, outputs) is True,
         (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
     )
@@ -97,19 +99,22 @@ def make_plan(
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []
     for row in rows:
-        answer, program = _answer(capture.ops, row, patterns, sources or {})
+        answer, program = _answer(capture.ops, row, patterns, sources or {}, is_exact=is_exact)
         if isinstance(answer, Match):
             seen.add(answer.kernel)
         refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
         answers.append(refusal or answer)
         if refusal is None and isinstance(answer, Match) and program is not None:
-            sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in row.groups])
+            places = [(group.members, group.outputs) for group in row.groups]
+            sites = lower_sites(capture.ops, places, is_exact=is_exact)
             planned.append(_planned(row, answer, program, sites, len(planned) + 1))
     unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
 
 
-def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Match]) -> list[PlannedFusion]:
+def recall(
+    capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Match], *, is_exact: bool = False
+) -> list[PlannedFusion]:
     """Plan chains that a run found before, without looking for any.
 
     The answers hold what the library's kernels call things, so the library is not traced, nor need it be the one of that run.
@@ -118,6 +123,7 @@ def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Matc
         capture: of that run.
         chains: of its report.
         answers: likewise, by chain.
+        is_exact: of that run.
     """
     members = [site.op_indices for chain in chains for site in chain.sites]
     outputs = dict(zip(members, outputs_of(capture.ops, members), strict=True))
@@ -127,7 +133,7 @@ def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Matc
         groups = tuple(Group(members=site.op_indices, outputs=outputs[site.op_indices], verdict=verdict) for site in chain.sites)
         row = Ranked(chain=chain, groups=groups, refusal=None)
         answer = answers[chain.id]
-        sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in groups])
+        sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in groups], is_exact=is_exact)
         program = sites[0].program
         if answer.operands:
             program = with_names(program, answer.operands, dict(answer.named_values))
@@ -136,12 +142,17 @@ def recall(capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Matc
 
 
 def _answer(
-    ops: Sequence[OpNode], row: Ranked, patterns: Sequence[Pattern], sources: Mapping[str, str]
+    ops: Sequence[OpNode],
+    row: Ranked,
+    patterns: Sequence[Pattern],
+    sources: Mapping[str, str],
+    *,
+    is_exact: bool,
 ) -> tuple[Match | NoMatch, Program | None]:
     if row.refusal is not None:
         return row.refusal, None
     group = row.groups[0]
-    program = lower(ops, group.members, group.outputs).program
+    program = lower(ops, group.members, group.outputs, is_exact=is_exact).program
     found = find_match(program, patterns)
     if found is None:
         return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program

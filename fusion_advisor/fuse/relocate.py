@@ -59,7 +59,7 @@ def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> 
     by_program: dict[Program, list[tuple[Site, Lowered]]] = {}
     members = [tuple(moved[index] for index in site.op_indices) for site in planned.chain.sites]
     outputs = [tuple(moved[index] for index in lowered.outputs) for lowered in planned.sites]
-    found = lower_sites(bench.ops, list(zip(members, outputs, strict=True)))
+    found = lower_sites(bench.ops, list(zip(members, outputs, strict=True)), is_exact=planned.program.is_exact)
     for site, own, fresh in zip(planned.chain.sites, members, found, strict=True):
         program = _named_like(fresh.program, planned.program)
         by_program.setdefault(program, []).append((replace(site, op_indices=own), replace(fresh, program=program)))

@@ -121,7 +121,9 @@ def _load(folder: Path) -> SavedPlan:
     kept = {row.chain_id for row in report.fusions if row.chain_id and row.status in needed}
     answers = {answer.chain_id: answer for answer in report.answers if isinstance(answer, Match)}
     try:
-        fusions = tuple(recall(capture, [chain for chain in report.chains if chain.id in kept], answers))
+        fusions = tuple(
+            recall(capture, [chain for chain in report.chains if chain.id in kept], answers, is_exact=report.is_exact)
+        )
     except AdvisorError:
         raise
     except Exception as error:  # lowering trusts a graph that we captured; this one was changed since

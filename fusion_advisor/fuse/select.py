@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fusion_advisor import units
 from fusion_advisor.fuse.bench import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
+from fusion_advisor.fuse.bits import inexact_passes
 from fusion_advisor.fuse.decide import Candidate, Decision, StepRunner, decide, keep_all
 from fusion_advisor.fuse.differing import saving_alone_ns
 from fusion_advisor.fuse.options import ApplyOptions
@@ -158,7 +159,9 @@ def choose(
     numbers = {name: number for number, name in enumerate(PASSES, start=1)}
     passes = [Candidate(id=f"R{numbers[name]}", graph_pass=name) for name in names if changed[name]]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
-    candidates = [*passes, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
+    inexact = inexact_passes(bench, [candidate.graph_pass for candidate in passes]) if options.exact else frozenset[str]()
+    tried = [candidate for candidate in passes if candidate.graph_pass not in inexact]
+    candidates = [*tried, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
     if options.is_timed:
         decision = decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
@@ -167,6 +170,14 @@ def choose(
         decision = keep_all(bench, candidates)
     rewrites = []
     for candidate in passes:
+        if candidate.graph_pass in inexact:
+            rewrites.append(
+                GraphRewrite(
+                    id=candidate.id, name=PASSES[candidate.graph_pass][0], status=Status.NOT_REPLACED,
+                    reason="with --exact: the step's results have other bits with it", sites=changed[candidate.graph_pass],
+                )
+            )  # fmt: skip
+            continue
         verdict = decision.verdicts[candidate.id]
         held_for = held.get(candidate.graph_pass, 0)
         rewrites.append(
@@ -179,7 +190,7 @@ def choose(
                 step_delta_ns=verdict.step_delta_ns,
                 step_delta_ci_ns=verdict.step_delta_ci_ns,
                 held_bytes=held_for if verdict.status is Status.KEPT else 0,
-                predicted_saving_ns=_apart_ns(bench, passes) if candidate.graph_pass == BIASES and options.is_timed else None,
+                predicted_saving_ns=_apart_ns(bench, tried) if candidate.graph_pass == BIASES and options.is_timed else None,
             )
         )
     judged = []

@@ -133,19 +133,22 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
     """Find the chains of this graph that kept kernels compute, equal chains folded."""
     by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
     folded: dict[str, list[tuple[Group, Lowered]]] = {}
+    is_exact = any(fusion.planned.program.is_exact for fusion in kept.fusions)
 
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-        return layout_key(lower(bench.ops, members, outputs).program) in by_layout
+        return layout_key(lower(bench.ops, members, outputs, is_exact=is_exact).program) in by_layout
 
     groups = find_groups(
         bench.ops,
-        lambda members, outputs: judge_with(bench.ops, members, outputs),
+        lambda members, outputs: judge_with(bench.ops, members, outputs, is_exact=is_exact),
         has_kernel,
         lambda members, outputs: not has_kernel(members, outputs),
     )
     for group in groups:
         if group.verdict.is_fusible:
-            folded.setdefault(group.verdict.key, []).append((group, lower(bench.ops, group.members, group.outputs)))
+            folded.setdefault(group.verdict.key, []).append(
+                (group, lower(bench.ops, group.members, group.outputs, is_exact=is_exact))
+            )
     found: list[tuple[PlannedFusion, BuiltFusion]] = []
     for same in folded.values():
         program = same[0][1].program

@@ -15,6 +15,7 @@ from fusion_advisor.fuse.bench import Bench, BuiltFusion
 from fusion_advisor.fuse.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite import fused_call
 from fusion_advisor.library.build import backend as backend_named
+from fusion_advisor.library.rounding import why_bits_differ
 from fusion_advisor.library.source import KernelBuildFailed
 from fusion_advisor.library.tuning import best_tuning
 from fusion_advisor.library.tuning_store import TuningStore
@@ -112,6 +113,8 @@ def try_fusion(
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
         return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
+    if planned.program.is_exact and not numerics.is_bit_equal:
+        numerics = replace(numerics, differs_by=why_bits_differ(planned.program))
     base = replace(base, numerics=numerics)
     if not numerics.is_passed:
         reason = verify.why_wrong(numerics, tolerance)

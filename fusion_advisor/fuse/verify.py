@@ -16,7 +16,7 @@ import torch
 
 from fusion_advisor.fuse import special
 from fusion_advisor.fuse.chain import OriginalChain, extent
-from fusion_advisor.library.accuracy import Error, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.library.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
 
 _MODEL_FACTOR = 1.5
@@ -106,7 +106,7 @@ def check_calls(
         tolerance: the user's limit instead.
     """
     worst: tuple[Error, Error] | None = None
-    passed, nonfinite, elements = True, 0, 0
+    passed, nonfinite, elements, bit_equal = True, 0, 0, 0
     faults: list[str] = []
     no_counts = (0,) * (len(ULP_ENDS) + 1)
     fused_ulps, eager_ulps = no_counts, no_counts
@@ -135,6 +135,7 @@ def check_calls(
             if leaning is not None:
                 passed = False
                 faults.append(f"results lean to one side by {leaning:+.2f} units in the last place: cut off, not rounded")
+            bit_equal += count_bit_equal(one, original) if one.dtype == original.dtype else 0
             fused_ulps = _added(fused_ulps, count_ulps(one, truth))
             eager_ulps = _added(eager_ulps, count_ulps(original, truth))
             if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
@@ -156,6 +157,7 @@ def check_calls(
         fused_ulps=fused_ulps if any(fused_ulps) else (),
         eager_ulps=eager_ulps if any(eager_ulps) else (),
         faults=tuple(dict.fromkeys(faults)),
+        bit_equal_elements=bit_equal,
     )
 
 

@@ -103,3 +103,19 @@ def is_inside(result: torch.Tensor, oracle: torch.Tensor, tolerance: Tolerance) 
     both = torch.isfinite(got) & torch.isfinite(want)
     allowed = tolerance.atol + tolerance.rtol * want.abs()
     return bool((((got - want).abs() <= allowed) | ~both).all())
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def count_bit_equal(result: torch.Tensor, expected: torch.Tensor) -> int:
+    """Count the elements of two tensors of one shape and dtype that have the same bits; a NaN answers any NaN.
+
+    Zeros of different signs differ.
+    """
+    one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (result.detach(), expected.detach()))
+    bits = _BITS[one.element_size()]
+    same = one.contiguous().view(bits) == other.contiguous().view(bits)
+    if one.is_floating_point():
+        same |= torch.isnan(one) & torch.isnan(other)
+    return int((same.all(-1) if result.is_complex() else same).sum())

@@ -15,13 +15,17 @@ from fusion_advisor.records import Arg, OpNode, Ref
 
 
 def lower_sites(
-    ops: Mapping[int, OpNode] | Sequence[OpNode], sites: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ops: Mapping[int, OpNode] | Sequence[OpNode],
+    sites: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    is_exact: bool = False,
 ) -> list[Lowered]:
     """Lower each site as :func:`~fusion_advisor.library.lower.lower` does.
 
     Args:
         ops: the captured ops by index.
         sites: (members, outputs) of each.
+        is_exact: see there.
 
     Raises:
         CannotLower: no single kernel of ours computes one of them.
@@ -32,7 +36,7 @@ def lower_sites(
         site = _Site(ops, members)
         key = (site.key(), tuple(site.number_of[index] for index in outputs))
         if key not in firsts:
-            firsts[key] = lower(ops, members, outputs), site.number_of
+            firsts[key] = lower(ops, members, outputs, is_exact=is_exact), site.number_of
         first, numbers = firsts[key]
         inputs, written = (tuple(site.index_at[numbers[index]] for index in indices) for indices in (first.inputs, first.written))
         found.append(replace(first, inputs=inputs, outputs=tuple(outputs), written=written))

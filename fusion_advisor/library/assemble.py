@@ -406,7 +406,12 @@ def _finish(
         for store in stores
     ]  # fmt: skip
     program = Program(
-        dims=dims, operands=tuple(operands), values=tuple(values), stores=tuple(written), is_reduced=bool(loops.reduced)
+        dims=dims,
+        operands=tuple(operands),
+        values=tuple(values),
+        stores=tuple(written),
+        is_reduced=bool(loops.reduced),
+        is_exact=lowering.is_exact,
     )
     if dims[-1] == 1:
         program = _with_columns(program)

@@ -26,6 +26,7 @@ from fusion_advisor.library.beside import Call, calls_of, functions_of, starts
 from fusion_advisor.library.expressions import Unsupported
 from fusion_advisor.library.gelu import with_cdfs
 from fusion_advisor.library.heading import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.library.interpreted import for_interpreter, is_interpreted
 from fusion_advisor.library.program import Program
 from fusion_advisor.library.schedule import (
     Schedule,
@@ -112,7 +113,7 @@ class TritonBackend:
         Raises:
             KernelBuildFailed: the file cannot be imported.
         """
-        return TritonKernel(rendered, path)
+        return TritonKernel(for_interpreter(rendered) if is_interpreted() else rendered, path)
 
 
 class TritonKernel:
@@ -149,7 +150,7 @@ class TritonKernel:
             return _interpreted(self._kernel, scalars, shape, asserts=asserts(self._rendered))
         start = time.perf_counter_ns()
         dtypes = [operand.dtype for operand in program.operands]
-        options = compile_options(shape.num_warps, asserts=asserts(self._rendered))
+        options = compile_options(shape.num_warps, asserts=asserts(self._rendered), is_exact=program.is_exact)
         launcher = TritonLauncher(
             self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, options, self._rendered.entry
         )
@@ -214,15 +215,17 @@ def asserts(rendered: Rendered) -> bool:
     return "tl.device_assert(" in rendered.source
 
 
-def compile_options(num_warps: int, *, asserts: bool = False) -> dict[str, int]:
+def compile_options(num_warps: int, *, asserts: bool = False, is_exact: bool = False) -> dict[str, int]:
     """Return the options that every kernel is compiled with.
 
     Triton drops assertions unless it is asked for debugging, and asked for it checks sums of integers for overflow as well.
 
     Fused multiply-adds are asked for by name: kernels are checked and timed with them, and Triton 3.10 leaves them out unless
-    asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does.
+    asked (3.9 warns of it). It is what Triton up to 3.9 does of itself, and what nvcc does. An exact kernel has none: eager
+    rounds each product.
     """
-    return {"num_warps": num_warps, "enable_fp_fusion": True} | ({"debug": True, "sanitize_overflow": False} if asserts else {})
+    debug = {"debug": True, "sanitize_overflow": False} if asserts else {}
+    return {"num_warps": num_warps, "enable_fp_fusion": not is_exact} | debug
 
 
 def compile_for(program: Program, rendered: Rendered, target: int) -> bytes:
@@ -246,7 +249,7 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     """
     shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
     dtypes = [operand.dtype for operand in program.operands]
-    options = compile_options(shape.num_warps, asserts=asserts(rendered))
+    options = compile_options(shape.num_warps, asserts=asserts(rendered), is_exact=program.is_exact)
     return compile_source(rendered, target, dtypes, scalars, shape.constants, options)
 
 

@@ -24,6 +24,8 @@ _PRELUDE_CALLS = {
     "fa_to_bf16": ("fa_bits",),
     "fa_from_fp16": ("fa_bits",),
     "fa_to_fp16": ("fa_bits",),
+    "fa_round_bf16": ("fa_from_bf16", "fa_to_bf16"),
+    "fa_round_fp16": ("fa_from_fp16", "fa_to_fp16"),
     "fa_expm1_core": ("fa_bits", "fa_fma"),
     "fa_scale": ("fa_expm1_core",),
     "fa_exp": ("fa_scale",),
@@ -54,12 +56,13 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _BITWISE = {"and": "&", "or": "|", "xor": "^"}
 _STD = {"sqrt": "sqrt", "sin": "sin", "cos": "cos", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint"}
 _OWN_FOR_FLOAT = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "erf"})
-_OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "sign": "fa_sign", "sigmoid": "fa_sigmoid"}
+_OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "sign": "fa_sign", "sigmoid": "fa_sigmoid",
+        "round_bfloat16": "fa_round_bf16", "round_float16": "fa_round_fp16"}  # fmt: skip
 
 COST = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
     **dict.fromkeys(("sin", "cos", "pow", "remainder", "dropout"), 40),
-    **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 4),
+    **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal", "round_float16"), 4),
     "quotient": 12,
     **dict.fromkeys(("const", "size", "index", "extent"), 0),
 }

@@ -23,7 +23,7 @@ _WORDS = {
     "ge": "is_at_least", "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
     "round": "whole", "remainder": "rest", "sign": "sign", "where": "chosen", "cast": "converted", "isnan": "is_nan",
     "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "row_sum", "reduce_max": "row_max",
-    "reduce_min": "row_min", "dropout": "factor", "inside": "is_inside",
+    "reduce_min": "row_min", "dropout": "factor", "inside": "is_inside", "round_float16": "rounded", "round_bfloat16": "rounded",
 }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ from fusion_advisor.library.staging import looped_passes, packs_of, staged_packs
 
 _HELPERS_IN_ORDER = (
     "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "checked", "half", "bfloat16", "narrow", "narrow_half",
-    "narrow_bfloat16", "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
+    "narrow_bfloat16", "round_fp16", "round_bf16",
+    "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
     "nan_max", "nan_min", "half_exp2", "half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
     "row_reduce", "moments",

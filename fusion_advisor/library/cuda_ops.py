@@ -13,6 +13,7 @@ from fusion_advisor.library.expressions import (
     COMPARE,
     LOOSE,
     PRODUCT,
+    ROUNDERS,
     SUM,
     UNARY,
     Text,
@@ -123,7 +124,8 @@ class CudaWriter(Writer):
          "checked", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
-         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of"}
+         "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
+         "round_bf16", "round_fp16"}
     )  # fmt: skip
 
     def __init__(
@@ -135,7 +137,8 @@ class CudaWriter(Writer):
         self.is_clustered = is_clustered
         self.is_split = is_split
         self.per_pack = frozenset() if is_split else _per_pack(plan)
-        self.is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
+        is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
+        self.is_half = is_half and not plan.program.is_exact
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -322,7 +325,12 @@ class CudaWriter(Writer):
     def call(self, value: Value, args: list[Text]) -> Text:
         """A function, a cast or a choice; empty for what is an infix operator."""
         # Kernels that walk rows in parts have no register left for it: 512 threads would spill one.
-        if value.op == "mul" and self.is_clustered and (scaled := self.scaled(value, self.per_pack)) is not None:
+        if (
+            value.op == "mul"
+            and self.is_clustered
+            and not self.plan.program.is_exact
+            and (scaled := self.scaled(value, self.per_pack)) is not None
+        ):
             return scaled
         op, code = value.op, ", ".join(a.code for a in args)
         is_float32, is_int = value.dtype == "float32", value.dtype == "int64"
@@ -338,6 +346,10 @@ class CudaWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
             )
+        if op in ROUNDERS:
+            kind = "half" if op == "round_float16" else "bfloat16"
+            self.helpers |= {kind, "narrow", f"narrow_{kind}", ROUNDERS[op]}
+            return Text(f"{ROUNDERS[op]}({code})")
         if op == "quotient":
             index = self.plan.program.values[value.args[0]]
             is_col = index.op == "index" and index.dim == self.plan.col_dim

@@ -22,6 +22,8 @@ _MAX_FOLDED = 44
 
 INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+ROUNDERS = {"round_float16": "round_fp16", "round_bfloat16": "round_bf16"}
+"""The helper that rounds to a 16-bit dtype and widens again, in Triton and in CUDA C++."""
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _NOUNS = {
     "mul": "product",
@@ -32,6 +34,8 @@ _NOUNS = {
     "neg": "negated",
     "cast": "cast",
     "quotient": "part",
+    "round_float16": "rounded",
+    "round_bfloat16": "rounded",
 }
 
 
@@ -339,6 +343,8 @@ class Writer:
         """
         if value.op != "mul" or not value.dtype.startswith("float"):
             return False
+        if self.plan.program.is_exact:
+            return True
         users = self._users_behind_choices(number)
         return len(users) > 1 and any(self.plan.program.values[user].op in ("add", "sub") for user in users)
 

@@ -5,8 +5,8 @@ Every value is a function of an index, in the manner of Inductor's define-by-run
 load whose address is read off the captured strides. Nothing is materialised on the way, so a ``cat`` of two halves is two
 guarded loads and a transpose costs nothing.
 
-Casts between floating types inside a chain are dropped: intermediate maths is fp32 (fp64 for fp64), which is nearer to the
-truth than the original ops, and ``verify`` shows by how much.
+Intermediate maths is fp32 (fp64 for fp64), which is nearer to the truth than the original ops, and ``verify`` shows by how much.
+``library.rounding`` says which values are rounded to 16 bits all the same.
 
 A chain that cannot be one kernel raises :class:`CannotLower` with the sentence that the report shows.
 """
@@ -23,6 +23,7 @@ from fusion_advisor.library.assemble import Lowered, Result, assemble, side_by_s
 from fusion_advisor.library.index import ORIGIN, CutLoop, Index, Place, reshaped, undivided
 from fusion_advisor.library.nest import Nest
 from fusion_advisor.library.program import COMMUTATIVE, Value
+from fusion_advisor.library.rounding import before_store, narrows, rounded, rounded_ops
 from fusion_advisor.library.rules import (
     DTYPES,
     POINTWISE,
@@ -65,7 +66,9 @@ _MAKES_BOOL = frozenset(
 """Ops that mean something on booleans."""
 
 
-def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
+def lower(
+    ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int], *, is_exact: bool = False
+) -> Lowered:
     """Lower the ops with indices ``members`` to one Program that writes ``outputs``.
 
     Outputs that differ in one dim alone, as queries and fewer keys do in their heads, get loop nests of their own in one launch.
@@ -74,17 +77,19 @@ def lower(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], 
         ops: the captured ops by index.
         members: indices of the chain's ops, in order; views inside the chain included.
         outputs: the members whose values are needed outside, in order.
+        is_exact: round every op's result as eager rounds it, and rewrite no arithmetic.
 
     Raises:
         CannotLower: no single kernel of ours computes this.
     """
     try:
-        return _lower_nest(ops, members, outputs)
+        return _lower_nest(ops, members, outputs, is_exact=is_exact)
     except CannotLower:
         groups = _by_shape(ops, outputs)
         if len(groups) < 2:
             raise
-        return side_by_side(ops, [_lower_nest(ops, _needed(ops, members, group), group) for group in groups], outputs)
+        parts = [_lower_nest(ops, _needed(ops, members, group), group, is_exact=is_exact) for group in groups]
+        return side_by_side(ops, parts, outputs)
 
 
 def _by_shape(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[int]) -> list[list[int]]:
@@ -110,11 +115,13 @@ def _needed(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int]
     return sorted(found)
 
 
-def _lower_nest(ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int]) -> Lowered:
+def _lower_nest(
+    ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int], *, is_exact: bool
+) -> Lowered:
     nest = Nest.of(_widest_shape(ops, members, outputs))
     for _ in range(_MOST_CUTS):
         try:
-            return Lowering(ops, members, outputs, nest).run()
+            return Lowering(ops, members, outputs, nest, is_exact=is_exact).run()
         except CutLoop as cut:
             nest = nest.cut(cut.variable, cut.inner)
     raise CannotLower("FA603", f"the loops over {nest.shape} would have to be cut more than {_MOST_CUTS} times")
@@ -144,8 +151,11 @@ class Lowering:
     """One chain on its way to a Program; the rules ask it for elements and append values to it."""
 
     def __init__(
-        self, ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int], nest: Nest
-    ) -> None:
+        self, ops: Mapping[int, OpNode] | Sequence[OpNode], members: Sequence[int], outputs: Sequence[int], nest: Nest,
+        *, is_exact: bool = False,
+    ) -> None:  # fmt: skip
+        self.is_exact = is_exact
+        self._rounded = rounded_ops(ops, members, is_exact=is_exact)
         self.ops = ops
         self.members = frozenset(members)
         self.outputs = tuple(outputs)
@@ -192,9 +202,10 @@ class Lowering:
     def _result(self, index: int) -> Result:
         where, op = self._output_index(self.written_shape(index)), self.op(index)
         if not op.mutates:
-            return Result(index=index, where=where, value=self.at(index, where))
+            return Result(index=index, where=where, value=before_store(self, self.at(index, where), op.outputs[0].dtype))
         into, guard = scattered(self, op, where)
-        return Result(index=index, where=into, value=self.at(rows_of(op), where), guard=guard)
+        value = before_store(self, self.at(rows_of(op), where), op.outputs[0].dtype)
+        return Result(index=index, where=into, value=value, guard=guard)
 
     def _output_index(self, shape: tuple[int, ...]) -> Index:
         """The index of an output as a function of the loop variables; a reduced output is indexed by its rows."""
@@ -284,6 +295,8 @@ class Lowering:
             return args[0]
         if op == "mul" and _is_number(constants[0], 1.0):
             return args[1]
+        if self.is_exact and op in ("add", "sub", "mul", "div") and self.values[args[0]].dtype.startswith("float"):
+            return self.emit(Value(op=op, args=args, dtype=dtype or self.values[args[0]].dtype))
         if (op == "add" and _adds_nothing(constants[1])) or (op == "sub" and _takes_nothing(constants[1])):
             return args[0]
         if op == "add" and _adds_nothing(constants[0]):
@@ -399,7 +412,7 @@ class Lowering:
     def row_element(self, index: int, where: Index, op: OpNode) -> int:
         """An element under a reduction: every column of the row counts, so no guard of the reader applies."""
         with self._guarding(None):
-            return self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype))
+            return self._asked(self.cast(self.at(index, where), compute_dtype(op.outputs[0].dtype)), op)
 
     def the_number(self, index: int, dtype: str) -> int:
         """The one element of a tensor that every reader may read, such as a seed: no guard applies."""
@@ -453,7 +466,12 @@ class Lowering:
             raise CannotLower("FA601", f"{op.target} has no lowering")
         if op.outputs[0].dtype == "bool" and name not in _MAKES_BOOL:
             raise CannotLower("FA601", f"{op.target} on booleans has no lowering")
-        return self._wrapped(rule(self, op, where), op.outputs[0].dtype, name)
+        number = self._wrapped(rule(self, op, where), op.outputs[0].dtype, name)
+        return self.rounded(number, op.outputs[0].dtype) if index in self._rounded else number
+
+    def rounded(self, number: int, dtype: str) -> int:
+        """A value rounded to a 16-bit dtype; the value itself where ``dtype`` is none or holds it already."""
+        return rounded(self, number, dtype)
 
     def _wrapped(self, number: int, dtype: str, name: str) -> int:
         """Integers are computed in 64 bits; a result that overflows a narrower dtype wraps around, as torch's does."""
@@ -518,7 +536,12 @@ class Lowering:
     def argument(self, op: OpNode, position: int, where: Index, *, name: str = "", dtype: str | None = None) -> int:
         """Element ``where`` (broadcast) of an op's argument, converted to ``dtype`` where it differs."""
         value = op.args[position] if position < len(op.args) else dict(op.kwargs).get(name)
-        return self.element(value, where, op, dtype)
+        number = self.element(value, where, op, dtype)
+        return self._asked(number, op) if position == 0 else number
+
+    def _asked(self, number: int, op: OpNode) -> int:
+        """The argument of an op that is asked by name for a narrower dtype: torch converts it first."""
+        return self.rounded(number, op.outputs[0].dtype) if narrows(self.ops, op) else number
 
     def element(self, value: Arg, where: Index, op: OpNode, dtype: str | None = None) -> int:
         """Element of a tensor argument, or a constant."""

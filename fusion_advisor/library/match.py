@@ -3,7 +3,8 @@
 Both sides are Programs made by the same ``lower``, so they are compared in one canonical form: commutative arguments in a fixed
 order, operands told apart by how they vary over the loop nest, constants taken out into a list. Two texts that are equal compute
 the same thing up to those constants; the ones that a kernel's reference takes as keyword floats (``eps``) bind, every other one
-must be equal. Because casts between floats never enter a Program, one pattern serves every dtype that the manifest declares.
+must be equal. A rounding to 16 bits is written alike for float16 and bfloat16, and a reference that casts is traced in a wide and
+in a narrow dtype: its patterns serve every dtype that the manifest declares.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from fusion_advisor.library.order import Order, order_of
-from fusion_advisor.library.program import COMMUTATIVE, Program, Value, nests
+from fusion_advisor.library.program import COMMUTATIVE, ROUNDINGS, Program, Value, nests
 
 _RELATIVE = 1e-6
 """Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""
@@ -204,7 +205,7 @@ class _Canonical:
             arguments.sort()
         if value.guard is not None:
             arguments.append(f"?{self.hashes[value.guard]}")
-        text = f"{value.op}.{value.dtype}({','.join(arguments)})"
+        text = f"{_op_of(value)}.{value.dtype}({','.join(arguments)})"
         return text if len(text) < 400 else f"{value.op}~{hash_text(text)}"
 
     def _show(self, number: int) -> str:
@@ -230,7 +231,7 @@ class _Canonical:
         if value.op in ("eq", "ne", "lt", "le", "gt", "ge") and (place := self._place(value)) is not None:
             return f"{name}{value.op}(index,{place})"
         guard = "" if value.guard is None else f"?{self._show(value.guard)}"
-        return f"{name}{value.op}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))}){guard}"
+        return f"{name}{_op_of(value)}.{value.dtype}({','.join(self._show(arg) for arg in self._children(value))}){guard}"
 
     def _show_constant(self, number: int, value: Value) -> str:
         self.constants.append(float(value.constant or 0.0))
@@ -287,6 +288,10 @@ def _ranks(program: Program) -> dict[tuple[int, tuple[int, ...], int], str]:
             is_between = bool(strides) and offset - first < abs(strides[-1])
             ranks[operand, strides, offset] = "" if len(offsets) == 1 else f"{'~' if is_between and rank else '#'}{rank}"
     return ranks
+
+
+def _op_of(value: Value) -> str:
+    return "round_half" if value.op in ROUNDINGS.values() else value.op
 
 
 def hash_text(text: str) -> str:

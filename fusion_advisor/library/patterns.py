@@ -72,15 +72,15 @@ def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
         most = 2
         for sizes in _example_sizes(spec):
             try:
-                found = list(lower_reference(spec, function, sizes, constants=marks))
+                found = _in_both_widths(spec, function, sizes, marks)
             except CannotLower as error:
                 if 1 in sizes.values():  # one token of a batch of one, say: what was a copy is a view
                     continue
                 detail = f"reference_{variant} cannot be one kernel: {error.reason}"
                 raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
             # Query and key are made alike, also where the key has one head and its loop nest is another.
-            most = min(most, len(found))
-            for lowered in found[:most]:
+            most = min(most, *map(len, found))
+            for lowered in (lowered for width in found for lowered in width[:most]):
                 pattern = _pattern(spec, variant, lowered, marks)
                 # A causal mask over one row hides nothing: what is left is another kernel's pattern.
                 is_masked |= "triangle(" in pattern.structure.text
@@ -89,6 +89,23 @@ def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
                 if pattern.structure.text not in seen:
                     seen.add(pattern.structure.text)
                     yield pattern
+
+
+def _in_both_widths(
+    spec: KernelSpec, function: Callable[..., Any], sizes: Mapping[str, int], marks: Mapping[str, float]
+) -> list[list[Lowered]]:
+    """A reference in fp32, and in bfloat16 where it names a dtype: a cast of its own then rounds inside the kernel."""
+    graph = trace_reference(spec, function, sizes, constants=marks)
+    names = tuple(tensor.name for tensor in spec.inputs)
+    found = [list(lower_graph(graph, names))]
+    if "bfloat16" in spec.dtypes and any(_names_dtype(node) for node in graph.graph.nodes):
+        found.append(list(lower_reference(spec, function, sizes, constants=marks, dtype=torch.bfloat16)))
+    return found
+
+
+def _names_dtype(node: torch.fx.Node) -> bool:
+    given = (*node.args, *node.kwargs.values())
+    return str(node.target).startswith("aten.type_as") or any(isinstance(value, torch.dtype) for value in given)
 
 
 def lower_reference(

@@ -20,6 +20,7 @@ Op names (``Value.op``):
   some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- ``round_float16``, ``round_bfloat16``: to the nearest number of that dtype, ties to even; the compute dtype stays
 - ``normal_cdf``, ``tanh_cdf``: GELU's two distribution functions; only the GPU backends put them in (``library.gelu``)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)
 - ``inside``  args (a position, an extent), guard, check: whether the position lies in ``[0, extent)``. The kernel stops where it
@@ -38,6 +39,8 @@ from dataclasses import dataclass, replace
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
+"""The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""
 ADDRESSED = frozenset({"load", "dropout"})
 """Values that vary with a linear function of the loop variables: their strides and offset."""
 ITEM_BYTES = {
@@ -110,6 +113,8 @@ class Program:
             a store whose stride over the last dim is 0 then writes one element per row.
         beside: loop nests of other sizes that the same launch runs (query heads beside fewer key heads). ``operands`` then holds
             those of all nests, what they share once.
+        is_exact: whether each value is rounded where the ops that it stands for round: a printer then uses no approximation and
+            contracts nothing.
     """
 
     dims: tuple[int, ...]
@@ -118,6 +123,7 @@ class Program:
     stores: tuple[Store, ...]
     is_reduced: bool = False
     beside: tuple[Part, ...] = ()
+    is_exact: bool = False
 
     @property
     def moved_bytes(self) -> int:
@@ -262,7 +268,7 @@ def layout_key(program: Program) -> str:
         text = "".join(str(s) if s in (0, 1) else "s" for s in values)
         return f"{text[:-1]}2" if (operand, values) in pairs.places else text
 
-    parts = [f"{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
+    parts = [f"{'exact;' if program.is_exact else ''}{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
     for number, v in enumerate(program.values):
         where = ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.library.index import Index
 from fusion_advisor.library.order import compared
+from fusion_advisor.library.rounding import common_dtype, rounded_scalar
 from fusion_advisor.library.rule import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.library.rules_activation import ACTIVATIONS
 from fusion_advisor.library.rules_place import PLACES
@@ -56,6 +57,8 @@ def _binary(name: str) -> Rule:
         left, right = lowering.argument(op, 0, where), lowering.argument(op, 1, where)
         if op.outputs[0].dtype == "bool":
             return lowering.make(_BOOLEAN[name], left, right, dtype="bool")
+        if name in ("add", "sub"):
+            right = rounded_scalar(lowering, op, right)
         return lowering.make(name, left, _alpha(lowering, op, where, right))
 
     return rule
@@ -65,6 +68,9 @@ def _compare(name: str) -> Rule:
     def rule(lowering: Lowering, op: OpNode, where: Index) -> int:
         dtype = _operands_dtype(lowering, op)
         sides = [lowering.argument(op, position, where, dtype=dtype) for position in (0, 1)]
+        common = common_dtype(lowering, op)
+        if common is not None:  # 0.1 is 0.10009765625 to a bfloat16 that it is compared with
+            sides = [lowering.rounded(side, common) for side in sides]
         known = compared(lowering, name, *sides)
         return lowering.make(name, *sides, dtype="bool") if known is None else known
 
@@ -100,7 +106,7 @@ def _remainder(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 def _rsub(lowering: Lowering, op: OpNode, where: Index) -> int:
     subtracted = _alpha(lowering, op, where, lowering.argument(op, 0, where))
-    return lowering.make("sub", lowering.argument(op, 1, where), subtracted)
+    return lowering.make("sub", rounded_scalar(lowering, op, lowering.argument(op, 1, where)), subtracted)
 
 
 def _pow(lowering: Lowering, op: OpNode, where: Index) -> int:
@@ -146,7 +152,10 @@ def _masked_fill(lowering: Lowering, op: OpNode, where: Index) -> int:
 
 def _addcmul(lowering: Lowering, op: OpNode, where: Index) -> int:
     scale = dict(op.kwargs).get("value", 1)
-    product = lowering.make("mul", lowering.argument(op, 1, where), lowering.argument(op, 2, where))
+    left, right = lowering.argument(op, 1, where), lowering.argument(op, 2, where)
+    if lowering.is_exact and scale != 1:  # eager multiplies in this order
+        left, scale = lowering.make("mul", lowering.element(scale, where, op), left), 1
+    product = lowering.make("mul", left, right)
     if scale != 1:
         product = lowering.make("mul", product, lowering.element(scale, where, op))
     return lowering.make("add", lowering.argument(op, 0, where), product)

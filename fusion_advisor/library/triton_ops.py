@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, SUM, UNARY, Text, Unsupported, Writer, has_inverse
+from fusion_advisor.library.expressions import ATOM, LOOSE, PRODUCT, ROUNDERS, SUM, UNARY, Text, Unsupported, Writer, has_inverse
 from fusion_advisor.library.order import order_of
 from fusion_advisor.library.program import ITEM_BYTES, Value, dropout_constants
 from fusion_advisor.library.schedule import Access, Schedule, parts_of
@@ -45,7 +45,7 @@ class TritonWriter(Writer):
     helper_names = frozenset(
         _HELPERS
         | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
-        | {"checked", "erfc", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+        | {"checked", "erfc", "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
@@ -58,7 +58,7 @@ class TritonWriter(Writer):
         """What loads say to the cache, by value number."""
         outputs = [o for o in plan.program.operands if o.is_output]
         self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
-        self.is_half = all(o.dtype in _HALF for o in outputs)
+        self.is_half = all(o.dtype in _HALF for o in outputs) and not plan.program.is_exact
         self._runs: dict[int, str] = {}
         super().__init__(plan, fast_math=fast_math)
 
@@ -252,14 +252,19 @@ class TritonWriter(Writer):
         return f"{name}.to(tl.int64)"
 
     def rounded_product(self, value: Value, args: list[Text]) -> Text:
-        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say."""
+        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say.
+
+        It makes 0 of -0, so that an exact kernel is compiled without contraction instead.
+        """
+        if self.plan.program.is_exact:
+            return Text(f"{args[0].at(PRODUCT)} * {args[1].at(UNARY)}", PRODUCT)
         left, right = args if self.plan.program.values[value.args[0]].op != "const" else args[::-1]
         return Text(f"tl.fma({left.code}, {right.code}, 0.0)")
 
     def _write(self, number: int) -> None:
         super()._write(number)
         value = self.plan.program.values[number]
-        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign"}
+        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign", *ROUNDERS}
         if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
             self.zero_past_end.add(number)
 
@@ -271,7 +276,7 @@ class TritonWriter(Writer):
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
-        if value.op == "mul" and (scaled := self.scaled(value, self.parts)) is not None:
+        if value.op == "mul" and not self.plan.program.is_exact and (scaled := self.scaled(value, self.parts)) is not None:
             return scaled
         op, code = value.op, [a.code for a in args]
         is_float32 = value.dtype == "float32"
@@ -286,6 +291,9 @@ class TritonWriter(Writer):
                 if value.dtype == "bool"
                 else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
             )
+        if op in ROUNDERS:
+            self.helpers.add(ROUNDERS[op])
+            return Text(f"{ROUNDERS[op]}({code[0]})")
         if op == "quotient" and self.parts:
             return Text(f"tl.cast((start if WHOLE else {code[0]}) // {args[1].at(ATOM)}, tl.int64)")
         if op == "quotient":

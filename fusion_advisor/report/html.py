@@ -107,6 +107,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         roof=roofline(report),
         glossary=view.GLOSSARY,
         sections=SECTIONS,
+        bits={fusion.id: view.bits_line(report, fusion) for fusion in report.fusions},
         ulp_rows={fusion.id: view.ulp_rows(fusion) for fusion in report.fusions},
         has_source=redact.has_source(report),
         is_timeline_left_out=shown is not report,

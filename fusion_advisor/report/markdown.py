@@ -115,6 +115,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
             kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
+            bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := view.bits_line(report, fusion))],
             removed=removed[:100],
             untimed=untimed[:100],
             without=without[:100],

@@ -151,6 +151,7 @@ def details(report: Report, console: Console, *, with_source: bool = False) -> R
         lines += [Text(""), _line(f"{row.id}  {name}: {view.VERDICTS[row.status].words}", console, "bold")]
         lines.append(_line(f"  {row.reason}", console))
         evidence = _evidence(row) if isinstance(row, Fusion) else []
+        evidence += [bits for bits in (view.bits_line(report, row),) if bits] if isinstance(row, Fusion) else []
         evidence += [f"{kernel.backend}, {kernel.origin}: {kernel.path}" for kernel in row.rendered]
         lines += [_line(f"  {text}", console) for text in evidence]
         lines += [_source(kernel.source, console) for kernel in row.rendered if with_source]

@@ -133,6 +133,8 @@ def caveats(report: Report) -> tuple[str, ...]:
         lines.append(_contract(report.frozen))
     if report.keep == "verified":
         lines.append("What stays was not chosen by time (--keep verified): a rewrite may make the step slower.")
+    if report.is_exact:
+        lines.append("Kernels round each op's result as eager does (--exact); each says whether it has eager's bits.")
     if report.quality.graph_breaks and report.step_before is not None:
         lines.append(
             f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "
@@ -379,6 +381,17 @@ def traffic(report: Report, fusion: Fusion) -> Traffic | None:
     speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
     of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
     return Traffic(before, units.size(floor), units.bandwidth(speed), of_copy)
+
+
+def bits_line(report: Report, fusion: Fusion) -> str:
+    """Say whether an exact kernel's results have eager's bits; empty without --exact."""
+    checked = fusion.numerics
+    if not report.is_exact or checked is None:
+        return ""
+    if checked.is_bit_equal:
+        return f"bit-equal to eager on {plural(checked.elements, 'element')}"
+    differing = checked.elements - checked.bit_equal_elements
+    return f"not bit-equal: {units.number(differing)} of {plural(checked.elements, 'element')} differ: {checked.differs_by}"
 
 
 def ulp_rows(fusion: Fusion) -> tuple[tuple[str, tuple[str, str], tuple[str, str]], ...]:

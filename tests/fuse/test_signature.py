@@ -145,7 +145,8 @@ def test_order_of_keywords_does_not_matter_and_order_of_positions_does():
 
 DIFFERENT = [
     0.0, -0.0, 0, False, None, 1, 1.0, True, complex(0, 0), complex(0, -0.0), complex(-0.0, 0), complex(-0.0, -0.0), "0", "", b"",
-    float("nan"), float("inf"), float("-inf"), 5e-324, complex(float("nan"), 0.0), complex(0.0, float("nan")), 2**53, float(2**53),
+    float("nan"), float("inf"), float("-inf"), 5e-324, complex(float("nan"), 0.0), complex(0.0, float("nan")), 2**53,
+    float(2**53),
 ]  # fmt: skip
 
 

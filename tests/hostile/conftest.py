@@ -1,5 +1,7 @@
 """The helpers of tests/library serve here too."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "library")]
 
 import torch
 from evaluate import allocate

@@ -38,7 +38,8 @@ def specials(dtype):
     info = torch.finfo(dtype)
     ends = [info.max, info.max / 2, info.tiny, info.tiny / 2, info.smallest_normal * info.eps, info.eps, 1 + info.eps]
     halves = [0.5, 1.5, 2.5, 3.5, 0.49999997, 2.0**22 + 0.5, 2.0**23 - 0.5, 2.0**23 + 1, 2.0**52 - 0.5]
-    grid = torch.logspace(-8, 2, 61, dtype=torch.float64).tolist() + [
+    grid = [
+        *torch.logspace(-8, 2, 61, dtype=torch.float64).tolist(),
         1.0,
         2.0,
         3.0,
@@ -69,7 +70,7 @@ def inputs(name, dtype):
 def function(name):
     """Return the op."""
     op = UNARY.get(name) or BINARY[name]
-    return (lambda x: op(x)) if name in UNARY else (lambda x, y: op(x, y))
+    return op
 
 
 def problem(got, name, dtype):

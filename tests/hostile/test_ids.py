@@ -118,10 +118,12 @@ def test_cuda_asserts_where_eager_raises(lowered, tmp_path, key):
 
 def test_triton_asserts_where_eager_raises(tmp_path):
     pytest.importorskip("triton")
-    script = Path(__file__).parent / "interpret_ids.py"
+    here = Path(__file__).parent
+    places = (here, here.parent / "library", here.parents[1])
+    script = here / "interpret_ids.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, places))},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -11,7 +11,8 @@ from fusion_advisor.library.rules import CannotLower
 DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64")}
 OPS = {
     "neg": lambda x: -x, "abs": lambda x: x.abs(), "sign": lambda x: x.sign(), "square": lambda x: x.square(),
-    "add": lambda x: x + 3, "sub": lambda x: x - 3, "rsub": lambda x: 3 - x, "mul": lambda x: x * 3, "add_itself": lambda x: x + x,
+    "add": lambda x: x + 3, "sub": lambda x: x - 3, "rsub": lambda x: 3 - x, "mul": lambda x: x * 3,
+    "add_itself": lambda x: x + x,
     "mul_itself": lambda x: x * x, "clamp": lambda x: x.clamp(1, 5), "clamp_low": lambda x: x.clamp(min=-3),
     "remainder": lambda x: x.remainder(7),
     "remainder_minus": lambda x: x.remainder(-3), "relu": lambda x: x.relu(),

@@ -133,6 +133,8 @@ def _one(program, value, args, guard, inputs):
         return torch.where(*args)
     if op == "cast":
         return args[0].to(dtype)
+    if op in ("round_float16", "round_bfloat16"):
+        return args[0].float().to(getattr(torch, op.removeprefix("round_"))).to(dtype)
     if op == "not":
         return torch.bitwise_not(args[0])
     if op == "erf":

@@ -29,11 +29,13 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
 // Threads start from this many elements on: below it they cost more than they save.
-static constexpr int64_t kParallelFrom = 32768;
+static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_add_rmsnorm_4e145c(const uint16_t *__restrict x, const uint16_t *__restrict residual,
+extern "C" void fa_add_rmsnorm_a804a1(const uint16_t *__restrict x, const uint16_t *__restrict residual,
         const uint16_t *__restrict weight, uint16_t *__restrict total, uint16_t *__restrict out, int64_t rows,
         int64_t cols, int64_t x_row_stride, int64_t residual_row_stride, int64_t total_row_stride,
         int64_t out_row_stride, int threads) {
@@ -62,7 +64,7 @@ extern "C" void fa_add_rmsnorm_4e145c(const uint16_t *__restrict x, const uint16
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
       const float sum = fa_from_bf16(x_row[col]) + fa_from_bf16(residual_row[col]);
-      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * (sum * inverse_root));
+      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * fa_round_bf16(sum * inverse_root));
     }
   }
 }

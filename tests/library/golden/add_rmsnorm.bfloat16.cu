@@ -41,6 +41,8 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
+__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -123,7 +125,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_add_rmsnorm_65c1e7(
+fa_add_rmsnorm_fed0d5(
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ residual_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -184,7 +186,7 @@ fa_add_rmsnorm_65c1e7(
             const float residual = wide(residual_packs[p], lane);
             const float total = x + residual;
             const float weight = wide(weight_packs[p], lane);
-            const float out = weight * (total * inverse_rms);
+            const float out = weight * round_bf16(total * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

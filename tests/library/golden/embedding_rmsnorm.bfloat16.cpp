@@ -29,6 +29,8 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
 // Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
 __attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
   int64_t none = 0;
@@ -46,7 +48,7 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
 static constexpr int64_t kParallelFrom = 32768;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_embedding_rmsnorm_10fd3d(const int64_t *__restrict ids, const uint16_t *__restrict table,
+extern "C" void fa_embedding_rmsnorm_5f133b(const int64_t *__restrict ids, const uint16_t *__restrict table,
         const uint16_t *__restrict weight, uint16_t *__restrict rows, uint16_t *__restrict out,
         int64_t rows_2, int64_t cols, int64_t table_step, int64_t rows_row_stride, int64_t out_row_stride,
         int64_t table_extent, int64_t *__restrict wrong, int threads) {
@@ -75,7 +77,7 @@ extern "C" void fa_embedding_rmsnorm_10fd3d(const int64_t *__restrict ids, const
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
       const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
-      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * (table_value * inverse_root));
+      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * fa_round_bf16(table_value * inverse_root));
     }
   }
 }

@@ -31,7 +31,7 @@ extern "C" __device__ void __assertfail(const char* message, const char* file, u
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
 __device__ __forceinline__ bool checked(long long place, long long extent) {
     const bool is_inside = (unsigned long long)place < (unsigned long long)extent;
-    if (!is_inside) __assertfail("position out of range", "fa_embedding_rmsnorm_8a63a6", 0, "checked", sizeof(char));
+    if (!is_inside) __assertfail("position out of range", "fa_embedding_rmsnorm_244fc4", 0, "checked", sizeof(char));
     return is_inside;
 }
 
@@ -48,6 +48,8 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
+
+__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -131,7 +133,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_embedding_rmsnorm_8a63a6(
+fa_embedding_rmsnorm_244fc4(
     const long long* __restrict__ ids_ptr,
     const bfloat16_bits* __restrict__ table_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -188,7 +190,7 @@ fa_embedding_rmsnorm_8a63a6(
         for (int lane = 0; lane < VEC; ++lane) {
             const float table = wide(table_packs[p], lane);
             const float weight = wide(weight_packs[p], lane);
-            const float out = weight * (table * inverse_rms);
+            const float out = weight * round_bf16(table * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);

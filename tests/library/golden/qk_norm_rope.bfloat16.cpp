@@ -29,11 +29,13 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
 // Threads start from this many elements on: below it they cost more than they save.
-static constexpr int64_t kParallelFrom = 16384;
+static constexpr int64_t kParallelFrom = 8192;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_qk_norm_rope_e3af85(const uint16_t *__restrict weight, const uint16_t *__restrict x,
+extern "C" void fa_qk_norm_rope_663f41(const uint16_t *__restrict weight, const uint16_t *__restrict x,
         const uint16_t *__restrict cos, const uint16_t *__restrict sin, uint16_t *__restrict out, int64_t n0,
         int64_t n1, int64_t cols, int64_t weight_1_offset, int64_t x_0_i0_stride, int64_t x_0_i1_stride,
         int64_t x_1_i0_stride, int64_t x_1_i1_stride, int64_t x_1_offset, int64_t cos_0_i0_stride,
@@ -70,8 +72,10 @@ extern "C" void fa_qk_norm_rope_e3af85(const uint16_t *__restrict weight, const 
       const float inverse_root = 1.0f / std::sqrt(eps + mean);
 #pragma omp simd
       for (int64_t col = 0; col < cols; ++col) {
-        const float product = fa_from_bf16(weight[col]) * (fa_from_bf16(x_0_row[col]) * inverse_root);
-        const float product_2 = fa_from_bf16(weight_1_row[col]) * (fa_from_bf16(x_1_row[col]) * inverse_root);
+        const float rounded = fa_round_bf16(fa_from_bf16(x_0_row[col]) * inverse_root);
+        const float rounded_2 = fa_round_bf16(fa_from_bf16(x_1_row[col]) * inverse_root);
+        const float product = fa_from_bf16(weight[col]) * rounded;
+        const float product_2 = fa_from_bf16(weight_1_row[col]) * rounded_2;
         const float product_3 = -product_2 * fa_from_bf16(sin_0_row[col]);
         const float product_4 = product_2 * fa_from_bf16(cos_1_row[col]);
         out_0_row[col] = fa_to_bf16(product * fa_from_bf16(cos_0_row[col]) + product_3);

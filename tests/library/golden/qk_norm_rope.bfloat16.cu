@@ -43,6 +43,8 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
+__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -117,7 +119,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_qk_norm_rope_c0f939(
+fa_qk_norm_rope_27bc4a(
     const bfloat16_bits* __restrict__ weight_ptr,
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ cos_ptr,
@@ -199,8 +201,8 @@ fa_qk_norm_rope_c0f939(
             const float weight_shifted = wide(weight_shifted_packs[p], lane);
             const float x = wide(x_packs[p], lane);
             const float x_shifted = wide(x_shifted_packs[p], lane);
-            const float product_2 = weight * (x * rsqrt_total);
-            const float product_3 = weight_shifted * (x_shifted * rsqrt_total);
+            const float product_2 = weight * round_bf16(x * rsqrt_total);
+            const float product_3 = weight_shifted * round_bf16(x_shifted * rsqrt_total);
             const float cos_2 = wide(cos_packs[p], lane);
             const float cos_shifted = wide(cos_shifted_packs[p], lane);
             const float sin_2 = wide(sin_packs[p], lane);

@@ -10,6 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
+def round_bf16(x):
+    # Widened by a shift: after a conversion back ptxas rounds with F2F, which is slower than the F2FP that it takes here (sm_90).
+    return (x.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def wide(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
@@ -17,7 +23,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_qk_norm_rope_a3b370(
+def fa_qk_norm_rope_57c878(
     weight_ptr, x_ptr, cos_ptr, sin_ptr, out_ptr,
     rows, size1, cols, weight_offset, x_stride0, x_stride1, x_offset, cos_stride0, cos_offset, sin_stride0,
     sin_offset, out_stride0, out_stride1, out_offset,
@@ -45,8 +51,8 @@ def fa_qk_norm_rope_a3b370(
     weight_shifted = wide(tl.load(weight_ptr + col + weight_offset, mask=col_mask, other=0.0))
     product = 2.0 * tl.cast(cols, tl.float32)
     rsqrt_total = tl.rsqrt(eps + tl.div_rn(total_sum, product))
-    product_2 = weight * (x * rsqrt_total)
-    product_3 = weight_shifted * (x_shifted * rsqrt_total)
+    product_2 = weight * round_bf16(x * rsqrt_total)
+    product_3 = weight_shifted * round_bf16(x_shifted * rsqrt_total)
     out = product_2 * cos + -product_3 * sin
     out_2 = product_3 * cos_shifted + product_2 * sin_shifted
 

@@ -29,11 +29,13 @@ static inline uint16_t fa_to_bf16(float x) {
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
 
+static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_rmsnorm_d033c2(const uint16_t *__restrict weight, const uint16_t *__restrict x,
+extern "C" void fa_rmsnorm_d3290a(const uint16_t *__restrict weight, const uint16_t *__restrict x,
         uint16_t *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride, int64_t out_row_stride,
         int threads) {
   const float eps = 1e-06f;
@@ -57,7 +59,8 @@ extern "C" void fa_rmsnorm_d033c2(const uint16_t *__restrict weight, const uint1
     const float inverse_root = 1.0f / std::sqrt(mean_square + eps);
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
-      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * (fa_from_bf16(x_row[col]) * inverse_root));
+      const float rounded = fa_round_bf16(fa_from_bf16(x_row[col]) * inverse_root);
+      out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * rounded);
     }
   }
 }

@@ -40,6 +40,8 @@ __device__ __forceinline__ bfloat16_bits narrow(float x) {
     return y;
 }
 
+__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -122,7 +124,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_rmsnorm_2fe766(
+fa_rmsnorm_0b085c(
     const bfloat16_bits* __restrict__ weight_ptr,
     const bfloat16_bits* __restrict__ x_ptr,
     bfloat16_bits* __restrict__ out_ptr,
@@ -169,7 +171,7 @@ fa_rmsnorm_2fe766(
         for (int lane = 0; lane < VEC; ++lane) {
             const float weight = wide(weight_packs[p], lane);
             const float x = wide(x_packs[p], lane);
-            const float out = weight * (x * inverse_rms);
+            const float out = weight * round_bf16(x * inverse_rms);
             out_pack[lane] = narrow<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
