@@ -69,8 +69,7 @@ def inputs(name, dtype):
 
 def function(name):
     """Return the op."""
-    op = UNARY.get(name) or BINARY[name]
-    return op
+    return UNARY.get(name) or BINARY[name]
 
 
 def problem(got, name, dtype):
