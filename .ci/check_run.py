@@ -55,7 +55,7 @@ def install(run: Path, report: dict[str, Any]) -> int:
     import torch
 
     import fusion_advisor as fa
-    from fusion_advisor.cli import core
+    from fusion_advisor.cli.common import core
 
     decided = run.with_name(run.name + "-decided")
     shutil.copytree(run, decided)
@@ -83,7 +83,7 @@ def call(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
     """Return a call's logits, and how often it ran aten::tanh."""
     import torch
 
-    from fusion_advisor.capture.timeline import markers_logged
+    from fusion_advisor.capture.trace.profiler import markers_logged
 
     model(**inputs)  # dynamo traces in the first call, with ops of its own
     profiler = torch.profiler.profile()

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fusion_advisor.fuse.model import FusedModel
-    from fusion_advisor.fuse.saved import SavedPlan
+    from fusion_advisor.fuse.live.fused_model import FusedModel
+    from fusion_advisor.fuse.live.saved_plan import SavedPlan
     from fusion_advisor.records import Report
 
 __all__ = ["apply", "load_plan", "load_report", "profile"]
@@ -26,7 +26,7 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
     Args:
         model: any module, on its device, in the mode you run it in.
         inputs: one example call: a tensor, a tuple of positional or a dict of keyword arguments.
-        **options: fields of :class:`fusion_advisor.fuse.options.ProfileOptions`.
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ProfileOptions`.
 
     Returns:
         The report: where device time goes, the chains, and the kernel each would get.
@@ -35,7 +35,7 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
         CannotCapture: dynamo captured no graph of the model.
         OutOfMemory: with what to try instead.
     """
-    from fusion_advisor.fuse.options import ProfileOptions
+    from fusion_advisor.fuse.plan.options import ProfileOptions
     from fusion_advisor.fuse.pipeline import profile_workload
     from fusion_advisor.workload.load import describe_live
 
@@ -52,7 +52,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
-        **options: fields of :class:`fusion_advisor.fuse.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
             capture are kept there, and :func:`load_plan` reads them.
 
     Returns:
@@ -69,11 +69,11 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from dataclasses import replace
     from pathlib import Path
 
-    from fusion_advisor.fuse.model import take_out
-    from fusion_advisor.fuse.options import ApplyOptions
+    from fusion_advisor.fuse.live.fused_model import take_out
+    from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.fuse.pipeline import apply_workload
-    from fusion_advisor.fuse.saved import apply_plan
-    from fusion_advisor.serialize import write_capture, write_report
+    from fusion_advisor.fuse.live.saved_plan import apply_plan
+    from fusion_advisor.records.serialize import write_capture, write_report
     from fusion_advisor.workload.load import describe_live
 
     loaded = describe_live(model, *_call(inputs))
@@ -104,9 +104,9 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     Raises:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
-    from fusion_advisor.fuse import saved
+    from fusion_advisor.fuse.live import saved_plan
 
-    return saved.load_plan(run_dir)
+    return saved_plan.load_plan(run_dir)
 
 
 def load_report(run: str | Path) -> Report:
@@ -120,7 +120,7 @@ def load_report(run: str | Path) -> Report:
     """
     from pathlib import Path
 
-    from fusion_advisor.serialize import read_report
+    from fusion_advisor.records.serialize import read_report
 
     path = Path(run)
     return read_report(path / "report.json" if path.is_dir() else path)

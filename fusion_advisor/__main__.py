@@ -9,7 +9,7 @@ import sys
 def main() -> int:
     """Answer the shell's completion if that needs no command line, else run it; return the exit code."""
     if "_FUSION_ADVISOR_COMPLETE" in os.environ:
-        from fusion_advisor.cli.completion import complete
+        from fusion_advisor.cli.common.completion import complete
 
         answer = complete(os.environ)
         if answer is not None:

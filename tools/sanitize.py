@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 def missing(language: str) -> str:
     """Say what this machine lacks; empty where nothing does."""
-    from fusion_advisor.library.backend_cpp import find_compiler
+    from fusion_advisor.codegen.cpp.backend import find_compiler
 
     if language == "cpp":
         return "" if find_compiler() else "no C++ compiler found; install g++, or set CXX"

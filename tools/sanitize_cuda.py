@@ -106,8 +106,8 @@ def launch_planted(tool: str) -> None:
     import torch
     from cuda.core import Device, LaunchConfig, Stream, launch
 
-    from fusion_advisor.library.nvrtc import compile_loaded
-    from fusion_advisor.library.source import Rendered
+    from fusion_advisor.codegen.cuda.nvrtc import compile_loaded
+    from fusion_advisor.codegen.common.interface import Rendered
 
     kernel = compile_loaded(Rendered(backend="cuda", entry=f"fa_planted_{tool}", source=PLANTED, suffix=".cu"), {})
     out = torch.empty(8, dtype=torch.int32, device="cuda")
@@ -131,7 +131,7 @@ def check(names: Sequence[str], tool: str, *, is_small: bool) -> None:
         tool: that this process runs under.
         is_small: only small cases of normal numbers, the first spelling, few dtypes and few configurations of a GEMV.
     """
-    library_check: Any = importlib.import_module("fusion_advisor.library.check")
+    library_check: Any = importlib.import_module("fusion_advisor.evaluate.check")
     from fusion_advisor.library.discover import load_kernel
 
     original, configurations = library_check.eager, library_check.candidates
@@ -216,7 +216,7 @@ def verdict(tool: str, names: Sequence[str], options: Sequence[str], device: str
 
 def clusters(tool: str, device: str) -> Verdict:
     """Run the tests of rows that a cluster of blocks shares under the sanitizer."""
-    tests = ["tests/library/test_clusters.py", "-k", "on_the_device", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    tests = ["tests/codegen/cuda/test_clusters.py", "-k", "on_the_device", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     output, code = run(tool, ["-m", "pytest", *tests], device)
     found = re.search(r"^(\d+) passed", output, re.MULTILINE)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)

@@ -1,3 +1,4 @@
-"""What the model did: the op graph, the device's timeline, and the join of both."""
+"""Profiles a workload: its op graph joined to the kernels that each op launched.
 
-from __future__ import annotations
+In: a loaded workload. Out: a ``Capture`` record and the live regions that ``fuse`` rewrites.
+"""

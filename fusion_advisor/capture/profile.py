@@ -18,13 +18,15 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture import graph, nodes, timeline, torch_internals
-from fusion_advisor.capture.attached import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
-from fusion_advisor.capture.attribute import OP_RANGE, Step, median_step
+from fusion_advisor.capture.graph import tracer, fx_nodes
+from fusion_advisor.capture.trace import profiler
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
+from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
-from fusion_advisor.timing import stopwatch
-from fusion_advisor.timing.watch import watching
+from fusion_advisor.timing import wall_timer
+from fusion_advisor.timing.clock_sampler import watching
 
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -47,7 +49,7 @@ def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool, has_ranges: bool, is_
         has_ranges: open those ranges.
         is_recorded: start and stop the recording.
     """
-    with timeline.module_ranges(model, nvtx_range) if has_ranges else contextlib.nullcontext():
+    with profiler.module_ranges(model, nvtx_range) if has_ranges else contextlib.nullcontext():
         if not (on_cuda and is_recorded):
             yield
             return
@@ -72,7 +74,7 @@ def numbered(step: Callable[[], Any]) -> Callable[[], Any]:
 class NodeRunner(torch.fx.Interpreter):
     """Runs a graph op by op, each op inside a profiler range that carries its index (and an NVTX range with its module)."""
 
-    def __init__(self, region: graph.Region, index_of: Mapping[torch.fx.Node, int], *, with_nvtx: bool = False) -> None:
+    def __init__(self, region: tracer.Region, index_of: Mapping[torch.fx.Node, int], *, with_nvtx: bool = False) -> None:
         super().__init__(region.graph)
         self._index_of = index_of
         self._with_nvtx = with_nvtx
@@ -84,7 +86,7 @@ class NodeRunner(torch.fx.Interpreter):
         with torch.profiler.record_function(f"{OP_RANGE}{self._index_of[node]}"):
             if not self._with_nvtx:
                 return super().run_node(node)
-            with nvtx.annotate(f"{nodes.module_path(node) or 'model'} {node.name}", domain=NVTX_DOMAIN):
+            with nvtx.annotate(f"{fx_nodes.module_path(node) or 'model'} {node.name}", domain=NVTX_DOMAIN):
                 return super().run_node(node)
 
 
@@ -104,7 +106,7 @@ def profile_model(
     with_nvtx: bool = False,
     trace_to: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
-) -> tuple[Capture, graph.LiveCapture]:
+) -> tuple[Capture, tracer.LiveCapture]:
     """Profile one step of a model.
 
     Args:
@@ -138,7 +140,7 @@ def profile_model(
         return call(*args, **kwargs)
 
     with torch.no_grad():
-        live = graph.capture_regions(model, args, kwargs, model_id=workload.model_id)
+        live = tracer.capture_regions(model, args, kwargs, model_id=workload.model_id)
         rewind = live.written.rewind
         with named_range("fa:warmup", is_on=with_nvtx):
             warm_up(eager, warmup, rewind)
@@ -158,16 +160,16 @@ def profile_model(
             def between(number: int, last_ns: int) -> None:
                 watch.sample(number, 0, untimed, last_ns)
 
-            times = stopwatch.wall_times(
+            times = wall_timer.wall_times(
                 timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between
             )
-        eager_step = stopwatch.as_timing(times, "wall", watch.clocks())
+        eager_step = wall_timer.as_timing(times, "wall", watch.clocks())
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         if tool:
             raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "eager step"))
-        with named_range("fa:trace", is_on=with_nvtx), timeline.module_ranges(model, torch.profiler.record_function):
+        with named_range("fa:trace", is_on=with_nvtx), profiler.module_ranges(model, torch.profiler.record_function):
             eager_trace = median_step(
-                timeline.record(eager, steps=traced_steps, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
+                profiler.record(eager, steps=traced_steps, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
             )
         if eager_trace.calls and not eager_trace.launches:
             known = "another profiler may hold the device's counters; then its own recording is whole"
@@ -189,7 +191,7 @@ def profile_model(
     return capture, live
 
 
-def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch.device) -> Capture:
+def profile_regions(live: tracer.LiveCapture, bandwidth: Bandwidth, device: torch.device) -> Capture:
     """Profile graphs that somebody else captured (dynamo, for its backend): there is no eager step to compare with.
 
     Args:
@@ -198,7 +200,7 @@ def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch
         device: where the tensors are.
     """
     ops, traced = _trace_regions(live, on_cuda=device.type == "cuda", with_nvtx=False)
-    nothing = stopwatch.as_timing([traced.device_ns], "traced")
+    nothing = wall_timer.as_timing([traced.device_ns], "traced")
     return Capture(
         workload=Workload(
             model_id="graph", phase="forward", dtype="", device=device.type, batch=0, seq_len=0, seed=0, weights="user"
@@ -214,7 +216,7 @@ def profile_regions(live: graph.LiveCapture, bandwidth: Bandwidth, device: torch
 
 
 def _trace_regions(
-    live: graph.LiveCapture, *, on_cuda: bool, with_nvtx: bool, traced_steps: int = 3
+    live: tracer.LiveCapture, *, on_cuda: bool, with_nvtx: bool, traced_steps: int = 3
 ) -> tuple[list[OpNode], Step]:
     ops, runners = describe_all(live, with_nvtx=with_nvtx)
 
@@ -225,30 +227,30 @@ def _trace_regions(
     with torch.no_grad():
         live.written.rewind()
         captured()
-        trace = timeline.record(captured, steps=traced_steps, on_cuda=on_cuda, before=live.written.rewind)
+        trace = profiler.record(captured, steps=traced_steps, on_cuda=on_cuda, before=live.written.rewind)
     return ops, median_step(trace, on_cuda=on_cuda)
 
 
-def describe_all(live: graph.LiveCapture, *, with_nvtx: bool = False) -> tuple[list[OpNode], list[NodeRunner]]:
+def describe_all(live: tracer.LiveCapture, *, with_nvtx: bool = False) -> tuple[list[OpNode], list[NodeRunner]]:
     """Return the records of all regions, numbered through, and one runner per region."""
     ops: list[OpNode] = []
     runners: list[NodeRunner] = []
     for region in live.regions:
-        described, index_of = graph.describe(region, first_index=len(ops))
+        described, index_of = tracer.describe(region, first_index=len(ops))
         ops += described
         runners.append(NodeRunner(region, index_of, with_nvtx=with_nvtx))
     return ops, runners
 
 
-def warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = stopwatch.nothing) -> None:
+def warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = wall_timer.nothing) -> None:
     """Run a step at least twice before any run counts; fewer times than asked for when one takes over a tenth of a second."""
-    first = stopwatch.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
+    first = wall_timer.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
     for _ in range(max(0, min(wanted, int(1e9 / max(first[-1], 1))))):
         rewind()
         step()
 
 
-def _quality(eager: Step, captured: Step, ops: list[OpNode], live: graph.LiveCapture) -> DataQuality:
+def _quality(eager: Step, captured: Step, ops: list[OpNode], live: tracer.LiveCapture) -> DataQuality:
     joined = sum(
         launch.duration_ns
         for launch in captured.launches

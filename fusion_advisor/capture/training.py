@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusion_advisor.capture.attribute import Step
-from fusion_advisor.capture.timeline import MODULE_RANGE, Event, Trace
+from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.capture.trace.profiler import MODULE_RANGE, Event, Trace
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.records import ModuleTime, Training
 

@@ -1,3 +1,1 @@
-"""The command line: typer commands, one file each; consoles are built in console.py alone."""
-
-from __future__ import annotations
+"""The command line: one file for each command; errors are caught once, in ``app``."""

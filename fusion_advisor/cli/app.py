@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli import apply, compare, doctor, explain, kernels, profile, report
-from fusion_advisor.cli.console import Settings, annotate, silence_stdout, write_result
-from fusion_advisor.cli.help import Command, Group
-from fusion_advisor.cli.run_dir import tool_version
+from fusion_advisor.cli.commands import apply, compare, doctor, explain, kernels, profile, report
+from fusion_advisor.cli.common.console import Settings, annotate, silence_stdout, write_result
+from fusion_advisor.cli.common.help import Command, Group
+from fusion_advisor.cli.common.run_dir import tool_version
 from fusion_advisor.errors import AdvisorError, CannotWrite
 
 BUG = 1
@@ -150,7 +150,7 @@ def _keep_traceback(error: BaseException, lines: list[str], settings: Settings) 
 def _write_error(text: str, settings: Settings) -> None:
     from rich.text import Text
 
-    from fusion_advisor.report.text import visible
+    from fusion_advisor.report.escape import visible
 
     console = settings.err()
     for line in text.split("\n"):

@@ -1,3 +1,4 @@
-"""From a plan to a faster model: apply, verify, measure, keep or revert."""
+"""The loop: profile, plan, try each fusion, keep what pays, install, check the whole model, report.
 
-from __future__ import annotations
+In: a loaded workload and options. Out: a ``Report`` and the live ``FusedModel``.
+"""

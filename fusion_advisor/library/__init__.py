@@ -1,3 +1,4 @@
-"""Kernels: their specification, the IR, matching, rendering and building."""
+"""The kernel library: manifests and references, and the match of a chain with one of them.
 
-from __future__ import annotations
+In: ``kernels/<name>/`` folders and lowered chains. Out: ``KernelSpec`` and ``PatternMatch``.
+"""

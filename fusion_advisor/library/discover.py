@@ -18,7 +18,7 @@ from typing import Any
 
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError, UsageError
-from fusion_advisor.library.source import environment, identifier
+from fusion_advisor.codegen.common.interface import environment, identifier
 from fusion_advisor.library.spec import BadManifest, KernelSpec, read_spec
 
 _PREFIX, _BASELINE = "reference_", "baseline_"

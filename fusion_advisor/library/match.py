@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from fusion_advisor.library.order import Order, order_of
-from fusion_advisor.library.program import COMMUTATIVE, ROUNDINGS, Program, Value, nests
+from fusion_advisor.ir.causal_mask import Order, order_of
+from fusion_advisor.ir.program import COMMUTATIVE, ROUNDINGS, Program, Value, nests
 
 _RELATIVE = 1e-6
 """Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.library.program import ITEM_BYTES
-from fusion_advisor.library.rule import INTEGERS
-from fusion_advisor.library.source import Tuning, identifier
-from fusion_advisor.regular_file import read_regular
+from fusion_advisor.ir.program import ITEM_BYTES
+from fusion_advisor.ir.dtypes import INTEGERS
+from fusion_advisor.codegen.common.interface import Tuning, identifier
+from fusion_advisor.files.regular_file import read_regular
 
 _MOST_BYTES = 2**20
 BACKENDS = ("triton", "cuda", "cpp")
@@ -82,7 +82,7 @@ class Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemv:
-    """A kernel that is written by hand: a linear layer, see ``library.gemv``."""
+    """A kernel that is written by hand: a linear layer, see ``codegen.gemm.problem``."""
 
     is_gated: bool
     """The weight holds gate and up rows; the result is ``silu(gate) * up``."""

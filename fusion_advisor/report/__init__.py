@@ -1,3 +1,4 @@
-"""From records to a Report, and from a Report to its views."""
+"""Views of a ``Report``: nothing is measured or decided here.
 
-from __future__ import annotations
+In: records. Out: rows, sentences and markdown that the HTML and terminal views share.
+"""

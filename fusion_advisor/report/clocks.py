@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from fusion_advisor import units
 from fusion_advisor.records import OURS, Clocks, Report
-from fusion_advisor.report import others
-from fusion_advisor.report.text import plural, visible
+from fusion_advisor.report import baseline_rows as others
+from fusion_advisor.report.escape import plural, visible
 
 MOST_DIFFERENCE = 0.03
 """Share by which two sides' SM clocks may differ before their times are doubted."""

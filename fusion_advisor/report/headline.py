@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import Match, Report, Status, Timing, Training
-from fusion_advisor.report import others, view
+from fusion_advisor.report import baseline_rows, shared_rows
 from fusion_advisor.report.quality import is_unsteady
-from fusion_advisor.report.text import plural
+from fusion_advisor.report.escape import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ def headline(report: Report) -> Headline:
         passed = report.model_check.is_passed
         whose = "the limit" if report.tolerance is None else "--rtol and --atol"
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
-    elif report.after is not None and not others.is_unchanged(report):
+    elif report.after is not None and not baseline_rows.is_unchanged(report):
         points.append("whole-model numerics were not checked")
-    points += others.against_others(report)
+    points += baseline_rows.against_others(report)
     if report.noise_share is not None:
         points.append(f"A/A noise {units.share(report.noise_share)}")
     if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
@@ -56,11 +56,11 @@ def headline(report: Report) -> Headline:
 def _result(report: Report) -> tuple[str, str]:
     if report.training is not None:
         return "plain", _training_sentence(report, report.training)
-    better = others.faster_compile(report)
+    better = baseline_rows.faster_compile(report)
     if better is not None:
         mode, wall = better
-        own, (_, text) = others.own_wall(report), _compared_with(report)
-        ours = "" if own is None or others.is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
+        own, (_, text) = baseline_rows.own_wall(report), _compared_with(report)
+        ours = "" if own is None or baseline_rows.is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
         return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
     return _compared_with(report)
 
@@ -80,7 +80,7 @@ def _training_sentence(report: Report, training: Training) -> str:
 
 def _compared_with(report: Report) -> tuple[str, str]:
     """The sentence on the step, against what the run was asked to compare with; that is named in any case."""
-    pair = view.step_pair(report)
+    pair = shared_rows.step_pair(report)
     if pair is None:
         with_kernel = {answer.chain_id for answer in report.answers if isinstance(answer, Match)}
         if not report.chains:
@@ -88,17 +88,17 @@ def _compared_with(report: Report) -> tuple[str, str]:
         inside = sum(chain.share for chain in report.chains)
         matched = sum(chain.share for chain in report.chains if chain.id in with_kernel)
         text = (
-            f"{units.share(inside)} of {view.device_word(report)} time is in {plural(len(report.chains), 'fusible chain')}; "
+            f"{units.share(inside)} of {shared_rows.device_word(report)} time is in {plural(len(report.chains), 'fusible chain')}; "
             f"{len(with_kernel)} of them, {units.share(matched)}, have a kernel."
         )
         return "plain", text
     what, before, after = pair
-    if others.is_unchanged(report):
+    if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     against_eager = _against("eager", "", what, before, after)
     if report.baseline == "eager":
         return against_eager
-    compiled = others.best_compile(report)
+    compiled = baseline_rows.best_compile(report)
     if compiled is None or what != "wall time":
         return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
     against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
@@ -110,7 +110,7 @@ def _compared_with(report: Report) -> tuple[str, str]:
 
 
 def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
-    ratio, low, high = view.speedup_bounds(before, after)
+    ratio, low, high = shared_rows.speedup_bounds(before, after)
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
     speed, spread = units.speedup(ratio), units.speedup_interval(low, high)
     if low > 1 and (is_unsteady(before) or is_unsteady(after)):

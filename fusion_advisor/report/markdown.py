@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import others, quality, view
+from fusion_advisor.report import baseline_rows, quality, shared_rows
 from fusion_advisor.report.headline import headline
-from fusion_advisor.report.text import plural, visible, visible_lines
+from fusion_advisor.report.escape import plural, visible, visible_lines
 
 LIMIT = 60_000
 MAX_ROWS = 10
@@ -85,9 +85,9 @@ def fenced(source: str, language: str) -> str:
 
 
 def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
-    rows, kernels_left, _ = view.kernel_rows(report, MAX_KERNELS)
-    with_kernel = [chain for chain in report.chains if view.kernel_cell(report, chain)[0]]
-    without = [(chain, view.kernel_cell(report, chain)[1]) for chain in report.chains if not view.kernel_cell(report, chain)[0]]
+    rows, kernels_left, _ = shared_rows.kernel_rows(report, MAX_KERNELS)
+    with_kernel = [chain for chain in report.chains if shared_rows.kernel_cell(report, chain)[0]]
+    without = [(chain, shared_rows.kernel_cell(report, chain)[1]) for chain in report.chains if not shared_rows.kernel_cell(report, chain)[0]]
     removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
     # What a rewrite that was timed has gained stands in its row; of the others it does not say why.
     untimed = [row for row in report.rewrites if row.status is not Status.KEPT and row.step_delta_ns is None]
@@ -97,33 +97,33 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
         .render(
             report=report,
             headline=headline(report),
-            generation=view.step_lines(report),
-            modules=view.module_rows(report, MAX_ROWS),
-            caveats=view.caveats(report),
-            context=view.context_line(report),
-            device=view.device_word(report),
+            generation=shared_rows.step_lines(report),
+            modules=shared_rows.module_rows(report, MAX_ROWS),
+            caveats=shared_rows.caveats(report),
+            context=shared_rows.context_line(report),
+            device=shared_rows.device_word(report),
             quality=quality.verdict(report),
-            findings=view.finding_lines(report),
-            comparisons=view.comparisons(report),
-            launch_line=view.launch_line(report),
+            findings=shared_rows.finding_lines(report),
+            comparisons=shared_rows.comparisons(report),
+            launch_line=shared_rows.launch_line(report),
             sticky_key=sticky_key(report),
-            baselines=others.baseline_rows(report),
-            has_rested=others.has_rested(report),
-            run_lines=others.run_lines(report),
-            predicted=others.predicted,
+            baselines=baseline_rows.baseline_rows(report),
+            has_rested=baseline_rows.has_rested(report),
+            run_lines=baseline_rows.run_lines(report),
+            predicted=baseline_rows.predicted,
             fusions=report.fusions[:MAX_ROWS],
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
-            kernel_cell={chain.id: view.kernel_cell(report, chain) for chain in report.chains},
-            bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := view.bits_line(report, fusion))],
+            kernel_cell={chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
+            bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := shared_rows.bits_line(report, fusion))],
             removed=removed[:100],
             untimed=untimed[:100],
             without=without[:100],
             without_left=len(without[100:]),
-            verdicts=view.VERDICTS,
+            verdicts=shared_rows.VERDICTS,
             kernels=rows,
             kernels_left=kernels_left,
-            environment_rows=view.environment_rows(report),
+            environment_rows=shared_rows.environment_rows(report),
             parts=parts,
             is_cut=is_cut,
         )

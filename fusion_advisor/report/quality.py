@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fusion_advisor import units
 from fusion_advisor.records import Report, Timing
-from fusion_advisor.report import clocks, others, view
-from fusion_advisor.report.text import plural, visible
+from fusion_advisor.report import clocks, baseline_rows, shared_rows
+from fusion_advisor.report.escape import plural, visible
 
 MOST_SPREAD = 0.1
 """Share of a median by which its interval may reach to one side before the median is doubted."""
@@ -33,7 +33,7 @@ def _rows(report: Report) -> list[tuple[bool, str]]:
     rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
     rows.append((False, f"Kernel time: {data.reconciliation or f'eager {eager}, captured {captured}'}."))
-    if attention := view.attention_line(report):
+    if attention := shared_rows.attention_line(report):
         rows.append((False, attention))
     rows += clocks.rows(report)
     if doubt := unsteady(report):
@@ -57,7 +57,7 @@ def unsteady(report: Report) -> str:
     """Name the ways that varied while they were timed; empty where there is none."""
     told = [
         f"{name} {units.duration(wall.median_ns)} {units.duration_interval(wall.ci_low_ns, wall.ci_high_ns)}"
-        for name, wall in others.timed(report)
+        for name, wall in baseline_rows.timed(report)
         if is_unsteady(wall)
     ]
     if not told:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, StepProfile, Timing
-from fusion_advisor.report import others, view
-from fusion_advisor.report.text import visible
+from fusion_advisor.report import baseline_rows, shared_rows
+from fusion_advisor.report.escape import visible
 
 Cell = str | int | float | bool | None
 """None: not measured, or it does not apply."""
@@ -90,7 +90,7 @@ def _fusion(row: Fusion) -> tuple[Cell, ...]:
     return (
         *(row.id, "fusion", row.kernel, row.chain_id, row.status.value, row.reason, did.sites_found, did.sites_replaced),
         *(did.launches_before, did.launches_after, row.step_delta_ns, low, high),
-        *(others.predicted_ns(row), _median(row.chain_before), _median(row.chain_after)),
+        *(baseline_rows.predicted_ns(row), _median(row.chain_before), _median(row.chain_after)),
         *(*errors, None),
     )
 
@@ -110,7 +110,7 @@ def _chains(report: Report) -> Table:
         *("id", "ops", "sites", "launches", "device_ns", "share", "moved_bytes", "floor_bytes", "floor_ns", "saving_bound_ns"),
         *("is_reduction", "dtype", "shape", "kernel", "is_library", "code", "reason"),
     )
-    replies, rows = view.answers(report), []
+    replies, rows = shared_rows.answers(report), []
     for chain in report.chains:
         answer = replies.get(chain.id)
         reply: tuple[Cell, ...] = (None,) * 4
@@ -137,10 +137,10 @@ def _sites(report: Report) -> Table:
 
 def _kernels(report: Report) -> Table:
     columns = ("kernel", "category", "before_count", "before_ns", "after_count", "after_ns")
-    rows, _, _ = view.kernel_rows(report, limit=len(report.before.kernels) + len(report.after.kernels if report.after else ()))
+    rows, _, _ = shared_rows.kernel_rows(report, limit=len(report.before.kernels) + len(report.after.kernels if report.after else ()))
     is_compared = report.after is not None
 
-    def after(row: view.KernelRow) -> tuple[Cell, Cell]:
+    def after(row: shared_rows.KernelRow) -> tuple[Cell, Cell]:
         return (row.after_count, row.after_ns) if is_compared else (None, None)
 
     return Table(columns, tuple((row.name, row.category, row.before_count, row.before_ns, *after(row)) for row in rows))
@@ -159,7 +159,7 @@ def _steps(report: Report) -> Table:
 
 
 def _baselines(report: Report) -> Table:
-    own = others.own_wall(report)
+    own = baseline_rows.own_wall(report)
     rows: list[tuple[Cell, ...]] = []
     for row in report.baselines:
         wall = row.step.wall if row.step else None

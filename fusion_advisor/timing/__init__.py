@@ -1,3 +1,4 @@
-"""Repeated timing without a profiler: of calls, of CUDA graphs, of candidates against each other."""
+"""Times calls and kernels and watches the clocks meanwhile.
 
-from __future__ import annotations
+In: callables. Out: ``Timing`` records in nanoseconds with their confidence interval.
+"""

@@ -1,3 +1,4 @@
-"""From a MODEL_ID to a model and its inputs."""
+"""A model id or a live module becomes a workload: the model on its device and the inputs of one call.
 
-from __future__ import annotations
+In: a request (model, phase, dtype, shapes). Out: ``LoadedWorkload``, which ``capture`` runs.
+"""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.capture.arguments import copied
+from fusion_advisor.runtime.call_tensors import copied
 from fusion_advisor.errors import NoStaticCache
-from fusion_advisor.workload.cache import cache_name, why_no_cache
+from fusion_advisor.workload.static_cache import cache_name, why_no_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

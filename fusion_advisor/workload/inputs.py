@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.capture.arguments import tensors_in
+from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
 from fusion_advisor.records import TensorMeta
 from fusion_advisor.workload.architecture import max_positions
-from fusion_advisor.workload.cache import cache_name, filled_cache
+from fusion_advisor.workload.static_cache import cache_name, filled_cache
 from fusion_advisor.workload.request import WorkloadRequest
 
 _LONG_TOKENS = 512

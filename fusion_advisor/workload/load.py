@@ -12,7 +12,7 @@ from torch import nn
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import TensorMeta, Workload
-from fusion_advisor.workload.adjacent import lay_out_siblings, leave_room
+from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
 from fusion_advisor.workload.device import (
     TORCH_DTYPES,

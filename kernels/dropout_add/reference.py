@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.library.philox import seeded_dropout
+from fusion_advisor.library.philox_dropout import seeded_dropout
 
 
 def reference_seeded(x: torch.Tensor, residual: torch.Tensor, seed: torch.Tensor, *, p: float = 0.1) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_advisor.capture.classify import class_of
+from fusion_advisor.capture.graph.op_classes import class_of
 from fusion_advisor.chains.find import Verdict, depends_on_inputs, find_groups, inputs_of, is_candidate, references
-from fusion_advisor.library.rules import POINTWISE, SPECIAL
+from fusion_advisor.lowering.rules.tables import POINTWISE, SPECIAL
 from fusion_advisor.records import OpClass, OpNode, Ref, TensorMeta
 from tests.tiny import groups_of, names, planned
 

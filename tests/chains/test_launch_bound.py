@@ -8,8 +8,8 @@ import pytest
 
 from fusion_advisor.chains.launch_bound import IDLE_LIMIT_SHARE, busy_ns, judge_launches
 from fusion_advisor.records import Launch, Match, Timing
-from fusion_advisor.report import view
-from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.report import shared_rows
+from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report import fixtures
 from tests.tiny import planned, profiled
 
@@ -65,8 +65,8 @@ def test_a_cpu_is_not_judged():
 
 def test_the_report_says_it_in_a_sentence():
     report = fixtures.profiled()
-    assert view.launch_line(replace(report, launch_verdict=None)) == ""
+    assert shared_rows.launch_line(replace(report, launch_verdict=None)) == ""
     bound = replace(report, launch_verdict=judged(200_000)[0])
-    assert "fusion alone will not help here" in view.launch_line(bound) and "50.0%" in view.launch_line(bound)
+    assert "fusion alone will not help here" in shared_rows.launch_line(bound) and "50.0%" in shared_rows.launch_line(bound)
     assert load_report(dump_report(bound)) == bound
-    assert "Not launch-bound" in view.launch_line(replace(report, launch_verdict=judged(100_000)[0]))
+    assert "Not launch-bound" in shared_rows.launch_line(replace(report, launch_verdict=judged(100_000)[0]))

@@ -9,7 +9,7 @@ import torch
 
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.chains.rank import common_path, floor_time_ns, rank_chains, signature
-from fusion_advisor.fuse.plan import judge_with
+from fusion_advisor.fuse.plan.plan import judge_with
 from fusion_advisor.records import Bandwidth
 from tests.tiny import launches, planned, profiled, region_of
 

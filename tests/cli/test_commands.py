@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_advisor.cli import core, doctor
-from fusion_advisor.cli.console import build_console, stream_width, wants_color
-from fusion_advisor.cli.explain import error_classes, explanation
-from fusion_advisor.cli.explanations import TEXTS, TITLES
-from fusion_advisor.serialize import read_report
+from fusion_advisor.cli.common import core
+from fusion_advisor.cli.commands import doctor
+from fusion_advisor.cli.common.console import build_console, stream_width, wants_color
+from fusion_advisor.cli.commands.explain import error_classes, explanation
+from fusion_advisor.cli.common.explanations import TEXTS, TITLES
+from fusion_advisor.records.serialize import read_report
 from tests.cli.conftest import CLEARED, Ran
 from tests.report.make_fixtures import DIRECTORY
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.capture.attached import nsys_profile
-from fusion_advisor.library.backend_cpp import find_compiler
+from fusion_advisor.runtime.external_profiler import nsys_profile
+from fusion_advisor.codegen.cpp.backend import find_compiler
 
 ROOT = Path(__file__).parents[2]
 RECORDER = ROOT / "tests" / "data" / "nvtx_recorder.c"

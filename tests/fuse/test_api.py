@@ -11,7 +11,8 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.errors import CannotCapture, ModelInTraining, PlanMismatch
-from fusion_advisor.fuse import pipeline, trial
+from fusion_advisor.fuse import pipeline
+from fusion_advisor.fuse.decide import trial
 from fusion_advisor.records import Status
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
 from tests.tiny import BANDWIDTH, Toy, toy

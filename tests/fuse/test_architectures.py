@@ -16,19 +16,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture import retrace, torch_internals
-from fusion_advisor.capture.graph import capture_regions, describe
-from fusion_advisor.fuse import epilogues, places, verify
-from fusion_advisor.fuse.bench import PASSES, Bench, replaced_sites
-from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.fuse.model_check import check_whole_model, named_tensors
-from fusion_advisor.fuse.passes import epilogue
-from fusion_advisor.fuse.plan import make_plan
-from fusion_advisor.fuse.rewrite import fused_call
-from fusion_advisor.library.build import backend
+from fusion_advisor.capture.graph import retrace
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.fuse.stages import try_epilogues, gemm_sites
+from fusion_advisor.verify import check_chain
+from fusion_advisor.fuse.decide.session import PASSES, Bench, replaced_sites
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
+from fusion_advisor.fuse.passes import gemm_epilogue
+from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.codegen.registry import backend
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.library.philox import seeded_dropout
-from fusion_advisor.library.source import Tuning
+from fusion_advisor.library.philox_dropout import seeded_dropout
+from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.records import (
     Bandwidth,
     Capture,
@@ -149,10 +151,10 @@ class Fused:
         kernel = maker.build(rendered, tmp_path / f"{fusion.id}{rendered.suffix}")
         chain, roots = bench.first_site(fusion)
         outputs = [bench.ops[index].outputs[0] for index in fusion.sites[0].outputs]
-        inputs = [verify.layout_of(root) for root in roots]
+        inputs = [check_chain.layout_of(root) for root in roots]
         launch = kernel.bind(fusion.program)
         call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
-        numerics = verify.check_chain(chain, call, roots, seed=seed)
+        numerics = check_chain.check_chain(chain, call, roots, seed=seed)
         assert numerics.is_passed, f"{fusion.match.kernel}: {numerics}"
         record = RenderedKernel(name=rendered.entry, backend="cpp", path="", source="", origin="", build_ns=0, tuning="")
         installed = bench.install(fusion, record, kernel)
@@ -162,11 +164,11 @@ class Fused:
     @staticmethod
     def _in_gemms(bench, built, expected):
         """Activations that the GEMMs before them compute, each checked against the ops that it stands for."""
-        placed, _ = epilogues.find_places(bench, [fusion.planned for fusion in built])
+        placed, _ = try_epilogues.find_places(bench, [fusion.planned for fusion in built])
         assert tuple(one.call.__name__ for one in placed) == expected
-        places.observe(bench, [one.place for one in placed])
-        assert epilogues.check(bench, placed).is_passed
-        return [epilogues.built_of(placed)]
+        gemm_sites.observe(bench, [one.place for one in placed])
+        assert try_epilogues.check(bench, placed).is_passed
+        return [try_epilogues.built_of(placed)]
 
     def check(self):
         """All sites replaced, and the model right twice: what a first call wrote must not spoil a second."""
@@ -252,7 +254,7 @@ IN_GEMMS = {
 @pytest.mark.parametrize("model_id", IN_GEMMS)
 def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path, monkeypatch):
     """Of the two GELUs a CPU's epilogue has the one with erf."""
-    monkeypatch.setattr(epilogue, "GELU_OF", {"cpu": "gelu_erf"})
+    monkeypatch.setattr(gemm_epilogue, "GELU_OF", {"cpu": "gelu_erf"})
     run = Fused(tiny(model_id, batch=8), patterns, tmp_path, in_gemms=IN_GEMMS[model_id])
     calls = [node.name.rstrip("_0123456789") for module in run.variant.modules for node in module.graph.nodes]
     assert all(calls.count(name) == IN_GEMMS[model_id].count(name) for name in set(IN_GEMMS[model_id]))

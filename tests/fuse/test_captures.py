@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.fuse.plan import make_plan
+from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.records import Match
-from fusion_advisor.serialize import read_capture
+from fusion_advisor.records.serialize import read_capture
 from tests.tiny import patterns
 
 CAPTURES = Path(__file__).parent.parent / "data" / "captures"

@@ -15,11 +15,11 @@ import math
 import pytest
 import torch
 
-from fusion_advisor.library.build import backend
+from fusion_advisor.codegen.registry import backend
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.library.source import Header, Tuning
-from fusion_advisor.timing.measure import interleave
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.timing.interleaving import interleave
 
 SHAPE = (1, 1024, 3072)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

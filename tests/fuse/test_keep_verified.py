@@ -9,17 +9,18 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import UsageError
-from fusion_advisor.fuse import decide, install, pipeline
-from fusion_advisor.fuse.graphed import Graphs
-from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.fuse.options import ApplyOptions
-from fusion_advisor.fuse.rewrite import fused_call
-from fusion_advisor.fuse.tally import tally_of
+from fusion_advisor.fuse.decide import keep_rule
+from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.fuse.rewrite.launch_count import tally_of
 from fusion_advisor.records import Status, TensorMeta
-from fusion_advisor.report.view import caveats
-from tests.fuse.fake_graph import FakeRecorder
+from fusion_advisor.report.shared_rows import caveats
+from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.test_pipeline import Model
 from tests.tiny import BANDWIDTH
 
@@ -30,24 +31,24 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang+
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(install, "WALL_S", 0.02)
+    monkeypatch.setattr(finish, "WALL_S", 0.02)
 
 
 def slow_timing(monkeypatch):
     """Let everything that is timed against something look a thousand times slower than that."""
-    real = install.measure_all
+    real = finish.measure_all
 
     def measured(contenders, **options):
         rows = real(contenders, **options)
         return tuple(replace(row, step=replace(row.step, wall=_slower(row))) for row in rows)
 
     def _slower(row):
-        if row.name == install.EAGER:
+        if row.name == finish.EAGER:
             return row.step.wall
         wall = row.step.wall
         return replace(wall, median_ns=10**12, ci_low_ns=10**12, ci_high_ns=10**12)
 
-    monkeypatch.setattr(install, "measure_all", measured)
+    monkeypatch.setattr(finish, "measure_all", measured)
 
 
 QUICK = {"warmup": 1, "runs": 3, "min_share": 0.0}
@@ -57,8 +58,8 @@ def test_slower_rewrites_stay_if_their_numbers_pass(monkeypatch):
     def never(*_, **__):
         raise AssertionError("a decision was timed")
 
-    monkeypatch.setattr(decide, "_once_on_top", never)
-    monkeypatch.setattr(decide, "verdict_of", never)
+    monkeypatch.setattr(keep_rule, "_once_on_top", never)
+    monkeypatch.setattr(keep_rule, "verdict_of", never)
     slow_timing(monkeypatch)
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(2, 48, 64)

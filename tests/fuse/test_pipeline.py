@@ -11,20 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fusion_advisor.fuse.select as selection
-from fusion_advisor.capture import retrace, torch_internals
-from fusion_advisor.capture.graph import capture_regions
-from fusion_advisor.fuse import install, pipeline, trial
-from fusion_advisor.fuse.bench import BIASES, PASSES, Bench
-from fusion_advisor.fuse.decide import Decision, Verdict
-from fusion_advisor.fuse.options import ApplyOptions, ProfileOptions
+import fusion_advisor.fuse.decide.try_fusions as selection
+from fusion_advisor.capture.graph import retrace
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.session import BIASES, PASSES, Bench
+from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
-from fusion_advisor.fuse.progress import Progress
-from fusion_advisor.fuse.trace_profile import profile_trace
-from fusion_advisor.library.source import KernelBuildFailed
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.modes.trace_profile import profile_trace
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.records import Match, Status, Timing, Tolerance
-from fusion_advisor.report.view import caveats
-from fusion_advisor.serialize import dump_capture, dump_report, load_capture, load_report
+from fusion_advisor.report.shared_rows import caveats
+from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
 
@@ -76,7 +78,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pipeline, "_DECIDE_S", {"cpu": 0.2})
     monkeypatch.setattr(pipeline, "WALL_S", 0.05)
-    monkeypatch.setattr(install, "WALL_S", 0.05)
+    monkeypatch.setattr(finish, "WALL_S", 0.05)
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
     timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
     faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
@@ -98,7 +100,7 @@ def verdicts(monkeypatch, status_of):
         return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
 
     monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(install.steps, "walls", lambda calls, **_: [TIMING] * len(calls))
+    monkeypatch.setattr(finish.steps, "walls", lambda calls, **_: [TIMING] * len(calls))
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
@@ -214,7 +216,7 @@ def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
         asked.append(least_s)
         return [TIMING] * len(calls)
 
-    monkeypatch.setattr(install.steps, "walls", walls)
+    monkeypatch.setattr(finish.steps, "walls", walls)
     apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
     assert set(asked) == {0.03}
     for side in ("before", "after"):
@@ -277,8 +279,8 @@ def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch)
 
 def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
-    real = install.check_whole_model
-    monkeypatch.setattr(install, "check_whole_model", lambda *args, **more: replace(real(*args, **more), is_passed=False))
+    real = finish.check_whole_model
+    monkeypatch.setattr(finish, "check_whole_model", lambda *args, **more: replace(real(*args, **more), is_passed=False))
     before = dict(loaded.model.__dict__)
     progress = Told()
     report = apply_workload(loaded, quick, progress).report
@@ -300,13 +302,13 @@ def test_a_limit_of_the_users_is_the_limit(loaded, quick, monkeypatch):
 
 def test_a_limit_of_the_users_goes_for_the_whole_model(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
-    real, spoiled = install.check_whole_model, []
+    real, spoiled = finish.check_whole_model, []
 
     def off(loaded, eager, fused, written, **more):
         spoiled.append(real(loaded, eager, lambda: fused() + 1e-3, written))
         return real(loaded, eager, lambda: fused() + 1e-3, written, **more)
 
-    monkeypatch.setattr(install, "check_whole_model", off)
+    monkeypatch.setattr(finish, "check_whole_model", off)
     run = apply_workload(loaded, replace(quick, atol=2e-3, rtol=1e-5))
     assert not spoiled[0].is_passed and run.report.model_check.is_passed
     assert run.report.model_check.limit == str(run.report.tolerance)
@@ -323,7 +325,7 @@ def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick, mon
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, slower])
+    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
     report = apply_workload(loaded, quick).report
     assert loaded.model.__dict__ == before
@@ -381,7 +383,7 @@ def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypat
     with torch.no_grad():
         expected = model(x)
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, FASTER])
     run = apply_workload(describe_live(model, (x,)), quick)
     report = run.report
     assert run.capture.region_runs == (3, 3)
@@ -409,7 +411,7 @@ def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkey
             return x + 1.0
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, after])
+    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, after])
     run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
     report = run.report
     assert run.fused.is_applied == stays
@@ -449,7 +451,7 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
             return torch.erfc(x)
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(install.steps, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, FASTER])
     report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [

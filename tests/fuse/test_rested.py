@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.bench import Bench
-from fusion_advisor.fuse.decide import Decision
-from fusion_advisor.fuse.install import _method_notes
-from fusion_advisor.fuse.options import ApplyOptions
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.keep_rule import Decision
+from fusion_advisor.fuse.finish import _method_notes
+from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.records import Status
-from fusion_advisor.report import others
-from fusion_advisor.timing import measure
-from fusion_advisor.timing.stopwatch import as_timing
-from fusion_advisor.timing.watch import is_at_power_limit
+from fusion_advisor.report import baseline_rows
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.wall_timer import as_timing
+from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from tests.tiny import profiled
 
 
@@ -50,12 +50,12 @@ def test_products_at_the_power_limit_are_told_apart_after_rests():
     model = Gelus().to("cuda", torch.bfloat16).eval()
     report = fa.apply(model, (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16),), compile=False).report
     is_held = is_at_power_limit(report.after.wall.clocks)
-    assert report.step_before.rest == report.step_after.rest == (measure.REST if is_held else 0.0)
-    assert others.has_rested(report) == is_held
+    assert report.step_before.rest == report.step_after.rest == (interleaving.REST if is_held else 0.0)
+    assert baseline_rows.has_rested(report) == is_held
     (gelu,) = (fusion for fusion in report.fusions if fusion.status is Status.KEPT)
     low, high = gelu.step_delta_ci_ns
     assert high - low < 0.2 * -gelu.step_delta_ns
     if is_held:
         assert report.noise_share < 0.01
         assert report.after.rested.median_ns < report.after.wall.median_ns
-        assert others.prediction_error(report)[0] < 0.25
+        assert baseline_rows.prediction_error(report)[0] < 0.25

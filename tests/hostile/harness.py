@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 
 import fusion_advisor
-import fusion_advisor.fuse.bench as building
-import fusion_advisor.fuse.select as selection
+import fusion_advisor.fuse.decide.session as building
+import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse import backend, install, pipeline, trial
-from fusion_advisor.fuse.decide import Decision, Verdict
+from fusion_advisor.fuse import dynamo_backend, finish, pipeline
+from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.records import Bandwidth, Report, Status, Timing, WarmUp
 from tests.hostile.judge import Side, judge
 from tests.hostile.programs import Program, SideBySide
@@ -85,16 +86,16 @@ def untimed(launches: Launches) -> Iterator[None]:
 
     put(selection, "decide", decide)
     put(building, "fused_call", counted)
-    put(install.steps, "walls", lambda calls, **_: [_TIMING] * len(calls))
+    put(finish.steps, "walls", lambda calls, **_: [_TIMING] * len(calls))
     put(trial.measure, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
     put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
-    put(backend, "measure_bandwidth", lambda _: _BANDWIDTH)
+    put(dynamo_backend, "measure_bandwidth", lambda _: _BANDWIDTH)
     # The check of the whole model would take wrong kernels out again; here the judge sees them.
-    checked = install.check_whole_model
-    put(install, "check_whole_model", lambda *args, **kwargs: replace(checked(*args, **kwargs), is_passed=True))
-    put(install, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
+    checked = finish.check_whole_model
+    put(finish, "check_whole_model", lambda *args, **kwargs: replace(checked(*args, **kwargs), is_passed=True))
+    put(finish, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
     put(pipeline, "WALL_S", 0.01)
-    put(install, "WALL_S", 0.01)
+    put(finish, "WALL_S", 0.01)
     try:
         yield
     finally:

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from evaluate import allocate
+from tests.kernel_cases.evaluate import allocate
 from id_cases import CASES, WRONG, answer, inputs
-from lowered import lower_function
+from tests.kernel_cases.lowered import lower_function
 
-from fusion_advisor.library.backend_triton import TritonBackend
-from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.codegen.triton.backend import TritonBackend
+from fusion_advisor.codegen.common.interface import Header, Tuning
 
 
 def _run(name, kernel, lowered, ops, position):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_advisor.library.accuracy import error_of, is_within
+from fusion_advisor.verify.accuracy import error_of, is_within
 from tests.hostile.programs import Noise, Program, run_wide, units_of
 
 _NOISY_RUNS = 16

@@ -22,20 +22,20 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
-from cpp_at_once import build_all
-from cuda_on_host import _PRELUDE, Launch, _unit
+from tests.kernel_cases.cpp_at_once import build_all
+from tests.kernel_cases.cuda_on_host import _PRELUDE, Launch, _unit
 
-from fusion_advisor.capture.graph import Region, describe
-from fusion_advisor.capture.retrace import trace
-from fusion_advisor.fuse.chain import original_chain
-from fusion_advisor.fuse.rewrite import fused_call
-from fusion_advisor.fuse.verify import check_chain, layout_of
-from fusion_advisor.library.backend_triton import TritonBackend
-from fusion_advisor.library.beside import nests
-from fusion_advisor.library.build import backend as backend_named
-from fusion_advisor.library.cpp_layout import Layout
-from fusion_advisor.library.lower import lower
-from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.verify.subgraph_oracle import original_chain
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.verify.check_chain import check_chain, layout_of
+from fusion_advisor.codegen.triton.backend import TritonBackend
+from fusion_advisor.codegen.common.horizontal_fusion import nests
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.cpp.arguments import Layout
+from fusion_advisor.lowering.lower import lower
+from fusion_advisor.codegen.common.interface import Header, Tuning
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion_advisor.library.rules import LOWERABLE
+from fusion_advisor.lowering.rules.tables import LOWERABLE
 
 if TYPE_CHECKING:
     from tests.hostile.draw import Draw

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_advisor.library import private_folder
-from fusion_advisor.library.backend_cpp import CppBackend, find_compiler
-from fusion_advisor.library.kept_code import KeptCode
-from fusion_advisor.library.private_folder import cache_folder, why_not_private
-from fusion_advisor.library.source import Header, KernelBuildFailed, Rendered, Tuning
-from tests.library.programs import gelu_tanh
+from fusion_advisor.files import private_folder
+from fusion_advisor.codegen.cpp.backend import CppBackend, find_compiler
+from fusion_advisor.files.kept_code import KeptCode
+from fusion_advisor.files.private_folder import cache_folder, why_not_private
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Rendered, Tuning
+from tests.kernel_cases.programs import gelu_tanh
 
 HEADER = Header(title="chain", summary="A test.", origin="test")
 PROGRAM = gelu_tanh((64,))
@@ -170,7 +170,7 @@ def test_the_folder_of_a_process_goes_with_it(tmp_path):
     code = (
         "import os, tempfile; tempfile.tempdir = os.environ['THERE']\n"
         "os.geteuid = lambda: 12345\n"
-        "from fusion_advisor.library.private_folder import cache_folder\n"
+        "from fusion_advisor.files.private_folder import cache_folder\n"
         "here = cache_folder('cpp'); assert here.is_dir()\n"
         "child = os.fork()\n"
         "if not child: raise SystemExit\n"
@@ -295,15 +295,15 @@ def test_a_compiler_that_builds_no_library_is_said_once_and_not_for_ever(tmp_pat
 
 
 def test_the_key_holds_the_compiler_its_flags_and_the_cpu(tmp_path, monkeypatch):
-    from fusion_advisor.library import backend_cpp
+    from fusion_advisor.codegen.cpp import backend
 
     first = build(tmp_path).library
-    monkeypatch.setattr(backend_cpp, "_identity", lambda compiler: "another CPU")
+    monkeypatch.setattr(backend, "_identity", lambda compiler: "another CPU")
     other = build(tmp_path).library
     assert first.name.partition(".")[0] != other.name.partition(".")[0]
     monkeypatch.undo()
     line = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    assert line in backend_cpp._identity(find_compiler()), "-march=native means these"
+    assert line in backend._identity(find_compiler()), "-march=native means these"
 
 
 BUILDS = (

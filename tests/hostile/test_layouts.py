@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fusion_advisor.fuse.model import FusedModel
-from fusion_advisor.fuse.plan import make_plan
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.plan.plan import make_plan
 from tests.tiny import bench_of, patterns, profile_live
 
 OPS = {

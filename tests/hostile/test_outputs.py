@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import fusion_advisor as fa
-from fusion_advisor.capture.state import Written
+from fusion_advisor.capture.graph.side_effects import Written
 from fusion_advisor.errors import NoTensorOutput
-from fusion_advisor.fuse.model_check import check_whole_model, named_tensors
+from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
 from fusion_advisor.workload.load import describe_live
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fusion_advisor.fuse.bench as building
-from fusion_advisor.library.rules import LOWERABLE
+import fusion_advisor.fuse.decide.session as building
+from fusion_advisor.lowering.rules.tables import LOWERABLE
 from tests.hostile import proposals as module
 from tests.hostile.draw import Draw, draw
 from tests.hostile.harness import DOORS, try_programs

@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from fusion_advisor.capture.trace_file import TraceFile
-from fusion_advisor.cli import config, core
+from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.cli.common import config, core
 from fusion_advisor.cli.app import main
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError, UnreadableReport, UnsafeName
-from fusion_advisor.inside import path_inside, why_unsafe
-from fusion_advisor.library.source import Tuning
+from fusion_advisor.files.safe_name import path_inside, why_unsafe
+from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.library.spec import read_spec
-from fusion_advisor.library.tuning_store import SCHEMA as TUNING_SCHEMA
-from fusion_advisor.library.tuning_store import TuningStore
-from fusion_advisor.regular_file import MOST_BYTES, unpack
-from fusion_advisor.serialize import load_capture, load_report, read_report
-from fusion_advisor.soundness import Unsound, check_plan
+from fusion_advisor.autotune.cache import SCHEMA as TUNING_SCHEMA
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.files.regular_file import MOST_BYTES, unpack
+from fusion_advisor.records.serialize import load_capture, load_report, read_report
+from fusion_advisor.records.soundness import Unsound, check_plan
 from tests.report.make_fixtures import DIRECTORY
 from tests.traces import Recorder
 
@@ -127,8 +127,8 @@ def test_a_changed_capture_is_read_or_refused(count):
 
 def plan_documents() -> tuple[dict[str, Any], dict[str, Any]]:
     """A report and a capture that belong together: chains that a search finds in the capture, kept."""
-    from fusion_advisor.fuse.plan import make_plan
-    from fusion_advisor.serialize import encode, read_capture
+    from fusion_advisor.fuse.plan.plan import make_plan
+    from fusion_advisor.records.serialize import encode, read_capture
 
     capture = read_capture(DATA / "captures" / "gpt2-fp32-1x1024-h200.json.gz")
     found = make_plan(capture, (), top=3)
@@ -146,7 +146,7 @@ def plan_documents() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("count", [pytest.param(30, id="few"), pytest.param(2000, id="many", marks=pytest.mark.slow)])
 def test_a_changed_plan_is_loaded_or_refused(count, tmp_path):
-    from fusion_advisor.fuse.saved import load_plan
+    from fusion_advisor.fuse.live.saved_plan import load_plan
 
     report, capture = plan_documents()
     packed = gzip.compress(text_of(capture).encode(), 1)
@@ -185,7 +185,7 @@ def test_a_changed_plan_is_loaded_or_refused(count, tmp_path):
     ],
 )  # fmt: skip
 def test_a_plan_says_what_does_not_hold_together(tmp_path, path, value, says):
-    from fusion_advisor.fuse.saved import load_plan
+    from fusion_advisor.fuse.live.saved_plan import load_plan
 
     report, capture = plan_documents()
     parent: Any = report
@@ -239,7 +239,7 @@ def test_a_run_directory_that_is_reached_by_a_link_is_fine(tmp_path):
 
 @pytest.mark.parametrize("path", ["../victim", "/victim", "kernels/victim"])
 def test_writing_a_run_overwrites_nothing_outside(tmp_path, path):
-    from fusion_advisor.cli.run_dir import write_run
+    from fusion_advisor.cli.common.run_dir import write_run
 
     (tmp_path / "victim").write_text("precious")
     run = tmp_path / "run"
@@ -271,8 +271,8 @@ def test_a_planted_pyc_does_not_run(tmp_path):
     import importlib.util
     import py_compile
 
-    from fusion_advisor.library.backend_triton import load_source
-    from fusion_advisor.library.source import Rendered
+    from fusion_advisor.codegen.triton.backend import load_source
+    from fusion_advisor.codegen.common.interface import Rendered
 
     pytest.importorskip("triton")
     path, evil = tmp_path / "kernels" / "F1.py", tmp_path / "evil.py"
@@ -436,8 +436,8 @@ def test_a_gzip_bomb_is_not_unpacked(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="unpacked it has more than 1,000 bytes"):
         unpack(gzip.compress(bytes(100_000)), 1000)
     assert MOST_BYTES <= 2**28
-    monkeypatch.setattr("fusion_advisor.serialize.unpack", lambda packed: unpack(packed, 1000))
-    from fusion_advisor.serialize import read_capture
+    monkeypatch.setattr("fusion_advisor.records.serialize.unpack", lambda packed: unpack(packed, 1000))
+    from fusion_advisor.records.serialize import read_capture
 
     (tmp_path / "capture.json.gz").write_bytes(gzip.compress(b" " * 100_000))
     with pytest.raises(UnreadableReport, match="more than 1,000 bytes"):
@@ -445,7 +445,7 @@ def test_a_gzip_bomb_is_not_unpacked(monkeypatch, tmp_path):
 
 
 def test_a_value_without_end_in_a_trace_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("fusion_advisor.capture.trace_file._LONGEST", 1 << 21)
+    monkeypatch.setattr("fusion_advisor.capture.trace.chrome_trace._LONGEST", 1 << 21)
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b'{"traceEvents": ["' + b"x" * (1 << 23), 1))
     with pytest.raises(AdvisorError, match="longer than 2,097,152 characters"):
         list(TraceFile(tmp_path / "trace.json.gz"))

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_advisor.capture.graph import capture_regions
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import CannotCapture
 from tests.tiny import fuse
 

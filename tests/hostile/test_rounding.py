@@ -11,12 +11,12 @@ import random
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import Region, describe
-from fusion_advisor.capture.retrace import trace
-from fusion_advisor.library import lower as lowering
-from fusion_advisor.library.backend_cpp import CppBackend
-from fusion_advisor.library.lower import lower
-from fusion_advisor.library.source import Header, Tuning
+from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.lowering import lower as lowering
+from fusion_advisor.codegen.cpp.backend import CppBackend
+from fusion_advisor.lowering.lower import lower
+from fusion_advisor.codegen.common.interface import Header, Tuning
 
 _HALVES = (torch.bfloat16, torch.float16)
 _JUMPS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor as fa
-from fusion_advisor.capture.state import Numbers, kept_as_it_is
+from fusion_advisor.capture.graph.side_effects import Numbers, kept_as_it_is
 from tests.tiny import fuse, toy
 
 
@@ -95,19 +95,19 @@ def test_a_generator_that_is_passed_goes_on_where_it_was(model):
 
 
 def test_the_first_call_inside_torch_compile_draws_what_eager_draws(monkeypatch):
-    from fusion_advisor.fuse import backend
+    from fusion_advisor.fuse import dynamo_backend
 
     def optimise(region):
         torch.rand(5), random.random()  # what timing draws
         return region.original.forward
 
-    monkeypatch.setattr(backend, "optimise", optimise)
+    monkeypatch.setattr(dynamo_backend, "optimise", optimise)
     x = torch.randn(4)
     torch.manual_seed(0)
     want = torch.rand(4) + x
     torch.manual_seed(0)
     with torch.no_grad():
-        got = torch.compile(lambda x: torch.rand(4) + x, backend=backend.fusion_advisor, dynamic=False)(x)
+        got = torch.compile(lambda x: torch.rand(4) + x, backend=dynamo_backend.fusion_advisor, dynamic=False)(x)
     assert torch.equal(got, want)
 
 

@@ -13,24 +13,24 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-import fusion_advisor.fuse.changed_step as stage
-from fusion_advisor.capture import torch_internals
-from fusion_advisor.capture.graph import capture_regions
-from fusion_advisor.fuse import backend
-from fusion_advisor.fuse.bench import FROZEN, PASSES, Bench
-from fusion_advisor.fuse.decide import Verdict
-from fusion_advisor.fuse.held import Held
-from fusion_advisor.fuse.merging import TITLE as MERGED
-from fusion_advisor.fuse.model import FusedModel
+import fusion_advisor.fuse.decide.rebind as stage
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse import dynamo_backend
+from fusion_advisor.fuse.decide.session import FROZEN, PASSES, Bench
+from fusion_advisor.fuse.decide.keep_rule import Verdict
+from fusion_advisor.fuse.rewrite.derived_tensors import Held
+from fusion_advisor.fuse.stages.try_merged_gemms import TITLE as MERGED
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.plan import make_plan
-from fusion_advisor.fuse.saved import apply_plan, load_plan
+from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
 from fusion_advisor.records import Status
-from fusion_advisor.report.view import caveats
-from fusion_advisor.workload.adjacent import lay_out_siblings
+from fusion_advisor.report.shared_rows import caveats
+from fusion_advisor.workload.weight_packing import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
-from tests.fuse.test_saved import save
+from tests.fuse.live.test_saved_plan import save
 from tests.tiny import BANDWIDTH, evaluated, llama, patterns, profile_live
 
 WIDTH, ROWS = 16, 6
@@ -244,14 +244,14 @@ def test_no_write_leaves_a_fused_model_or_a_reloaded_plan_stale(quick, planted, 
 
 
 def test_no_write_leaves_the_dynamo_backend_stale(quick, planted, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(backend, "measure_bandwidth", lambda _: BANDWIDTH)
+    monkeypatch.setattr(dynamo_backend, "measure_bandwidth", lambda _: BANDWIDTH)
     loaded = derived()
-    compiled = torch.compile(loaded.model, backend=backend.fusion_advisor, dynamic=False)
+    compiled = torch.compile(loaded.model, backend=dynamo_backend.fusion_advisor, dynamic=False)
     assert stale_after(loaded, compiled, UNCOUNTED | COUNTED | EXCHANGING) == []
 
 
 def test_an_option_that_the_dynamo_backend_does_not_know_is_refused():
-    compiled = torch.compile(derived().model, backend=backend.fusion_advisor, options={"frieze": True})
+    compiled = torch.compile(derived().model, backend=dynamo_backend.fusion_advisor, options={"frieze": True})
     with torch.no_grad(), pytest.raises(Exception, match="no option frieze"):
         compiled(*derived().args)
 
@@ -313,9 +313,9 @@ def test_what_is_frozen_is_right_again_after_refresh_and_after_writes_that_torch
 
 @pytest.mark.parametrize("planted", [keep_passes], indirect=True)
 def test_the_dynamo_backend_freezes_where_it_is_asked_to(quick, planted, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(backend, "measure_bandwidth", lambda _: BANDWIDTH)
+    monkeypatch.setattr(dynamo_backend, "measure_bandwidth", lambda _: BANDWIDTH)
     loaded = derived()
-    compiled = torch.compile(loaded.model, backend=backend.fusion_advisor, dynamic=False, options={"freeze": True})
+    compiled = torch.compile(loaded.model, backend=dynamo_backend.fusion_advisor, dynamic=False, options={"freeze": True})
     assert ".data.mul_ to frequencies" in stale_after(loaded, compiled, {".data.mul_": _times})
     torch.compiler.reset()
     assert stale_after(loaded, compiled, COUNTED | EXCHANGING) == []

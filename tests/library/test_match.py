@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from lowered import lower_function
+from tests.kernel_cases.lowered import lower_function
 from torch.nn import functional
 
 from fusion_advisor.library.match import find_match, structure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_advisor.library.source import Tuning
+from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.library.spec import BadManifest, Case, Gemv, Input, read_spec
 
 GOOD = """

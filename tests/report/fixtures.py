@@ -33,7 +33,7 @@ from fusion_advisor.records import (
     WarmUp,
     Workload,
 )
-from fusion_advisor.serialize import read_report
+from fusion_advisor.records.serialize import read_report
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>{{7*7}}{% raw %}\u2028<!--\u202egnp.exe\x1b[31mred\x1b[0m`|`@octocat #1 [/] [bold]\x07"

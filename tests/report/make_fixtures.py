@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusion_advisor.serialize import write_report
+from fusion_advisor.records.serialize import write_report
 from tests.report.fixtures import ALL
 
 DIRECTORY = Path(__file__).parent.parent / "data" / "reports"

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fusion_advisor import units
 from fusion_advisor.records import Status
-from fusion_advisor.report import others, quality, view
+from fusion_advisor.report import baseline_rows, quality, shared_rows
 from fusion_advisor.report.headline import headline
-from fusion_advisor.report.html import render_html
+from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.terminal import result_table
+from fusion_advisor.report.terminal.result import result_table
 from tests.report.fixtures import applied, baselines, beaten, timing
 
 
@@ -59,8 +59,8 @@ def test_every_view_shows_what_a_step_takes_after_a_rest(text):
 
 def test_steps_that_were_not_held_down_have_no_column_for_rests():
     assert all("rest, with" not in text and "After a rest" not in text for text in every_view(applied()))
-    assert not any(row.name == "Step, after a rest" for row in view.comparisons(applied()))
-    (row,) = (row for row in view.comparisons(rested(applied())) if row.name == "Step, after a rest")
+    assert not any(row.name == "Step, after a rest" for row in shared_rows.comparisons(applied()))
+    (row,) = (row for row in shared_rows.comparisons(rested(applied())) if row.name == "Step, after a rest")
     assert (row.before, row.after) == ("20.00 ms", "12.00 ms")
 
 
@@ -98,39 +98,39 @@ def test_a_headline_without_a_time_of_torch_compile_says_so():
 def test_a_mode_within_the_noise_of_ours_is_not_recommended():
     report = applied()
     near = replace(report, baselines=baselines(compiled_ns=15_510_000))
-    assert others.faster_compile(near) is None
+    assert baseline_rows.faster_compile(near) is None
     assert "Just use" not in headline(near).text
 
 
 def test_torch_compile_is_recommended_too_where_nothing_of_ours_paid():
     report = applied()
-    unchanged = replace(report, after=replace(report.before, label=view.UNCHANGED), baselines=baselines(13_000_000)[:4])
+    unchanged = replace(report, after=replace(report.before, label=shared_rows.UNCHANGED), baselines=baselines(13_000_000)[:4])
     head = headline(unchanged)
     assert head.text.startswith("Just use torch.compile (reduce-overhead): 13.00 ms per step (wall time). Nothing paid, ")
     assert head.tone == "warn"
 
 
 def test_what_costs_it_is_named():
-    assert others.cost_line(applied()) == ""
-    line = others.cost_line(beaten())
+    assert baseline_rows.cost_line(applied()) == ""
+    line = baseline_rows.cost_line(beaten())
     assert line.startswith(
         "torch.compile reduce-overhead is faster by 2.52 ms: ours spends 1.10 ms more in pointwise and reduction"
     )
     host = replace(beaten(), after=replace(beaten().after, categories=()))
-    assert "the difference is the host's" in others.cost_line(host)
+    assert "the difference is the host's" in baseline_rows.cost_line(host)
 
 
 def test_the_prediction_error_is_the_median_over_kept_rewrites():
     report = applied()
     errors = sorted((abs(1560 - 1480) / 1480, abs(1420 - 1390) / 1390, abs(75 - 60) / 60))
-    assert others.prediction_error(report) == (pytest.approx(errors[1]), 3)
-    assert "5.4% in the median" in others.prediction_line(report)
+    assert baseline_rows.prediction_error(report) == (pytest.approx(errors[1]), 3)
+    assert "5.4% in the median" in baseline_rows.prediction_line(report)
     unforeseen = replace(report, fusions=tuple(replace(fusion, predicted_saving_ns=0) for fusion in report.fusions))
-    assert others.prediction_error(unforeseen) == (1.0, 3)  # nothing was expected of two that saved something
+    assert baseline_rows.prediction_error(unforeseen) == (1.0, 3)  # nothing was expected of two that saved something
     none = replace(
         report, rewrites=(), fusions=tuple(replace(fusion, status=Status.WITHIN_NOISE) for fusion in report.fusions[:3])
     )
-    assert others.prediction_error(none) is None and others.prediction_line(none) == ""
+    assert baseline_rows.prediction_error(none) is None and baseline_rows.prediction_line(none) == ""
     for text in every_view(report):
         assert "−1.56 ms" in text and "−75.0 µs" in text
 
@@ -162,13 +162,13 @@ def test_the_headline_promises_no_more_than_a_step_that_varied_allows():
 
 def test_without_other_ways_there_is_no_table():
     report = replace(applied(), baselines=tuple(row for row in baselines() if row.name in ("eager", "ours")))
-    assert others.baseline_rows(report) == ()
+    assert baseline_rows.baseline_rows(report) == ()
     assert "torch.compile was not measured" in headline(report).points
-    assert others.best_peer(report) is None
+    assert baseline_rows.best_peer(report) is None
 
 
 def test_a_row_that_was_not_run_has_dashes_and_its_reason():
-    row = next(row for row in others.baseline_rows(applied()) if row.name == "Liger")
+    row = next(row for row in baseline_rows.baseline_rows(applied()) if row.name == "Liger")
     assert (row.wall, row.first_call, row.memory) == ("–", "–", "–")
-    own = next(row for row in others.baseline_rows(applied()) if row.name == "ours")
-    assert own.against == "1.000×" and own.wall == view.units.duration(timing(15_520_000).median_ns)
+    own = next(row for row in baseline_rows.baseline_rows(applied()) if row.name == "ours")
+    assert own.against == "1.000×" and own.wall == shared_rows.units.duration(timing(15_520_000).median_ns)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fusion_advisor.records import Report
-from fusion_advisor.report.embed import read_traces
-from fusion_advisor.report.html import render_html
+from fusion_advisor.report.html.embed_traces import read_traces
+from fusion_advisor.report.html.page import render_html
 from tests.report.fixtures import applied, hostile, profiled, real
 
 pytestmark = pytest.mark.browser

@@ -8,11 +8,11 @@ from dataclasses import replace
 from rich.console import Console
 
 from fusion_advisor.records import Finding
-from fusion_advisor.report import quality, view
-from fusion_advisor.report.html import render_html
+from fusion_advisor.report import quality, shared_rows
+from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.terminal import result_table
-from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.report.terminal.result import result_table
+from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report.fixtures import HOSTILE, profiled
 
 TF32 = Finding(
@@ -48,7 +48,7 @@ def test_every_view_shows_the_gain_and_the_change():
 
 
 def test_a_measured_gain_is_no_bound():
-    ((title, _, _),) = view.finding_lines(with_findings(replace(TF32, is_measured=True)))
+    ((title, _, _),) = shared_rows.finding_lines(with_findings(replace(TF32, is_measured=True)))
     assert "2.00 ms measured" in title
     assert "at most" not in title
 
@@ -61,11 +61,11 @@ def test_without_findings_nothing_is_said():
 
 
 def test_the_backends_of_attention_stand_side_by_side():
-    line = view.attention_line(with_findings())
+    line = shared_rows.attention_line(with_findings())
     assert line.index("eager cudnn (28 kernels") < line.index("captured math (56 kernels")
     assert line in quality.verdict(with_findings())[1]
     assert line in terminal(with_findings())
-    assert view.attention_line(profiled()) == ""
+    assert shared_rows.attention_line(profiled()) == ""
 
 
 def test_hostile_text_stays_text():

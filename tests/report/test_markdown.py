@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from fusion_advisor import units
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import view
+from fusion_advisor.report import shared_rows
 from fusion_advisor.report.markdown import LIMIT, code_span, escape, fenced, render_markdown, sticky_key
 from tests.report.fixtures import ALL, HOSTILE, applied, chain, hostile, profiled, real, with_a_copy
 
@@ -37,7 +37,7 @@ def test_it_fits_and_closes(name: str) -> None:
 def test_headline_and_table_agree() -> None:
     report = applied()
     text = render_markdown(report)
-    before, after = view.comparisons(report)[0].before, view.comparisons(report)[0].after
+    before, after = shared_rows.comparisons(report)[0].before, shared_rows.comparisons(report)[0].after
     assert f"{before} → {after} per step" in text.splitlines()[1]
     assert f"| Step, wall clock | {before} | {after} |" in text
     for fusion in report.fusions:

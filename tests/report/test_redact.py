@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor.records import GraphBreak, Report
-from fusion_advisor.report.html import render_html
+from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.redact import PARTS, has_source, redact
 from fusion_advisor.report.tables import csv_text, tables
-from fusion_advisor.serialize import dump_report, load_report
+from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report.fixtures import applied, hostile, real, with_a_copy
 
 SECRET = "/home/ada/secret project/model.py"  # a space: only a known path can be found whole

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import FakeHub
+from tests.workload.hub_server import FakeHub
 from huggingface_hub import constants
 
 

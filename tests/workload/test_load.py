@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_server import SHA, FakeHub, write_config
+from tests.workload.hub_server import SHA, FakeHub, write_config
 from torch import nn
 
 from fusion_advisor.errors import (

@@ -1,3 +1,0 @@
-"""``kernels bench``: every kernel against its peers and the memory limit."""
-
-from __future__ import annotations

@@ -1,0 +1,133 @@
+"""Retracing into ATen ops, and what the trace must be mended in before anything reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
+from fusion_advisor.capture.graph.dedupe import retrace_distinct
+from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.outer_product import multiply_outer_products
+
+_aten = torch.ops.aten
+
+
+def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
+    """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
+    traced = torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
+    _let_idle_dropout_return_its_input(traced)
+    return traced
+
+
+def retrace(graph_module: GraphModule) -> GraphModule:
+    """Retrace a dynamo graph into ATen ops that keep their module paths and source lines (see also ``capture.graph.split_bias``)."""
+    traced = retrace_distinct(graph_module)
+    if traced is None:
+        interpreter = torch.fx.Interpreter(graph_module)
+        traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+    _leave_out_what_transforms_left(traced)
+    _refuse_untraced(traced)
+    _let_idle_dropout_return_its_input(traced)
+    _change_no_layout_in_place(traced)
+    multiply_outer_products(traced)
+    split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
+    return traced
+
+
+_LAYOUT_IN_PLACE: dict[Any, Any] = {
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.swapaxes_.default: _aten.transpose.int,
+    _aten.swapdims_.default: _aten.transpose.int,
+    _aten.as_strided_.default: _aten.as_strided.default,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+}
+"""Ops that write no memory but give a tensor other sizes and strides, and the views that say the same."""
+
+
+def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
+    """Drop the ops that ``vmap`` traced at its own level beside the real ones: nothing reads them, and they have no memory.
+
+    Mamba's ``associative_scan`` leaves two dozen of them in each layer.
+    """
+    for node in reversed(graph_module.graph.nodes):
+        is_unread = node.op in ("call_function", "get_attr") and not node.users
+        if is_unread and any(map(torch_internals.is_wrapped, tensors_of(node.meta.get("val")))):
+            graph_module.graph.erase_node(node)
+
+
+class NotTraced(Exception):
+    """A graph reads what tracing computed without a trace of how; the text says where."""
+
+
+def _refuse_untraced(graph_module: GraphModule) -> None:
+    """Refuse a graph that holds fake tensors: what was computed under ``vmap`` was taken for constants.
+
+    What no output and no write comes from may stay.
+
+    Raises:
+        NotTraced: with the line that reads one.
+    """
+    needed: set[Node] = set()
+    for node in reversed(graph_module.graph.nodes):
+        if node.op == "output" or node in needed or written_storages(node):
+            needed.update(node.all_input_nodes)
+    for node in graph_module.graph.nodes:
+        if node in needed and node.op == "get_attr" and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
+            reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
+            file, line, _ = source_of(reader)
+            where = f" ({file}:{line})" if file else ""
+            detail = "reads what vmap or associative_scan computes: tracing does not follow it"
+            raise NotTraced(f"`{reader.name}`{where} {detail}")
+
+
+def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
+    """Give a dropout that drops nothing its input's fake tensor, and make anew what lay in its own or followed its strides.
+
+    Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
+    without the gaps that the input's strides may have.
+    """
+    left: set[int] = set()
+    relaid: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        before = tensors_of(node.meta.get("val"))
+        if node.op != "call_function" or not before:
+            continue
+        if _is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
+            value = node.all_input_nodes[0].meta["val"]
+        elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
+            value = torch_internals.fake_result(graph_module, node)
+        else:
+            continue
+        left.update(storages(node))
+        node.meta["val"] = value
+        if any(one.stride() != other.stride() for one, other in zip(before, tensors_of(value), strict=True)):
+            relaid.add(node)
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    if node.target is not _aten.dropout.default:
+        return False
+    given = dict(zip(("input", "p", "train"), node.args, strict=False)) | node.kwargs
+    return not (given["train"] and given["p"])
+
+
+def _change_no_layout_in_place(graph_module: GraphModule) -> None:
+    """Let a value keep the layout it was made with: what reads it by its storage would find another one after ``unsqueeze_``.
+
+    The tracer has every later reader name the op's own result, so a view does as well. A tensor that the region was given is left
+    alone: the caller may look at it.
+    """
+    given = {key for node in graph_module.graph.nodes if node.op == "placeholder" for key in storages(node)}
+    for node in graph_module.graph.nodes:
+        if node.target in _LAYOUT_IN_PLACE and given.isdisjoint(storages(node)):
+            node.target = _LAYOUT_IN_PLACE[node.target]
+    graph_module.recompile()

@@ -1,0 +1,396 @@
+"""The one tracer: dynamo's graph, retraced into ATen ops that still read like the model.
+
+TorchDynamo hands its graph to a backend; that graph is retraced pre-dispatch on dynamo's own fake tensors. Every op then is an
+ATen op (``linear``, ``layer_norm`` and ``scaled_dot_product_attention`` stay whole, so cuBLAS and cuDNN still run them), knows
+its module path and its source line, and in-place writes stay in place and in order: nothing is functionalised. Dynamo supplies
+guards, graph breaks and fallback. AOTAutograd (post-dispatch) was tried and is worse here: it decomposes linear and attention.
+
+What aliases what is read off the fake tensors' storages, so a view is a view whatever its op is called, and a ``to`` or
+``dropout`` that changes nothing is one too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.call_tensors import tensors_in
+from fusion_advisor.capture.graph.op_classes import base_name, class_of
+from fusion_advisor.capture.graph.fx_nodes import module_path, relative_path, source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.retrace import retrace
+from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
+from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.errors import CannotCapture
+from fusion_advisor.runtime.deep_stack import in_one_piece
+from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
+
+
+@dataclass(slots=True)
+class Route:
+    """What dynamo's compiled code runs in a region's place.
+
+    Attributes:
+        forward: the graph.
+        seen: during the captured call, gets each run of a route with its tensors; None afterwards.
+    """
+
+    forward: Callable[..., Any]
+    seen: list[tuple[Route, tuple[Any, ...]]] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        if self.seen is not None:
+            self.seen.append((self, args))
+        return self.forward(*args)
+
+
+@dataclass(slots=True)
+class Region:
+    """One captured graph, live: the ATen graph and the tensors it was called with.
+
+    Attributes:
+        graph: placeholders are the region's inputs in call order (parameters and buffers included).
+        original: dynamo's own graph, which runs the model's ops unchanged.
+        names: one qualified name per placeholder, known after the first call.
+        roles: ``input``, ``parameter`` or ``buffer`` per placeholder.
+        example_args: the tensors of the first call.
+        route: what runs in its place when the captured call is made again; None for a graph that no dynamo call leads to.
+        code: of every function that dynamo looked through for it.
+    """
+
+    index: int
+    graph: GraphModule
+    original: GraphModule
+    names: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    example_args: tuple[Any, ...] = ()
+    route: Route | None = None
+    code: tuple[CodeType, ...] = ()
+
+
+@dataclass(slots=True)
+class DynamoCall:
+    """The model's call as dynamo compiled it for a capture: it evaluates its guards and runs each region's route.
+
+    Attributes:
+        call: the compiled call.
+        later: takes the graphs that are compiled after the capture, where a guard failed; None until the call is taken over.
+    """
+
+    call: Callable[..., Any]
+    later: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a captured graph within a call.
+
+    Attributes:
+        place: of the region in :attr:`LiveCapture.regions`.
+        args: its tensors.
+    """
+
+    place: int
+    args: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class LiveCapture:
+    """All regions of one call of a model, in the order they first ran, and what dynamo could not capture.
+
+    Attributes:
+        runs: of the regions, in order; empty: each ran once. Layers with a graph break in them share their graphs and run them
+            on their own weights.
+        written: what the call changes outside its result; ``written.rewind()`` goes before every repeat.
+        compiled: None where no dynamo call leads to the regions.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    breaks: list[GraphBreak] = field(default_factory=list)
+    output: Any = None
+    written: Written = field(default_factory=Written)
+    compiled: DynamoCall | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def in_order(self) -> list[Run]:
+        """Return every run of a region, as the call made them."""
+        return self.runs or [Run(place, region.example_args) for place, region in enumerate(self.regions)]
+
+    def is_whole(self) -> bool:
+        """Whether the call is one graph, run once: no Python of the model's own lies between its ops."""
+        return len(self.in_order()) == 1 and not self.breaks
+
+    def runs_of_regions(self) -> tuple[int, ...]:
+        """Return how often the call runs each region."""
+        count = Counter(run.place for run in self.in_order())
+        return tuple(count[place] for place in range(len(self.regions)))
+
+
+def capture_regions(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    model_id: str = "model",
+    with_lines: bool = True,
+) -> LiveCapture:
+    """Run the model once under dynamo and return its graphs with the tensors they were called with.
+
+    Args:
+        model: any module; it is called as ``model(*args, **kwargs)`` and left as it was.
+        model_id: for the error message only.
+        with_lines: note the source line of each op; without, for a model that was captured before, it takes an eighth less time,
+            and dynamo does not try the guards at once.
+
+    Raises:
+        CannotCapture: dynamo captured no graph at all.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
+    _refuse_own_ops(model, args, kwargs, model_id)
+    original = torch_internals.original_call(model)
+    with torch.no_grad():
+        written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
+    live = LiveCapture(written=written)
+    regions: list[Region] = []
+    breaks: list[GraphBreak] = []
+    seen: list[tuple[Route, tuple[Any, ...]]] = []
+    modes: list[Any] = []
+
+    def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if compiled.later is not None:
+            return compiled.later(graph_module, example_inputs)
+        if not with_lines:
+            torch_internals.leave_new_guards_untried()
+        route = Route(graph_module.forward, seen)
+        modes.extend(torch_internals.fake_modes_of(graph_module))
+        region = Region(
+            index=len(regions), graph=retrace(graph_module), original=graph_module, route=route,
+            code=torch_internals.traced_code(),
+        )  # fmt: skip
+        reason = torch_internals.break_reason(graph_module)
+        if reason is not None:
+            breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
+        regions.append(region)
+        return route
+
+    live.compiled = compiled = DynamoCall(torch_internals.compiled_call(model, collect))
+    lines = contextlib.nullcontext() if with_lines else torch_internals.without_source_lines()
+    try:
+        with (
+            torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(),
+            torch_internals.linear_in_one_step(), lines,
+        ):  # fmt: skip
+            live.output = in_one_piece(lambda: compiled.call(*args, **kwargs))
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
+        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+    finally:
+        torch_internals.forget_real_tensors(modes)
+        modes.clear()
+    written.rewind()
+    runs: dict[int, list[tuple[Any, ...]]] = {}
+    for route, values in seen:
+        runs.setdefault(id(route), []).append(values)
+    live.breaks = breaks
+    live.regions = [region for region in regions if id(region.route) in runs]
+    places = {id(region.route): place for place, region in enumerate(live.regions)}
+    live.runs = [Run(places[id(route)], values) for route, values in seen]
+    for region in regions:
+        assert region.route is not None
+        region.route.seen = None
+    if not live.regions:
+        raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
+    regions.clear()  # dynamo keeps the function above, and with it would keep the inputs of this call alive
+    seen.clear()
+    known = _known_tensors(model, args, kwargs)
+    for region in live.regions:
+        mine = runs[id(region.route)]
+        region.example_args = mine[0]
+        region.names, region.roles = _name_inputs(mine, known)
+    return live
+
+
+def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
+    """Leave what sees each op by itself to the model's own ops."""
+    if torch_internals.is_mode_active():
+        detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+        raise CannotCapture(model_id=model_id, detail=detail)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
+        if torch_internals.sees_its_ops(type(tensor)):
+            kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
+            raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
+
+
+def _cause(error: Exception) -> str:
+    """Say in one line why tracing a graph stopped, and at which op where the interpreter has noted it."""
+    text = str(error).strip() or type(error).__name__
+    at = re.search(r"While executing %(\w+)", text)
+    where = f" `{at[1]}`" if at else ""
+    return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
+
+
+def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
+    """Turn a live graph into records.
+
+    Args:
+        region: its placeholders must have been named (``capture_regions`` does).
+        first_index: index of the region's first record.
+
+    Returns:
+        The records in execution order and the index of each fx node.
+    """
+    ops: list[OpNode] = []
+    index_of: dict[Node, int] = {}
+    owner: dict[int, int] = {}  # storage -> index of the op that made it
+    sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
+    placeholder = 0
+    for node in region.graph.graph.nodes:
+        index = first_index + len(ops)
+        index_of[node] = index
+        metas = _metas(node)
+        if node.op == "placeholder":
+            role = region.roles[placeholder] if region.roles else "input"
+            target = region.names[placeholder] if region.names else str(node.target)
+            placeholder += 1
+            op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
+            for key in storages(node):
+                sharers.setdefault(key, []).append(index)
+        elif node.op == "get_attr":
+            op = OpNode(
+                index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant"
+            )
+        elif node.op == "output":
+            op = OpNode(
+                index=index,
+                region=region.index,
+                target="output",
+                op_class=OpClass.OTHER,
+                args=tuple(_encode(argument, index_of) for argument in node.args),
+                role="output",
+            )
+        else:
+            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
+        # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for key in storages(node):
+                owner.setdefault(key, index)
+        ops.append(op)
+    return ops, index_of
+
+
+def _describe_op(
+    node: Node,
+    index: int,
+    region: int,
+    index_of: dict[Node, int],
+    owner: dict[int, int],
+    sharers: Mapping[int, list[int]],
+    metas: tuple[TensorMeta, ...],
+) -> OpNode:
+    target = _target_name(node)
+    own_storages = storages(node)
+    written = [key for key in written_storages(node) if key in owner]
+    mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
+    owners = [owner.get(key) for key in own_storages]
+    is_alias = bool(own_storages) and all(found is not None for found in owners)
+    is_view = is_alias and not mutates
+    file, line, text = source_of(node)
+    return OpNode(
+        index=index,
+        region=region,
+        target=target,
+        op_class=OpClass.VIEW if is_view or target == "getitem" else _computed_class(target),
+        args=tuple(_encode(argument, index_of) for argument in node.args),
+        kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
+        outputs=metas,
+        alias_of=owners[0] if is_alias else None,
+        mutates=mutates,
+        module_path=module_path(node),
+        source_file=file,
+        source_line=line,
+        source_text=text,
+    )
+
+
+def _computed_class(target: str) -> OpClass:
+    # A view op that did not return a view (reshape of a strided tensor, a contiguous() that copied) moved memory.
+    found = class_of(base_name(target))
+    return OpClass.MEMORY if found is OpClass.VIEW else found
+
+
+def _target_name(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _metas(node: Node) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(
+            shape=tuple(map(int, value.shape)),
+            stride=tuple(map(int, value.stride())),
+            dtype=str(value.dtype).removeprefix("torch."),
+            offset=int(value.storage_offset()),
+            device=value.device.type,
+        )
+        for value in tensors_of(node.meta.get("val"))
+    )
+
+
+def writes_to_inputs(region: Region) -> bool:
+    """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
+    given = {key for node in region.graph.graph.nodes if node.op == "placeholder" for key in storages(node)}
+    return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
+
+
+def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
+    if isinstance(value, Node):
+        return Ref(index=index_of[value])
+    if isinstance(value, list | tuple):
+        return tuple(_encode(item, index_of) for item in value)
+    if isinstance(value, dict):
+        return tuple(_encode(item, index_of) for item in value.values())
+    if isinstance(value, torch.dtype):
+        return f"dtype:{str(value).removeprefix('torch.')}"
+    if isinstance(value, torch.device):
+        return f"device:{value.type}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"{type(value).__name__}:{value}"
+
+
+def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:
+    known: dict[int, tuple[str, str]] = {}
+    for name, value in (("args", args), *kwargs.items()):
+        known.update({id(tensor): (found, "input") for found, tensor in tensors_in(name, value)})
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        known.setdefault(id(tensor), (name, "buffer"))
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        known.setdefault(id(tensor), (name, "parameter"))
+    return known
+
+
+def _name_inputs(
+    runs: Sequence[tuple[Any, ...]], known: Mapping[int, tuple[str, str]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name a region's inputs after its first run.
+
+    What is another tensor in another run (the weights, where layers share a graph) is an input: nothing may be made of its value.
+    """
+    found = [known.get(id(value), (f"input.{position}", "input")) for position, value in enumerate(runs[0])]
+    roles = [
+        role if all(values[position] is runs[0][position] for values in runs) else "input"
+        for position, (_, role) in enumerate(found)
+    ]
+    return tuple(name for name, _ in found), tuple(roles)

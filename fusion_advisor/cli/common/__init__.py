@@ -1,0 +1,1 @@
+"""What commands share: options, configuration files, consoles, progress, run directories, completion."""

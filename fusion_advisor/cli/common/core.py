@@ -1,0 +1,176 @@
+"""The seam to the part that imports torch: every heavy import of the command line happens inside these functions.
+
+So ``--help``, ``report`` and ``explain`` answer at once on a machine without a GPU, and tests put fakes behind one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fusion_advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
+    from fusion_advisor.records import Capture, Report, TraceReport, Workload
+
+REQUEST_SCHEMA = "fusion-advisor-request/1"
+
+
+class Progress(Protocol):
+    """What the core says while it works."""
+
+    def phase(self, name: str) -> None:
+        """A phase begins, and with it the last one ends."""
+
+    def note(self, text: str) -> None:
+        """What the phase found, in a few words."""
+
+    def step(self, done: int, total: int, text: str) -> None:
+        """How far the phase has come."""
+
+    def warn(self, text: str) -> None:
+        """Something the user should know, though the run goes on."""
+
+
+class Loaded(Protocol):
+    """A model with its inputs."""
+
+    record: Workload
+    notes: tuple[str, ...]
+
+
+class AppliedRun(Protocol):
+    """A model with its rewrites in place."""
+
+    report: Report
+    capture: Capture
+    parts: tuple[tuple[str, Report, Capture], ...]
+
+    def revert(self) -> None:
+        """Put the model back exactly as it was."""
+
+
+def make_request(**fields: object) -> Any:
+    """Return a workload request; fields left out keep the request's own defaults."""
+    return import_module("fusion_advisor.workload.request").WorkloadRequest(**fields)
+
+
+def dump_request(request: Any) -> str:
+    """Return ``request.json``'s text."""
+    text: str = import_module("fusion_advisor.records.serialize").dump_record(request, REQUEST_SCHEMA)
+    return text
+
+
+def load_request(text: str | bytes, name: str) -> Any:
+    """Read ``request.json``."""
+    cls = import_module("fusion_advisor.workload.request").WorkloadRequest
+    return import_module("fusion_advisor.records.serialize").load_record(cls, text, schema=REQUEST_SCHEMA, name=name)
+
+
+def load_workload(request: Any) -> Loaded:
+    """Make the model and its inputs, and see that it runs."""
+    loaded: Loaded = import_module("fusion_advisor.workload.load").load_workload(request)
+    import_module("fusion_advisor.workload.smoke_run").first_call(loaded)
+    return loaded
+
+
+def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
+    """Measure, capture, rank and match."""
+    report, capture = import_module("fusion_advisor.fuse.pipeline").profile_workload(loaded, options, progress)
+    return report, capture
+
+
+def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport:
+    """Rank what a trace holds, without its model."""
+    report: TraceReport = import_module("fusion_advisor.fuse.modes.trace_profile").profile_trace(path, progress=progress, **options)
+    return report
+
+
+def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+    """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
+    applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
+    return applied
+
+
+def profile_generate(
+    loaded: Loaded, options: ProfileOptions, progress: Progress
+) -> tuple[tuple[Report, Capture], tuple[Report, Capture]]:
+    """Profile both steps of ``generate``; return (report, capture) of the decode step and of the prefill."""
+    decode, prefill = import_module("fusion_advisor.fuse.modes.generate").profile_generate(loaded, options, progress)
+    return decode, prefill
+
+
+def profile_training(loaded: Loaded, options: ProfileOptions, progress: Progress) -> tuple[Report, Capture]:
+    """Time and trace forward and backward."""
+    report, capture = import_module("fusion_advisor.fuse.modes.training").profile_training(loaded, options, progress)
+    return report, capture
+
+
+def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
+    """As ``apply_workload``, for both steps of ``generate``; the prefill's report is among the run's ``parts``."""
+    applied: AppliedRun = import_module("fusion_advisor.fuse.modes.generate").apply_generate(loaded, options, progress, on_report)
+    return applied
+
+
+def read_patterns(kernel_dirs: Sequence[Path]) -> None:
+    """Read, import and trace the user's kernels, so that a broken one is told before a run takes its minutes."""
+    discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))
+    for spec in discover.list_kernels(kernel_dirs):
+        if spec.folder.parent not in kernel_dirs:
+            continue
+        try:
+            tuple(patterns.kernel_patterns(spec))
+        except AdvisorError:
+            raise
+        except Exception as error:  # the reference is the user's code: it may raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            detail = f"cannot be traced: {type(error).__name__}: {lines[0]}"
+            raise discover.BadReference(file=spec.folder / "reference.py", detail=detail) from error
+
+
+def list_kernels(kernel_dirs: Sequence[Path]) -> list[Any]:
+    """Return the library's kernels and the user's own."""
+    return list(import_module("fusion_advisor.library.discover").list_kernels(kernel_dirs))
+
+
+def load_kernel(name: str, kernel_dirs: Sequence[Path]) -> Any:
+    """Return one kernel."""
+    return import_module("fusion_advisor.library.discover").load_kernel(name, kernel_dirs)
+
+
+def scaffold_kernel(name: str, directory: Path) -> Any:
+    """Write a new kernel's folder."""
+    return import_module("fusion_advisor.library.discover").scaffold(name, directory)
+
+
+def render_kernel(kernel: Any, backend: str, dtype: str) -> str:
+    """Return a kernel's source for one backend and dtype."""
+    source: str = import_module("fusion_advisor.evaluate.render").render_kernel(kernel, backend, dtype).source
+    return source
+
+
+def check_kernel(
+    name: str, progress: Progress, *, kernel_dirs: Sequence[Path] = (), backends: Sequence[str] | None = None
+) -> list[Any]:
+    """Run a kernel's own cases."""
+    check = import_module("fusion_advisor.evaluate.check").check_kernel
+    return list(check(name, progress, kernel_dirs=kernel_dirs, backends=backends))
+
+
+def plan_bench(name: str | None, **asked: Any) -> Any:
+    """Turn what ``kernels bench`` was asked into jobs."""
+    return import_module("fusion_advisor.evaluate.bench.cases").plan_bench(name, **asked)
+
+
+def bench_kernels(plan: Any, progress: Progress, on_progress: Callable[[Any], None]) -> Any:
+    """Measure a plan's jobs; ``on_progress`` gets the run so far after every row."""
+    return import_module("fusion_advisor.evaluate.bench.run").bench(plan.jobs, plan.options, progress, on_progress=on_progress)
+
+
+def run_contender(plan: Any, name: str, iterations: int) -> str:
+    """Run one contender of a plan's first job in a loop; return what was run."""
+    ran: str = import_module("fusion_advisor.evaluate.bench.run").run_first(plan.jobs, plan.options, name, iterations)
+    return ran

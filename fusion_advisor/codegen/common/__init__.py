@@ -1,0 +1,1 @@
+"""What all backends share: the interface of a kernel, argument lists, the expression printer, the header comment."""

@@ -1,0 +1,91 @@
+"""The comment at the top of a rendered kernel: what it fuses, what it moves, where it comes from.
+
+Text from a manifest ends up in a source file here, so it is reduced to printable ASCII on one line: a comment cannot be left.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
+from fusion_advisor.codegen.common.arguments import Schedule
+from fusion_advisor.codegen.common.interface import Header, Tuning
+
+
+def heading(plans: Sequence[Schedule], header: Header, *, fast_math: bool, notes: tuple[str, ...] = ()) -> list[str]:
+    """Return the lines of the head comment, without comment marks.
+
+    Args:
+        plans: the schedule of every loop nest, for the bytes.
+        header: title, summary, origin and source.
+        fast_math: whether approximations are allowed.
+        notes: what the backend has to add, one sentence each.
+    """
+    maths = "float64" if any(v.dtype == "float64" for plan in plans for v in plan.program.values) else "float32"
+    accuracy = "with approximate division, square root and tanh (fast math)" if fast_math else "rounded once, at the store"
+    lines = [f"{header.title}: {header.summary}", "", f"Moves each operand once: {moved_sentence(plans)}."]
+    lines += [f"Maths in {maths}, {accuracy}.", *notes, f"Origin: {header.origin}."]
+    if header.source:
+        lines.append(f"Source: {header.source}")
+    return comment(lines)
+
+
+def comment(lines: list[str]) -> list[str]:
+    """Lines of a comment: printable ASCII, wrapped. "decoding: the" in a first line would name an encoding (PEP 263)."""
+    wrapped: list[str] = []
+    for line in lines:
+        clean = " ".join(re.sub(r"[^ -~]|\\", " ", line).split())
+        clean = re.sub(r"coding(?=[:=])", "coding ", clean)
+        wrapped += wrap(clean)
+    return wrapped
+
+
+def wrap(line: str) -> list[str]:
+    """Wrap a comment; a number stays with its unit."""
+    bound = re.sub(r"(?<=\d) (?=B\b|bytes\b)", "\0", line)
+    return [part.replace("\0", " ") for part in textwrap.wrap(bound, 110, break_long_words=False, break_on_hyphens=False)] or [""]
+
+
+def moved_sentence(plans: Sequence[Schedule]) -> str:
+    """Say what moving each operand once costs: ``x 2 B/element, weight 2 B/column``."""
+    units = {(True, True): "/element", (True, False): "/column", (False, True): "/row", (False, False): " in all"}
+    parts: dict[str, str] = {}
+    for plan in plans:
+        reach: dict[int, set[int]] = {position: set() for position in range(len(plan.program.operands))}
+        for value in plan.program.values:
+            if value.op == "load":
+                reach[value.operand] |= {d for d, stride in enumerate(value.strides) if stride}
+        for store in plan.program.stores:
+            reach[store.operand] |= {d for d, stride in enumerate(store.strides) if stride}
+            reach[store.operand] |= {d for arg in store.args for d in plan.varies[arg]}
+        for position, operand in enumerate(plan.program.operands):
+            has_col, has_row = plan.col_dim in reach[position], bool(reach[position] - {plan.col_dim})
+            unit = units[has_col, has_row or plan.kind == "flat"] if has_col else units[has_col, has_row]
+            parts.setdefault(operand.name, f"{operand.name} {ITEM_BYTES[operand.dtype]} B{unit}")
+    return ", ".join(parts.values())
+
+
+def tuning_note(tuning: Tuning) -> tuple[str, ...]:
+    """The head comment's line about launch parameters that were asked for."""
+    names = ("block_cols", "block_rows", "num_warps", "packs", "cluster")
+    given = [f"{name}={getattr(tuning, name)}" for name in names if getattr(tuning, name)]
+    return (f"Tuning: {' '.join(given)}",) if given else ()
+
+
+def dropout_notes(program: Program) -> tuple[str, ...]:
+    """The head comment's line about what is dropped."""
+    chances = dict.fromkeys(v.constant for part in nests(program) for v in part.program.values if v.op == "dropout")
+    return tuple(
+        f"Drops the elements whose random word (Philox4x32-10 of the seed and the row-major element number) is below "
+        f"{dropout_constants(float(p or 0))[0]}, p = {p} of 2**32; the others are scaled by 1 / (1 - p)."
+        for p in chances
+    )
+
+
+def tuning_of(source: str) -> Tuning:
+    """The tuning that a head comment names: a kernel file is complete by itself."""
+    line = re.search(r"^(?:#|//) Tuning: (.+)$", source, re.MULTILINE)
+    given = {name: int(value) for name, _, value in (item.partition("=") for item in line[1].split())} if line else {}
+    return Tuning(**given)

@@ -1,0 +1,158 @@
+"""What every backend shares: the jinja environment kernels are rendered in, and the records between rendering and building.
+
+The environment is not the report's: autoescape is off because the output is source code, so nothing from a model may enter it as
+text. Identifiers come from an allow-list, numbers are printed as typed literals, and comments quote only names that passed
+:func:`identifier`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import jinja2
+
+from fusion_advisor.content import content_dir
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.ir.program import Program, layout_key
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}\Z")
+
+
+class KernelBuildFailed(AdvisorError):
+    """A kernel that did not render or compile; its fusion is skipped and the reason kept."""
+
+    code = "FA413"
+    message = "{kernel} did not compile for {target}: {cause}"
+    note = "the model is unchanged where this kernel would have gone; the compiler's full words are in log.txt"
+    hint = "--strict turns this into exit 8"
+    exit_code = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the top of a rendered kernel tells its reader; every line is ours, none is the model's text."""
+
+    title: str
+    """``rmsnorm`` or the chain's name."""
+    summary: str
+    """What is fused, in one sentence."""
+    origin: str
+    """``library kernel rmsnorm (variant llama)`` or ``generated from the chain``."""
+    source: str = ""
+    """Where the idea comes from: a paper or a URL, from kernel.toml."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Launch parameters of a tile kernel; None leaves the backend's own choice."""
+
+    block_cols: int | None = None
+    """Columns of a tile; in CUDA kernels, of a pack at most."""
+    block_rows: int | None = None
+    """Rows of a tile; in CUDA kernels that walk rows in parts, rows under way on a multiprocessor."""
+    num_warps: int | None = None
+    packs: int | None = None
+    """CUDA only: 16-byte packs of a thread; unlike a number of warps it suits rows of any width."""
+    cluster: int | None = field(default=None, repr=False)  # kernels without clusters are named after the rest of the repr
+    """CUDA only, from compute capability 9.0 on: blocks that share a row; the row then stays in their registers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """Source text of one kernel for one backend."""
+
+    backend: str
+    entry: str
+    """``fa_<title>_<hash of the layout key and the tuning>``: unique per compiled kernel."""
+    source: str
+    suffix: str
+    """``.py``, ``.cu`` or ``.cpp``."""
+    is_for_one_arch: bool = False
+    """CUDA: uses instructions that no other generation has; ``sm_90a``, not ``sm_90``."""
+
+
+Launcher = Callable[..., None]
+"""Called with the program's operands in order (inputs, then outputs, as tensors); runs on the current stream."""
+
+
+class BuiltKernel(Protocol):
+    """A compiled kernel."""
+
+    @property
+    def build_ns(self) -> int:
+        """Nanoseconds spent compiling."""
+        ...
+
+    @property
+    def tuning(self) -> str:
+        """The launch parameters in words."""
+        ...
+
+    def bind(self, program: Program) -> Launcher:
+        """Fix sizes, strides and grid for a Program with the layout key that was rendered; do it once, not per call."""
+        ...
+
+
+class Backend(Protocol):
+    """One module per backend provides these."""
+
+    name: ClassVar[str]
+
+    def render(self, program: Program, header: Header, *, tuning: Tuning, fast_math: bool) -> Rendered:
+        """Print the program as readable source."""
+        ...
+
+    def build(self, rendered: Rendered, path: Path) -> BuiltKernel:
+        """Write the source to ``path`` and compile it. Raises KernelBuildFailed."""
+        ...
+
+
+def identifier(text: str) -> str:
+    """Return ``text`` if it may appear in source code.
+
+    Raises:
+        ValueError: it is not a plain ASCII identifier of at most 80 characters.
+    """
+    if not _IDENTIFIER.match(text):
+        raise ValueError(f"not an identifier that may enter a kernel: {text!r}")
+    return text
+
+
+def entry_name(program: Program, title: str, *extra: str) -> str:
+    """Name a kernel after its chain, with six hex digits that change with its layout, tuning and options."""
+    digest = hashlib.sha256("|".join((layout_key(program), *extra)).encode()).hexdigest()[:6]
+    return identifier(f"fa_{title[:60]}_{digest}")
+
+
+def body_of(template: str, **context: object) -> str:
+    """Render what a skeleton writes inside a kernel, without what stands around it.
+
+    Args:
+        template: of ``templates/``, one with a block ``body``.
+        context: as for the whole template.
+    """
+    found = environment().get_template(template)
+    return "".join(found.blocks["body"](found.new_context(context)))
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Return the environment of kernel templates (``templates/``, then ``kernels/``): a missing name is an error."""
+    loader = jinja2.FileSystemLoader([content_dir("templates"), content_dir("kernels")])
+    env = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    filters: dict[str, Any] = {"identifier": identifier}
+    env.filters.update(filters)
+    return env

@@ -1,0 +1,1 @@
+"""Prints programs as C++ with OpenMP and compiles them with the system's compiler."""

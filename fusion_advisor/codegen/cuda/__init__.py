@@ -1,0 +1,1 @@
+"""Prints programs as CUDA C++ and compiles them with NVRTC."""

@@ -1,0 +1,1 @@
+"""Prints programs as Triton kernels and compiles them."""

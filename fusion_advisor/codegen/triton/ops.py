@@ -1,0 +1,344 @@
+"""How the ops of the kernel IR are written in Triton.
+
+Only ``tl`` functions that the interpreter has too: no libdevice, so every kernel can be run and checked without a
+GPU. Where ``tl`` lacks a function or its version is not accurate enough, the template prints a helper
+(``templates/triton/helpers.py.jinja``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fusion_advisor.codegen.common.printer import ATOM, LOOSE, PRODUCT, ROUNDERS, SUM, UNARY, Text, Unsupported, Writer, has_inverse
+from fusion_advisor.ir.causal_mask import order_of
+from fusion_advisor.ir.program import ITEM_BYTES, Value, dropout_constants
+from fusion_advisor.codegen.common.arguments import Access, Schedule, parts_of
+
+_PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
+          "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
+          "floor": "tl.floor", "ceil": "tl.ceil"}  # fmt: skip
+_HELPERS = {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign"}
+_IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
+             "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
+             "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
+_HALF = ("float16", "bfloat16")
+LOWEST = {"float32": "-3.4028234663852886e38", "float64": "-1.7976931348623157e308"}
+"""The lowest finite number, where a running maximum starts."""
+
+
+def identity(value: Value) -> str:
+    """The literal that leaves a reduction unchanged."""
+    return _IDENTITY[value.op]["int" if value.dtype == "int64" else "float"]
+
+
+class TritonWriter(Writer):
+    """Prints values as Triton.
+
+    Args:
+        plan: the schedule.
+        fast_math: allow approximate division, square root and tanh.
+        is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
+    """
+
+    helper_names = frozenset(
+        _HELPERS
+        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
+        | {"checked", "erfc", "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+    )
+
+    def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
+        self.is_looped = is_looped
+        self.parts = parts_of(plan) if is_looped else frozenset[int]()
+        """What is one number for all columns of a tile where no part of the row ends inside of it."""
+        self.zero_past_end: set[int] = set()
+        """Column-varying values that are 0 in masked lanes, because everything they are made of was loaded as 0."""
+        self.policies: dict[int, str] = {}
+        """What loads say to the cache, by value number."""
+        outputs = [o for o in plan.program.operands if o.is_output]
+        self.is_float64 = any(v.dtype == "float64" for v in plan.program.values)
+        self.is_half = all(o.dtype in _HALF for o in outputs) and not plan.program.is_exact
+        self._runs: dict[int, str] = {}
+        super().__init__(plan, fast_math=fast_math)
+
+    def literal(self, value: Value) -> str:
+        """A Python literal."""
+        constant = value.constant
+        if value.dtype == "bool":
+            return "True" if constant else "False"
+        if value.dtype == "int64":
+            return str(int(constant or 0))
+        number = float(0.0 if constant is None else constant)
+        if value.constant_name and value.dtype == "float64":
+            return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
+        return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+    def mask(self, varies: frozenset[int]) -> str:
+        """Name of the mask of a tile that varies over these dims; empty when it needs none."""
+        if self.plan.kind == "flat":
+            return "mask" if varies else ""
+        has_col = self.plan.col_dim in varies
+        return {(True, True): "mask", (False, True): "col_mask", (True, False): "row_mask", (False, False): ""}[
+            self._moves_along_rows(varies), has_col
+        ]
+
+    def _moves_along_rows(self, varies: frozenset[int]) -> bool:
+        row_dims = varies - {self.plan.col_dim}
+        if self.plan.kind == "tiled":
+            row_dims &= {self.plan.col_dim - 1}  # outer dims are one number per program, never past the end
+        return bool(row_dims)
+
+    def address(self, access: Access, varies: frozenset[int]) -> str:
+        """Pointer expression shaped like the dims in ``varies``; a dim that does not move the address adds ``0 * index``."""
+        if access.is_pair:  # `item` counts elements, two to a column
+            code = self.operand_address(replace(access, strides=(*access.strides[:-1], "1")), col="item")
+        else:
+            code = self.operand_address(access)
+        for d in sorted(varies):
+            in_tile = d >= self.plan.col_dim - (1 if self.plan.kind == "tiled" else 0) or self.plan.kind == "rows"
+            is_moved = any(d in self.plan.varies[number] for number, _ in access.gathered)
+            if access.strides[d] == "0" and in_tile and not is_moved:
+                code += f" + 0 * {self.plan.indices[d]}"
+        return code
+
+    def definitions(self, numbers: Iterable[int]) -> list[str]:
+        """The statements of those of these values that are named, in order."""
+        lines: list[str] = []
+        read: set[tuple[int, int]] = set()
+        for number in numbers:
+            pair = self.plan.load_pair(number)
+            if number in self.policies and pair[0] == pair[1]:
+                lines.append(
+                    f"{self.text(number).code} = {self.load(number, self.plan.program.values[number], self.plan.loads[number])}"
+                )
+            elif pair[0] == pair[1]:
+                lines += [" = ".join(self.statement(number))] if self.is_named(number) else []
+            elif pair not in read:
+                read.add(pair)
+                lines += self._pair(*pair)
+        return lines
+
+    def _pair(self, even: int, odd: int) -> list[str]:
+        """Both elements of every column are read as one run of neighbours, at full width, and then taken apart."""
+        value, access = self.plan.program.values[even], self.plan.loads[even]
+        if even not in self._runs:
+            self._runs[even] = self.fresh(f"{access.operand.name}_run")
+        run, varies = self._runs[even], self.plan.varies[even]
+        apart = f"{run}.reshape({', '.join([*self._tile(varies), '2'])})"
+        halves = f"{self.text(even).code}, {self.text(odd).code}"
+        return [
+            f"{run} = {self._read(access, varies, [self.mask(varies)])}",
+            f"{halves} = tl.split({self._widened(apart, access, value)})",
+        ]
+
+    def interleaved(self, values: tuple[int, int]) -> str:
+        """Two values per column as one run of neighbours, ready to be stored."""
+        varies = self.plan.varies[values[0]] | self.plan.varies[values[1]]
+        rows = self._tile(varies)[:-1]
+        parts = []
+        for number in values:
+            value, text, shape = self.plan.program.values[number], self.text(number).code, ", ".join([*rows, "BLOCK_COLS"])
+            if value.op == "const":
+                text = f"tl.full([{shape}], {text}, tl.{value.dtype})"
+            elif self.plan.col_dim not in self.plan.varies[number]:
+                text = f"tl.broadcast_to({text}, [{shape}])"
+            parts.append(text)
+        return f"tl.join({', '.join(parts)}).reshape({', '.join([*rows, '2 * BLOCK_COLS'])})"
+
+    def _tile(self, varies: frozenset[int]) -> list[str]:
+        """Shape of a tile of columns that varies over these dims."""
+        if self.plan.kind == "flat":
+            return ["BLOCK_COLS"]
+        return ["BLOCK_ROWS" if self._moves_along_rows(varies) else "1", "BLOCK_COLS"]
+
+    def load(self, number: int, value: Value, access: Access) -> str:
+        """A masked ``tl.load``; empty for one of a pair."""
+        varies = self.plan.varies[number]
+        is_part = number in self.parts
+        if self.plan.col_dim in varies and not is_part:
+            self.zero_past_end.add(number)
+        if access.is_pair:
+            return ""
+        masks = [self.mask(varies)]
+        if is_part:
+            alone = self.mask(varies - {self.plan.col_dim}) or "True"
+            masks = [f"{alone} if WHOLE else {masks[0]}"]
+        if value.guard is not None and (value.args or not (causal := self._guard(value.guard, access))):
+            masks = self.with_guard(masks[0], value.guard)
+        elif value.guard is not None:
+            masks.append(causal)
+        policy = self.policies.get(number, "")
+        return self._widened(self._read(access, varies, masks, policy=policy), access, value)
+
+    def with_guard(self, mask: str, guard: int) -> list[str]:
+        """What must hold, each by itself, where a mask and a guard do."""
+        varies = self.plan.varies[guard]
+        if mask and self.plan.col_dim not in varies and not self._moves_along_rows(varies):
+            # Not `mask & guard`: Triton's interpreter makes a bad mask of a block and a number that was loaded.
+            return [f"tl.where({self.text(guard).code}, {mask}, False)"]
+        return [mask, self.text(guard).at(ATOM)]
+
+    def _read(self, access: Access, varies: frozenset[int], masks: list[str], *, policy: str = "") -> str:
+        other, wanted = "", " & ".join(filter(None, masks))
+        if wanted:
+            zero = "0.0" if access.operand.dtype.startswith(("float", "bfloat")) else "0"
+            other = f", mask={'item_' * access.is_pair}{wanted}, other={zero}"
+        kept = f', eviction_policy="{policy}"' if policy else ""
+        return f"tl.load({self.address(access, varies)}{other}{kept})"
+
+    def _widened(self, code: str, access: Access, value: Value) -> str:
+        if value.dtype == access.operand.dtype:
+            return code
+        if access.operand.dtype == "bfloat16" and value.dtype == "float32":
+            self.helpers.add("wide")
+            return f"wide({code})"
+        return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
+
+    def _guard(self, number: int, access: Access) -> str:
+        """A causal guard asked of the first column of each 16 bytes: a mask that changes inside them would be read by element."""
+        order, plan = order_of(self.plan.program, number), self.plan
+        if order is None or order.column != plan.col_dim or access.strides[-1] != "1":
+            return ""
+        col, pack = plan.indices[-1], 16 // ITEM_BYTES[access.operand.dtype]
+        return f"({col} // {pack} * {pack} <= {self.text(plan.program.values[number].args[1]).at(SUM)})"
+
+    def masked(self, value: Value) -> str:
+        """The argument of a reduction, with lanes past the end set to the reduction's identity."""
+        arg = value.args[0]
+        if value.op == "reduce_sum" and arg in self.zero_past_end:
+            return self.text(arg).code
+        return f"tl.where({self.mask(frozenset((self.plan.col_dim,)))}, {self.text(arg).code}, {identity(value)})"
+
+    def dropout(self, number: int, value: Value) -> Text:
+        """A call of the helper, with what columns share of the element's number and what they do not."""
+        self.helpers |= {"philox", "dropout_factor"}
+        numbering, (threshold, scale) = self.plan.numbers[number], dropout_constants(float(value.constant or 0))
+        seed, base = self.text(value.args[0]).code, self.number_base(numbering)
+        index, stride = self.plan.indices[-1], numbering.strides[-1]
+        col = {"0": "0", "1": index}.get(stride, f"{index} * {stride}")
+        if base == col == "0":
+            base = "tl.full([], 0, INDEX)"
+        code = f"dropout_factor({seed}, {base}, {col}, {threshold}, {scale!r}, BY_FOUR)"
+        return Text(f"{code}.to(tl.float32)" if self.is_float64 and value.dtype == "float32" else code)
+
+    def inside(self, number: int, value: Value, args: list[Text]) -> Text:
+        """A call of the helper, which asserts where a lane is neither past the end nor unwanted."""
+        self.helpers.add("checked")
+        varies = self.plan.varies[number]
+        mask = self.mask(varies)
+        if number in self.parts:
+            mask = f"({self.mask(varies - {self.plan.col_dim}) or 'True'} if WHOLE else {mask})"
+        masks = [mask] if value.guard is None else self.with_guard(mask, value.guard)
+        wanted = " & ".join(filter(None, masks)) or "True"
+        return Text(f"checked({', '.join(arg.code for arg in args)}, {wanted})")
+
+    def reduction(self, number: int, value: Value) -> str:  # noqa: ARG002
+        """A reduced tile; empty in a loop, whose skeleton accumulates it."""
+        if self.is_looped:
+            return ""
+        return self.reduce_tile(value, self.masked(value))
+
+    def reduce_tile(self, value: Value, tile: str) -> str:
+        """Reduce a tile over its columns."""
+        if value.op == "reduce_sum":
+            return f"tl.sum({tile}, axis=1, keep_dims=True)"
+        helper = "maximum" if value.op == "reduce_max" else "minimum"
+        self.helpers.add(helper)
+        return f"tl.reduce({tile}, 1, {helper}, keep_dims=True)"
+
+    def widen(self, name: str) -> str:
+        """An index as int64."""
+        return f"{name}.to(tl.int64)"
+
+    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+        """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say.
+
+        It makes 0 of -0, so that an exact kernel is compiled without contraction instead.
+        """
+        if self.plan.program.is_exact:
+            return Text(f"{args[0].at(PRODUCT)} * {args[1].at(UNARY)}", PRODUCT)
+        left, right = args if self.plan.program.values[value.args[0]].op != "const" else args[::-1]
+        return Text(f"tl.fma({left.code}, {right.code}, 0.0)")
+
+    def _write(self, number: int) -> None:
+        super()._write(number)
+        value = self.plan.program.values[number]
+        keeps_zero = {"neg", "abs", "sub", "add", "mul", "cast", "sqrt", "tanh", "erf", "sin", "sign", *ROUNDERS}
+        if value.op in keeps_zero and all(a in self.zero_past_end for a in value.args):
+            self.zero_past_end.add(number)
+
+    def normal_cdf(self, code: str) -> str:
+        """A call of the helper, which is as good as the results' dtype asks for."""
+        is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
+        self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
+        return f"half_normal_cdf({code})"
+
+    def call(self, value: Value, args: list[Text]) -> Text:
+        """A ``tl`` function or a helper; empty for what is an infix operator."""
+        if value.op == "mul" and not self.plan.program.is_exact and (scaled := self.scaled(value, self.parts)) is not None:
+            return scaled
+        op, code = value.op, [a.code for a in args]
+        is_float32 = value.dtype == "float32"
+        if op == "size":
+            return Text(f"tl.cast({self.plan.sizes[value.dim]}, tl.{value.dtype})")
+        if op == "cast":
+            source = self.plan.program.values[value.args[0]]
+            if source.dtype == value.dtype:
+                return args[0]
+            return (
+                Text(f"{args[0].at(SUM)} != 0", LOOSE)
+                if value.dtype == "bool"
+                else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
+            )
+        if op in ROUNDERS:
+            self.helpers.add(ROUNDERS[op])
+            return Text(f"{ROUNDERS[op]}({code[0]})")
+        if op == "quotient" and self.parts:
+            return Text(f"tl.cast((start if WHOLE else {code[0]}) // {args[1].at(ATOM)}, tl.int64)")
+        if op == "quotient":
+            return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
+        if op == "where":
+            return Text(f"tl.where({', '.join(code)})")
+        if op in ("maximum", "minimum"):
+            return Text(f"tl.{op}({', '.join(code)}, propagate_nan=tl.PropagateNan.ALL)")
+        if op == "not":
+            return Text(f"~{args[0].at(ATOM)}", UNARY)
+        if op == "isnan":
+            return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
+        if op == "div":
+            if is_float32 and self.is_half and has_inverse(self.plan.program.values[value.args[1]]):
+                return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
+            exact = is_float32 and not self.fast_math
+            return Text(f"tl.div_rn({', '.join(code)})") if exact else Text("")
+        if op == "reciprocal":
+            return Text(
+                f"tl.div_rn(1.0, {code[0]})" if is_float32 and not self.fast_math else f"1.0 / {args[0].at(UNARY)}", UNARY - 1
+            )
+        if op == "sqrt":
+            return Text(f"tl.sqrt_rn({code[0]})" if is_float32 and not self.fast_math else f"tl.sqrt({code[0]})")
+        if op == "exp":
+            if is_float32 and not self.is_half and not self.fast_math:
+                self.helpers.add("exp")
+                return Text(f"exp({code[0]})")
+            return Text(f"tl.exp({code[0]})")
+        if op == "erfc":
+            if self.is_half and is_float32:
+                return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
+            if not is_float32:
+                return Text(f"1.0 - tl.erf({code[0]})", SUM)
+            self.helpers |= {"erfc", "exp"}
+            return Text(f"erfc({code[0]})")
+        if op == "normal_cdf":
+            return Text(self.normal_cdf(code[0]))
+        if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):
+            self.helpers.add(f"half_{op}")
+            return Text(f"half_{op}({code[0]})")
+        if op in _PLAIN:
+            return Text(f"{_PLAIN[op]}({', '.join(code)})")
+        if op in _HELPERS:
+            if value.dtype == "int64" and op not in ("remainder", "sign"):
+                raise Unsupported(f"{op} of int64")
+            self.helpers.add(op)
+            return Text(f"{op}({', '.join(code)})")
+        return Text("")

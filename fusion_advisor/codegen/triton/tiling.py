@@ -1,0 +1,161 @@
+"""Block sizes, warps and grid of a Triton kernel, chosen from a Program's sizes and strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power, parts_of
+from fusion_advisor.codegen.common.interface import KernelBuildFailed, Tuning
+
+_FLAT_BLOCK = 1024
+"""8 elements a thread at 4 warps: one 16-byte access in half precision, two in float32."""
+_SHARED_TILE = 4096
+"""Tile where its rows share operands, as heads share rope's tables: those are loaded once for a tile."""
+_LOOP_BLOCK = 4096
+_LEAST_WHOLE = 512
+"""Where channels end more often, a tile reads their weights by column."""
+_MIN_PROGRAMS = 512
+"""Below this many programs a 132-SM device has idle SMs, so rows are not grouped."""
+_MAX_TILE = 2**20
+"""Triton's limit on the elements of one tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A launch: ``constants`` are the constexpr arguments in the order of the signature."""
+
+    constants: dict[str, Any]
+    num_warps: int
+    programs: int
+
+    @property
+    def text(self) -> str:
+        """What the report shows: ``BLOCK_ROWS=1 BLOCK_COLS=4096 num_warps=8``."""
+        blocks = [f"{name}={value}" for name, value in self.constants.items() if name.startswith("BLOCK")]
+        return " ".join([*blocks, f"num_warps={self.num_warps}"])
+
+
+def walks_columns(plan: Schedule, tuning: Tuning) -> bool:
+    """Whether rows are read in parts, once for each reduction and once more: too wide for registers, or by the tuning's choice.
+
+    Two reads of a row that stays in the L1 cache can be quicker than one that waits for the whole row: RMSNorm of 16,384 rows of
+    8,192 took 126.9 µs in blocks of 4,096 columns and 16 warps, and 131.1 µs from registers (bfloat16, H200). LayerNorm and
+    softmax, which compute more on the first walk, lose 10 to 130 % so.
+    """
+    cols = plan.program.dims[-1]
+    return plan.kind == "rows" and (cols > MAX_RESIDENT_COLS or (tuning.block_cols or cols) < cols)
+
+
+def choose_shape(plan: Schedule, tuning: Tuning, *, is_looped: bool) -> Shape:
+    """Pick block sizes for a Program.
+
+    Raises:
+        KernelBuildFailed: the grid or the tile would pass what CUDA or Triton allow.
+    """
+    import triton.language as tl
+
+    index = tl.int64 if plan.needs_int64 else tl.int32
+    cols = plan.program.dims[-1]
+    if plan.kind == "flat":
+        block = next_power(tuning.block_cols or min(_FLAT_BLOCK, max(cols, 32)))
+        programs, tile = -(-cols // block), block
+        constants: dict[str, Any] = {"INDEX": index, "BLOCK_COLS": block}
+    else:
+        choose = _tile if plan.kind == "tiled" else _rows
+        block_rows, block_cols = choose(plan, tuning, is_looped)
+        rows = plan.program.dims[-2] if plan.kind == "tiled" else plan.row_count
+        outer = prod(plan.program.dims[:-2]) if plan.kind == "tiled" else 1
+        col_tiles = -(-cols // block_cols) if plan.kind == "tiled" else 1
+        programs, tile = outer * -(-rows // block_rows) * col_tiles, block_rows * block_cols
+        constants = {"INDEX": index, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
+        constants |= _known([plan], block_cols, is_looped=is_looped)
+    tile *= 2 if plan.has_pairs else 1
+    if plan.numbers:
+        constants["BY_FOUR"] = all(base_is_multiple(plan.program, number, 4) for number in plan.numbers)
+    if programs >= 2**31 or tile > _MAX_TILE:
+        cause = f"{programs} programs of {tile} elements: CUDA allows 2^31 - 1, Triton 2^20"
+        raise KernelBuildFailed(kernel="triton kernel", target=f"shape {plan.program.dims}", cause=cause)
+    # 16 elements a thread at most: more of them spill once several operands are live.
+    most = 16 if plan.kind == "rows" else 4
+    num_warps = tuning.num_warps or max(1, min(most, next_power(tile // 512)))
+    if plan.kind != "rows" and not tuning.num_warps:
+        num_warps = 8 if tile >= _SHARED_TILE else max(1, min(4, next_power(tile // 256)))
+    return Shape(constants=constants, num_warps=num_warps, programs=programs)
+
+
+def choose_shapes(plans: Sequence[Schedule], tuning: Tuning, *, is_looped: bool) -> tuple[Shape, list[int]]:
+    """Pick block sizes for several loop nests in one launch: those of the largest.
+
+    Returns:
+        the launch, and how many programs each nest has.
+
+    Raises:
+        KernelBuildFailed: as :func:`choose_shape`.
+    """
+    shape = choose_shape(max(plans, key=lambda plan: prod(plan.program.dims)), tuning, is_looped=is_looped)
+    rows, cols = shape.constants.get("BLOCK_ROWS"), shape.constants["BLOCK_COLS"]
+    if len(plans) == 1:
+        return shape, [shape.programs]
+    fixed = replace(tuning, block_rows=rows, block_cols=cols, num_warps=shape.num_warps)
+    shapes = [choose_shape(plan, fixed, is_looped=is_looped) for plan in plans]
+    constants = {name: size for name, size in shape.constants.items() if name in ("INDEX", "BLOCK_ROWS", "BLOCK_COLS")}
+    wide = [s.constants["INDEX"] for plan, s in zip(plans, shapes, strict=True) if plan.needs_int64]
+    constants["INDEX"] = wide[0] if wide else constants["INDEX"]
+    constants |= _known(plans, cols, is_looped=is_looped)
+    if any(plan.numbers for plan in plans):
+        constants["BY_FOUR"] = all(s.constants.get("BY_FOUR", True) for s in shapes)
+    counts = [s.programs for s in shapes]
+    return replace(shape, constants=constants, programs=sum(counts)), counts
+
+
+def _tile(plan: Schedule, tuning: Tuning, _is_looped: bool) -> tuple[int, int]:
+    """A tile of about 1024 elements, 4096 where its rows share some; square when an operand runs along the rows."""
+    rows, cols = plan.program.dims[-2:]
+    accesses = [*plan.loads.values(), *plan.stores]
+    is_transposed = any(a.strides[-2] == "1" and a.strides[-1] not in ("0", "1") for a in accesses)
+    widest = 32 if is_transposed and rows >= 32 else _FLAT_BLOCK
+    block_cols = next_power(tuning.block_cols or min(max(cols, 1), widest))
+    is_shared = len(plan.sizes) > 2 and any(a.strides[-2] == "0" and a.strides[-1] != "0" for a in plan.loads.values())
+    is_enough = prod(plan.program.dims) >= _MIN_PROGRAMS * _SHARED_TILE
+    elements = _SHARED_TILE if is_shared and is_enough and not is_transposed else _FLAT_BLOCK
+    elements //= 2 if plan.has_pairs else 1
+    block_rows = next_power(tuning.block_rows or max(1, min(max(rows, 1), elements // block_cols)))
+    return block_rows, block_cols
+
+
+def _rows(plan: Schedule, tuning: Tuning, is_looped: bool) -> tuple[int, int]:
+    """One whole row, or as many narrow ones as make 1024 elements while enough programs are left for the device."""
+    cols = max(plan.program.dims[-1], 1)
+    if is_looped:
+        block_cols = max(8, next_power(min(tuning.block_cols or _LOOP_BLOCK, cols)))  # eight neighbours share a running maximum
+        if parts_of(plan):
+            # The largest power of two that divides a channel: no tile then lies in two, each of which has a weight of its own.
+            shared = math.gcd(*_borders(plan))
+            block_cols = min(block_cols, shared & -shared) if shared & -shared >= _LEAST_WHOLE else block_cols
+        return tuning.block_rows or 1, block_cols
+    block_cols = next_power(cols)
+    block_rows = next_power(tuning.block_rows or max(1, _FLAT_BLOCK // block_cols // (2 if plan.has_pairs else 1)))
+    while not tuning.block_rows and block_rows > 1 and plan.row_count // block_rows < _MIN_PROGRAMS:
+        block_rows //= 2
+    return block_rows, block_cols
+
+
+def _known(plans: Sequence[Schedule], block_cols: int, *, is_looped: bool) -> dict[str, bool]:
+    """What a launch knows of the columns of all its nests: whether tiles are full, and each lies in one part of its row."""
+    found: dict[str, bool] = {}
+    if plans[0].kind == "rows":
+        found["FULL"] = all(plan.program.dims[-1] > 0 and plan.program.dims[-1] % block_cols == 0 for plan in plans)
+    divided = [plan for plan in plans if parts_of(plan)] if is_looped else []
+    if divided:
+        found["WHOLE"] = all(border % block_cols == 0 for plan in divided for border in _borders(plan))
+    return found
+
+
+def _borders(plan: Schedule) -> list[int]:
+    """Columns of each part that a row is divided into."""
+    values = plan.program.values
+    return [max(1, int(values[value.args[1]].constant or 1)) for value in values if value.op == "quotient"]

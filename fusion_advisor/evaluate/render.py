@@ -1,0 +1,58 @@
+"""A library kernel as source text, without a model: its reference at one of its own sizes, rendered by one backend."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_advisor.errors import UsageError
+from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.library.discover import Kernel
+from fusion_advisor.codegen.gemm.problem import problem_of
+from fusion_advisor.library.match import Pattern, find_match
+from fusion_advisor.library.patterns import kernel_patterns, lower_reference
+from fusion_advisor.ir.program import Program
+from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
+from fusion_advisor.library.spec import KernelSpec
+
+_OWN = Tuning()
+
+
+def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN) -> Rendered:
+    """Render a kernel as it would be for a model that spells it like one of the references.
+
+    Args:
+        kernel: from ``load_kernel``.
+        backend: one of the manifest's.
+        dtype: one of the manifest's.
+        variant: name of a reference; the first by default.
+        tuning: launch parameters; the backend's own by default.
+
+    Raises:
+        UsageError: the manifest lacks the backend or dtype, or there is no such reference.
+    """
+    spec, references = kernel.spec, dict(kernel.references)
+    chosen = variant or next(iter(references))
+    for what, asked, known in (
+        ("backend", backend, spec.backends), ("dtype", dtype, spec.dtypes), ("reference", chosen, tuple(references)),
+    ):  # fmt: skip
+        if asked not in known:
+            raise UsageError(detail=f"`{spec.name}` has no {what} `{asked}`", help=f"one of: {', '.join(known)}")
+    case = next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
+    if spec.gemv is not None:
+        return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
+    lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))
+    program = named_program(lowered.program, tuple(kernel_patterns(spec)))
+    return backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
+
+
+def header_of(spec: KernelSpec, variant: str) -> Header:
+    """The head comment of a library kernel."""
+    origin = f"library kernel {spec.name}, variant {variant}"
+    return Header(title=spec.name, summary=spec.summary, origin=origin, source=spec.source)
+
+
+def named_program(program: Program, patterns: tuple[Pattern, ...]) -> Program:
+    """The Program with its kernel's own names; as it is where no pattern fits (a single element has no structure)."""
+    found = find_match(program, patterns)
+    return program if found is None else found.program

@@ -1,0 +1,328 @@
+"""What else the step could be run with: eager in a CUDA graph, torch.compile's modes, Liger.
+
+Every contender is made ready by itself (its first call is timed), then all of them are timed from the host's side in one
+interleaved run, called as their users call them. One that cannot be run stays in the table with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_advisor.capture.trace import profiler
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.trace.attribute import median_step
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.rewrite import device_memory
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.session import Bench, Variant
+from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
+from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.deadline import TimeIsUp, deadline
+from fusion_advisor.timing.wall_timer import nothing
+from fusion_advisor.timing.clock_sampler import is_at_power_limit
+from fusion_advisor.workload.load import LoadedWorkload
+
+_log = logging.getLogger(__name__)
+
+_WARM = 3
+"""Calls before one is measured: a recorded step warms up, is recorded, is replayed."""
+
+_LEAST_LIMIT_S, _TIMES_ANOTHER = 90.0, 4.0
+"""Of a contender that is given up: it compiles less than the others do, by a way that nobody else takes."""
+
+_PATIENCE = 3.0
+"""Times the budget, for ways whose ratio is the run's headline and whose clock the power limit lets swing."""
+
+_IN_GRAPH = "inputs are copied in, results stay in the graph's memory"
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to run the step.
+
+    Attributes:
+        name: as in the table.
+        make: makes the call ready; with the call's first run it is what is timed as the first call.
+        step: its kernels, where they are known; traced otherwise.
+        first_call_s: where it was measured before.
+        held_bytes: what it holds between calls beyond what making it ready here takes.
+        is_compiled: whether compilers' caches are emptied for it.
+        is_required: whether the run ends if it cannot be run.
+        limit_s: seconds after which it is given up; 0: some times what the slowest compiler took so far. None: it is waited for.
+        note: what its figures hold for.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    step: StepProfile | None = None
+    first_call_s: float | None = None
+    held_bytes: int = 0
+    is_compiled: bool = False
+    is_required: bool = False
+    limit_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    contender: Contender
+    call: Call
+    step: StepProfile
+    first_call_s: float
+
+
+def peers(
+    loaded: LoadedWorkload, eager: Call, *, on_cuda: bool, max_autotune: bool, rewind: Callable[[], object]
+) -> list[Contender]:
+    """Return what users have beside us, eager left out.
+
+    Args:
+        loaded: the model and its inputs.
+        eager: the original call.
+        on_cuda: whether there are CUDA graphs, and Liger's kernels.
+        max_autotune: torch.compile's slowest mode too.
+        rewind: puts back what a step moves on.
+    """
+
+    def compiled(mode: str) -> Callable[[], Call]:
+        def make() -> Call:
+            if mode == "reduce-overhead" and not on_cuda:
+                raise NotAvailable("it is the default mode in CUDA graphs, and a CPU has none")
+            call = torch_internals.compiled_call(loaded.model, "inductor", mode=mode)
+            return lambda: call(*loaded.args, **loaded.kwargs)
+
+        return make
+
+    def graphed() -> Call:
+        if not on_cuda:
+            raise NotAvailable("a CPU has no CUDA graphs")
+        return in_graph(eager, loaded, rewind)
+
+    def liger() -> Call:
+        if not on_cuda:
+            raise NotAvailable("Liger's kernels run on CUDA only")
+        return with_liger(loaded)
+
+    modes = ["default", "reduce-overhead", *(["max-autotune"] if max_autotune else [])]
+    return [
+        Contender(name="eager + CUDA graph", make=graphed, note=_IN_GRAPH),
+        *(
+            Contender(
+                name=f"{COMPILED}{mode}",
+                make=compiled(mode),
+                is_compiled=on_cuda or mode != "reduce-overhead",
+                note="first call with empty caches",
+            )
+            for mode in modes
+        ),
+        Contender(
+            name="Liger",
+            make=liger,
+            note="its rotary embedding left out: kernels bench saw it end in an illegal memory access",
+        ),
+    ]
+
+
+def ours_compiled(
+    loaded: LoadedWorkload, bench: Bench, variant: Variant, *, is_graphed: bool, compiler: Compiler = torch_internals.inductor
+) -> Contender:
+    """Return ours with torch.compile for the rest.
+
+    Args:
+        loaded: the model and its inputs.
+        bench: over the graphs that ``variant`` was built of.
+        variant: what is kept.
+        is_graphed: run it in a CUDA graph, as ours is.
+        compiler: of the rest.
+    """
+
+    def make() -> Call:
+        modules = compile_rest(bench.live.regions, variant.modules, compiler)
+        model = FusedModel(loaded.model, bench.live.regions, modules, loaded.args, loaded.kwargs)
+
+        def call() -> Any:
+            result = model.dispatch(*loaded.args, **loaded.kwargs)
+            if model.fallbacks:
+                raise NotAvailable(f"it ran the original ops: {next(iter(model.fallbacks))}")
+            return result
+
+        if not is_graphed:
+            return call
+        call()
+        return in_graph(call, loaded, bench.live.written.rewind)
+
+    return Contender(name=OURS_COMPILED, make=make, is_compiled=True, limit_s=0.0, note=_IN_GRAPH if is_graphed else "")
+
+
+def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -> Call:
+    """Record a call as ``torch.cuda.graph`` does it; the tensors that it passes are copied in before each replay.
+
+    Raises:
+        CannotRecord: with the driver's sentence.
+    """
+    static = [value for value in (*loaded.args, *loaded.kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda]
+    fresh = [value.clone() for value in static]
+    replay = interleaving.recorded(call, before=rewind, around=torch_internals.own_gemm_workspace)
+    return _InGraph(call, static, fresh, replay)
+
+
+@dataclass(frozen=True, slots=True)
+class _InGraph:
+    """A recorded call; the call itself holds what the graph reads (constants of a compiled model, say)."""
+
+    call: Call
+    static: list[torch.Tensor]
+    fresh: list[torch.Tensor]
+    replay: Call
+
+    def __call__(self) -> None:
+        if self.static:
+            torch_internals.copy_all(self.static, self.fresh)
+        self.replay()
+
+
+def measure_all(
+    contenders: Sequence[Contender],
+    *,
+    needed_bytes: int,
+    on_cuda: bool,
+    runs: int,
+    budget_s: float,
+    least_s: float = 0.0,
+    traced_steps: int = 3,
+    rewind: Callable[[], object] = nothing,
+    progress: Progress | None = None,
+    on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
+) -> tuple[Baseline, ...]:
+    """Make contenders ready one by one, then time all of them in turn.
+
+    Those that the run needs come first and are timed by themselves before a compiler is started: compilers take minutes, and a
+    run that is ended meanwhile has its own result by then.
+
+    Args:
+        contenders: in the table's order.
+        needed_bytes: of weights and inputs, which each of them needs.
+        on_cuda: wait for the device, and trace it.
+        runs: rounds at most.
+        budget_s: seconds for each contender.
+        least_s: seconds for each contender at least, beyond ``runs``.
+        traced_steps: how many steps are traced of those whose kernels are not known.
+        rewind: called ahead of each run, untimed: it puts back what a step moves on.
+        progress: told about each.
+        on_required: given the rows of those that the run needs, where there are others.
+    """
+    progress = progress or Progress()
+
+    def rows_of(ready: Sequence[_Ready], *, is_last: bool = False) -> dict[str, Baseline]:
+        calls, all_s = [one.call for one in ready], budget_s * len(ready)
+        patience = _PATIENCE if is_last else 1.0
+        timings = step_profile.walls(
+            calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, patience=patience, rewind=rewind
+        )
+        rested: Sequence[Timing | None] = [None] * len(ready)
+        if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
+            rested = step_profile.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much
+        return {
+            one.contender.name: Baseline(
+                name=one.contender.name,
+                step=replace(one.step, wall=wall, rested=after_rest),
+                first_call_s=one.first_call_s,
+                note=one.contender.note,
+            )
+            for one, wall, after_rest in zip(ready, timings, rested, strict=True)
+        }
+
+    in_order = sorted(contenders, key=lambda one: not one.is_required)
+    failed: dict[str, Baseline] = {}
+    ready: list[_Ready] = []
+    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+        for number, contender in enumerate(in_order):
+            if not contender.is_required:  # the others take no time to make ready
+                if number and in_order[number - 1].is_required:
+                    on_required(tuple(rows_of(ready).values()))
+                progress.step(number, len(contenders), contender.name)
+            limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+            try:
+                with nullcontext() if contender.limit_s is None else deadline(contender.limit_s or limit_s):
+                    ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
+            except TimeIsUp:
+                note = f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
+                failed[contender.name] = Baseline(name=contender.name, note=note)
+                progress.note(f"{contender.name}: {note}")
+            except Exception as error:  # compilers and peers raise what they like; the row says what it was
+                if contender.is_required:
+                    raise
+                failed[contender.name] = Baseline(name=contender.name, note=_sentence(error))
+                progress.note(f"{contender.name}: {_sentence(error)}")
+                if not isinstance(error, NotAvailable):
+                    _log.info("%s", contender.name, exc_info=error)
+        rows = rows_of(ready, is_last=True)
+    return tuple({**rows, **failed}[contender.name] for contender in contenders)
+
+
+def _made_ready(
+    contender: Contender, needed_bytes: int, *, on_cuda: bool, traced_steps: int, rewind: Callable[[], object]
+) -> _Ready:
+    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
+    before = device_memory.held_bytes(on_cuda=on_cuda)
+    rewind()
+    with torch_internals.empty_compile_caches() if contender.is_compiled else nullcontext():
+        wait()
+        started = time.perf_counter()
+        call = contender.make()
+        call()
+        wait()
+        taken_s = time.perf_counter() - started
+        for _ in range(_WARM):
+            rewind()
+            call()
+    held = device_memory.held_bytes(on_cuda=on_cuda) - before + contender.held_bytes
+    rewind()
+    peak = needed_bytes + held + device_memory.transient_bytes(call, on_cuda=on_cuda)
+    step = contender.step
+    if step is None:
+        trace = profiler.record(call, steps=traced_steps, on_cuda=on_cuda, before=rewind)
+        launches = median_step(trace, on_cuda=on_cuda).launches
+        step = step_profile.step_profile(contender.name, step_profile.classed_by_name(launches))
+    first_s = taken_s if contender.first_call_s is None else contender.first_call_s
+    return _Ready(
+        contender=contender,
+        call=call,
+        step=replace(step, peak_memory_bytes=peak if on_cuda else 0),
+        first_call_s=round(first_s, 3),
+    )
+
+
+def named(rows: Sequence[Baseline], name: str) -> Baseline:
+    """Return the row of a name."""
+    return next(row for row in rows if row.name == name)
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong, in one line; who raised it, and where, unless the words are ours or the driver's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    has_heading = bool(lines) and lines[0].endswith(":")  # "backend='inductor' raised:"
+    text = " ".join(lines[: 2 if has_heading else 1]).rstrip(":")
+    if text and isinstance(error, NotAvailable | AdvisorError | interleaving.CannotRecord):
+        return text
+    raised: BaseException = error
+    while raised.__cause__ is not None:
+        raised = raised.__cause__
+    frames = traceback.extract_tb(raised.__traceback__)
+    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{where}: {text}" if text else f"{type(error).__name__}{where}, without a message"

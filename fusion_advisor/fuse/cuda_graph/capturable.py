@@ -1,0 +1,97 @@
+"""What a rewritten region lets a CUDA graph do: whether it can be recorded, and what is put back after a replay in vain."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.capture.graph.fx_nodes import source_of, storages, written_storages
+
+_WAITING = frozenset({"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
+"""Ops that hand a value to the host, or whose result's size does."""
+_COPYING = frozenset({"_to_copy", "to", "copy_", "copy", "lift_fresh_copy", "cuda"})
+
+
+def host_work(module: GraphModule) -> str | None:
+    """Say which op of a region makes the host take part in the step, so that no graph can hold it; None when none does."""
+    for node in module.graph.nodes:
+        name = _op_name(node)
+        if node.op != "call_function" or name == "getitem":
+            continue
+        if name in _WAITING:
+            return f"the host waits for a value of the device in {place_of(node)}"
+        devices = {value.device.type for value in _values(node)}
+        for source in node.all_input_nodes:
+            read = {value.device.type for value in _values(source)}
+            if read == {"cuda"} and devices == {"cpu"}:
+                return f"the host waits for a value of the device in {place_of(node)}"
+            if read == {"cpu"} and devices == {"cuda"} and (source.op == "placeholder" or name in _COPYING):
+                return (
+                    f"`{source.target if source.op == 'placeholder' else source.name}` is read in host memory in {place_of(node)}"
+                )
+    return None
+
+
+def writes_of(module: GraphModule) -> tuple[frozenset[int], bool]:
+    """Return the inputs that a region writes to, by place, and whether it writes to nothing that outlives the call."""
+    written = {key for node in module.graph.nodes for key in written_storages(node)}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    own = [node for node in module.graph.nodes if node.op == "get_attr"]
+    slots = frozenset(slot for slot, node in enumerate(placeholders) if written & set(storages(node)))
+    return slots, not slots and not any(written & set(storages(node)) for node in own)
+
+
+def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
+    """Return the inputs whose old contents must be known to undo a region, by place; None where they would not suffice.
+
+    What the region appends needs none: rows that ``index_copy_``, or a fused call in its place, writes at places counted by an
+    input that the region moves on.
+    With the count put back they lie where nothing is held yet, and the same call, run by the original ops, writes there again.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    appends: list[tuple[Node, list[Node]]] = []
+    written: set[int] = set()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.index_copy_.default or ("fusion_id" in node.meta and written_storages(node)):
+            appends.append((node, [source for source in node.all_input_nodes if source.meta["val"].dtype == torch.int64]))
+        else:
+            written.update(written_storages(node))
+    if any(written & set(storages(node)) for node in module.graph.nodes if node.op == "get_attr"):
+        return None
+    saved = [slot for slot, node in enumerate(placeholders) if written & set(storages(node))]
+    counts = {placeholders[slot] for slot in saved}
+    given = {key for node in placeholders for key in storages(node)}
+    for node, places in appends:
+        outlives = given & set(written_storages(node))
+        if outlives and (outlives & written or not places or not all(counts & _ancestors(place) for place in places)):
+            return None
+    return tuple(saved)
+
+
+def _ancestors(value: Node) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _values(node: Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    return [item for item in (value if isinstance(value, tuple | list) else [value]) if isinstance(item, torch.Tensor)]
+
+
+def _op_name(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.partition("::")[2]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def place_of(node: Node) -> str:
+    """Name an op and the source line that it comes from, for a sentence."""
+    file, line, text = source_of(node)
+    where = f" at {file}:{line}" if file else ""
+    return f"`{_op_name(node)}`{where}{f': {text}' if text else ''}"

@@ -1,0 +1,374 @@
+"""One recorded CUDA graph: what it holds, what it takes for granted, and how it is replayed.
+
+See :mod:`fusion_advisor.fuse.cuda_graph.replay` for when that may be done.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.split_bias import allows_tf32
+from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
+from fusion_advisor.verify.subgraph_oracle import extent
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.timing.interleaving import CannotRecord
+
+Outputs = Literal["clone", "static"]
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Recorder(Protocol):
+    """Makes graphs; there is one per fused model, and it owns their memory pool."""
+
+    def refusal(self) -> str | None:
+        """Say why no graph may be used by the call under way, or None."""
+        ...
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record a call; return the replay and the call's result, which lies in the graph's memory.
+
+        Raises:
+            CannotRecord: with the driver's sentence.
+        """
+        ...
+
+    def pool_bytes(self) -> int:
+        """Device memory that the graphs hold."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one private memory pool, on the device that is current when this is made."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: int | None = None
+        self._memsets = Memsets()
+
+    def refusal(self) -> str | None:
+        """Graphs share memory: they run one after the other on one stream, and never inside another capture."""
+        if torch_internals.current_device_number() != self._device:
+            return f"the current device is not cuda:{self._device}, where it was recorded"
+        if torch.cuda.is_current_stream_capturing():
+            return "the call is itself being recorded into a CUDA graph"
+        stream = torch_internals.current_stream_number(self._device)
+        if self._stream is None:
+            self._stream = stream
+        return None if stream == self._stream else "the call comes from another stream than the first one did"
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture a call that has run before, so that nothing is loaded or compiled while the stream is being captured."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            # Only this thread's calls are watched: a data loader may pin memory meanwhile.
+            with (
+                torch_internals.own_gemm_workspace(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                result = call()
+            self._memsets.replace(graph)
+            graph.instantiate()
+        except LayoutChanged:
+            raise
+        except RuntimeError as error:
+            # Ending a capture that an op has broken raises as well; the op's own words are the ones that help.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            raise CannotRecord(str(cause).strip().splitlines()[0]) from error
+        return graph.replay, result
+
+    def pool_bytes(self) -> int:
+        """Sum the segments that the allocator set aside for the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(int(part["total_size"]) for part in segments if tuple(part.get("segment_pool_id", ())) == tuple(self._pool))
+
+
+@dataclass(frozen=True, slots=True)
+class InputCopy:
+    """A tensor of the call and the static one that it is copied into before each replay."""
+
+    slot: int
+    leaf: int
+    static: torch.Tensor
+    is_dense: bool
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Copy the call's tensor in."""
+        self.static.copy_(value if self.is_dense else flat(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where one result comes from: a plain value, an input's memory, or one of the memories that are copied out."""
+
+    value: Any = None
+    slot: int = -1
+    memory: int = -1
+    view: tuple[Sequence[int], Sequence[int], int] | None = None
+    """Size, strides and offset from the first element of what it is a view of; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the graph that a result is made from.
+
+    Attributes:
+        tensor: in the graph's memory.
+        make: copies it out, or computes the result from it.
+        slots: places of the inputs that this takes besides.
+        name: of the product that it runs; empty for a copy.
+    """
+
+    tensor: torch.Tensor
+    make: MakeResult
+    slots: tuple[int, ...] = ()
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Recording:
+    """One recorded region: all that it holds and all that it assumes.
+
+    Attributes:
+        name: the region's inputs that the call passes, for reports.
+        play: launches the graph on the current stream.
+        copies: inputs that are copied in.
+        slots: places of the inputs that are used where they are, ``addresses`` their addresses.
+        read: the memory of those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep the next one
+            from getting the same addresses.
+        watched: those of them that are written to or that a product behind the graph reads: their addresses are compared in front
+            of the launch. ``watched_slots`` are their places.
+        layouts: of those that a product behind the graph reads, by place in ``watched``; in front of the guards nothing else
+            vouches for them.
+        gone: what was freed since, of ``read`` and ``watched``.
+        others: inputs that are no tensors, by place.
+        folded_from: what folded values were computed from, with the version count of then.
+        flags: backend flags that the kernels were chosen by.
+        is_pure: whether it writes to nothing that outlives the call.
+        saved: what is put back when it was launched in vain, each with the copy that the graph begins with; None: it cannot be.
+        objects: what was read of the call's objects, whose tensors it writes to.
+        memories: the graph's own memory that results are copied or computed from. What the region does last for a result alone (a
+            copy that gives it its strides, the product that computes the logits) is left out of the graph and done then.
+        results: how each result is made of it.
+        replays: how often it ran.
+    """
+
+    name: str
+    play: Callable[[], None]
+    copies: tuple[InputCopy, ...]
+    read: tuple[weakref.ref[torch.UntypedStorage], ...]
+    watched: tuple[weakref.ref[torch.Tensor], ...]
+    watched_slots: tuple[int, ...]
+    watched_addresses: torch_internals.Addresses
+    layouts: Mapping[int, Layout]
+    gone: list[weakref.ref[Any]]
+    addresses: torch_internals.Addresses
+    slots: tuple[int, ...]
+    others: tuple[tuple[int, Any], ...]
+    folded_from: tuple[tuple[torch.Tensor, int], ...]
+    flags: tuple[Any, ...]
+    is_pure: bool
+    saved: tuple[tuple[weakref.ref[torch.Tensor], torch.Tensor], ...] | None
+    objects: tuple[weakref.ref[Any], ...]
+    memories: tuple[Memory, ...]
+    results: tuple[Output, ...]
+    kind: type
+    replays: int = 0
+    launches: int = 0
+    """Generated kernels that one replay launches."""
+
+    def is_in_place(self) -> bool:
+        """Whether it may be launched: nothing that it reads was freed, and what is watched lies where it lay."""
+        watched: list[Any] = list(map(operator.call, self.watched))
+        if self.gone:  # asked behind the references: where there is none, no tensor is None
+            return False
+        return self.watched_addresses.are_of(watched) and all(
+            layout_of(watched[place]) == layout for place, layout in self.layouts.items()
+        )
+
+    def known_inputs(self) -> dict[int, Any]:
+        """Return the inputs that are watched, by place among the region's; None for one that was freed."""
+        return dict(zip(self.watched_slots, map(operator.call, self.watched), strict=True))
+
+    def may_be_undone(self, objects: Sequence[Any]) -> bool:
+        """Whether it may be launched before the guards have held, by a call that passes these objects."""
+        if self.is_pure:
+            return True
+        known = [reference() for reference in self.objects]
+        return self.saved is not None and len(known) == len(objects) and all(map(operator.is_, known, objects))
+
+    def undo(self) -> None:
+        """Put back what a replay in vain has written to."""
+        pairs = [(reference(), copy) for reference, copy in self.saved or ()]
+        alive = [(tensor, copy) for tensor, copy in pairs if tensor is not None]
+        if alive:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor for tensor, _ in alive], [copy for _, copy in alive])
+
+    def is_unwritten(self) -> bool:
+        """Whether folded values are still those of their sources."""
+        return all(tensor._version == version for tensor, version in self.folded_from)
+
+    def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
+        return (
+            self.addresses.are_of([args[slot] for slot in self.slots])
+            and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
+            and all(type(args[slot]) is type(value) and args[slot] == value for slot, value in self.others)
+            and self.is_unwritten()
+            and backend_flags() == self.flags
+        )
+
+    def replay(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy the call's tensors in and launch."""
+        if len(self.copies) == 1:
+            (only,) = self.copies
+            only.fill(leaves[only.leaf])
+        elif self.copies:  # one call, and one launch where they have one dtype
+            values = [leaves[copy.leaf] if copy.is_dense else flat(leaves[copy.leaf]) for copy in self.copies]
+            torch._foreach_copy_([copy.static for copy in self.copies], values)
+        self.play()
+        self.replays += 1
+
+    def hand_out(self, inputs: Sequence[Any] | Mapping[int, Any], outputs: Outputs) -> list[torch.Tensor]:
+        """Launch what runs behind the replay just launched; returns memory for the results: new each time, or ``static``.
+
+        Args:
+            inputs: of the region, by place; those that are watched suffice.
+            outputs: ``static`` gives the graph's own memory.
+        """
+        if outputs == "static":
+            return [memory.tensor for memory in self.memories]
+        return [memory.make(memory.tensor, *(inputs[slot] for slot in memory.slots)) for memory in self.memories]
+
+    def give(self, args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> Any:
+        """Return the results, once the guards have held.
+
+        Args:
+            args: of the region.
+            fresh: from :meth:`hand_out`.
+        """
+        given = []
+        for output in self.results:
+            value = output.value
+            if output.slot >= 0:
+                value = args[output.slot]
+            elif output.memory >= 0:
+                value = fresh[output.memory]
+            if output.view is not None:
+                size, stride, offset = output.view
+                value = value.as_strided(size, stride, value.storage_offset() + offset)
+            given.append(value)
+        return given[0] if self.kind is torch.Tensor else self.kind(given)
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """Return the flags that choose kernels and that dynamo's guards do not all watch."""
+    cuda = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn  # which makes its parts and their switches when it is imported
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        allows_tf32(),
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def static_copy(slot: int, leaf: int, value: torch.Tensor) -> InputCopy:
+    """Make the static tensor for one that the call passes, filled with it.
+
+    Args:
+        slot: its place among the region's inputs.
+        leaf: its place among the call's tensors.
+        value: the tensor.
+    """
+    is_dense = extent(value) == value.numel()
+    # A user may call in inference mode once and in no_grad the next time; a normal tensor may be written to in both.
+    with torch.inference_mode(False):
+        if is_dense:
+            static = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        else:
+            static = torch.empty(extent(value), dtype=value.dtype, device=value.device)
+    copy = InputCopy(slot, leaf, static, is_dense)
+    copy.fill(value)
+    return copy
+
+
+def flat(value: torch.Tensor) -> torch.Tensor:
+    """Return all that a tensor spans in memory, gaps included, as one dimension."""
+    return value.as_strided((extent(value),), (1,))
+
+
+def results_of(
+    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, LeftOut]
+) -> tuple[tuple[Memory, ...], tuple[Output, ...]]:
+    """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
+
+    Args:
+        values: the results.
+        inputs: of the region.
+        apart: by place, the results that are memory of their own, made of the value that stands for them.
+    """
+    slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
+    sharing: dict[Any, list[torch.Tensor]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
+            sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
+    memories: list[Memory] = []
+    found: dict[Any, tuple[int, int | None]] = {}
+    for key, tensors in sharing.items():
+        only = tensors[0]
+        if all(tensor is only for tensor in tensors) and extent(only) == only.numel():
+            found[key] = (len(memories), None)
+            memories.append(Memory(only, as_it_is))
+            continue
+        first = min(int(tensor.storage_offset()) for tensor in tensors)
+        last = max(int(tensor.storage_offset()) + extent(tensor) for tensor in tensors)
+        found[key] = (len(memories), first)
+        memories.append(Memory(only.as_strided((last - first,), (1,), first), as_it_is))
+    results = []
+    for place, value in enumerate(values):
+        if place in apart:
+            results.append(Output(memory=len(memories)))
+            left = apart[place]
+            memories.append(Memory(value, left.make, left.slots, left.name))
+            continue
+        if not isinstance(value, torch.Tensor):
+            results.append(Output(value=value))
+            continue
+        layout = (value.shape, value.stride())
+        if _memory(value) in slot_of:
+            slot = slot_of[_memory(value)]
+            start = int(inputs[slot].storage_offset())
+            results.append(
+                Output(slot=slot, view=None if value is inputs[slot] else (*layout, int(value.storage_offset()) - start))
+            )
+        else:
+            memory, first_element = found[_memory(value) if value.numel() else id(value)]
+            view = None if first_element is None else (*layout, int(value.storage_offset()) - first_element)
+            results.append(Output(memory=memory, view=view))
+    return tuple(memories), tuple(results)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return what an op's result depends on beside a tensor's address: shape, strides and dtype."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _memory(value: torch.Tensor) -> tuple[int, torch.dtype]:
+    return value.untyped_storage().data_ptr(), value.dtype

@@ -1,0 +1,212 @@
+"""What a rewrite that changes more than chains is expected to save: the ops in which two steps differ, timed by themselves.
+
+Merged GEMMs, rows left out, activations in epilogues and GEMV kernels take the place of ops and of fused calls alike, so what
+they save is no difference of two chains. The two steps' graphs tell it: what stands in one and not in the other runs by itself,
+all layers in a row (one layer's weight alone would stay in the cache), on the model's own weights and random activations.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
+from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, storages, tensors_of, written_storages
+from fusion_advisor.fuse.decide.session import Step
+from fusion_advisor.fuse.decide.keep_rule import StepRunner
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.wall_timer import median_interval
+from fusion_advisor.workload.device import is_out_of_memory
+
+_BUDGET_S = 0.5
+_ROUNDS = 60
+_LEAST_OPS = 20
+"""In one timed run: events tell no fraction of a microsecond, so fewer ops run several times over."""
+_DIVIDE = frozenset({"div", "floor_divide", "remainder", "fmod"})
+_ALIGNED = 64
+"""Elements: where in such a piece a tensor begins is kept, for kernels load less at once from what is not aligned."""
+
+
+class _CannotRunAlone(Exception):
+    """These ops say something only within their step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    """Ops of one region, to be called on its own."""
+
+    module: GraphModule
+    given: tuple[int | torch.Tensor, ...]
+    """What they read: the number of one of the region's inputs, or a tensor made up."""
+
+    def run(self, args: Sequence[Any]) -> None:
+        self.module(*(args[value] if isinstance(value, int) else value for value in self.given))
+
+
+def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None:
+    """Return what the ops in which two steps differ take in the one beyond what they take in the other.
+
+    Args:
+        runner: of the step; it tells how such calls are timed.
+        before: a step.
+        after: the same with one more rewrite; its regions stand for those of ``before``, in order.
+
+    Returns:
+        Nanoseconds per step, negative where the second takes longer; None where the ops cannot run by themselves: they write to
+        what the model holds or is given, run in autocast that the model enters, divide integers that are not known, cannot be
+        recorded as the step can, or do not fit into memory beside the model.
+    """
+    method = runner.method
+    try:
+        found = _differing(before, after)
+        differing = sum(len(nodes) for pair in found.values() for nodes in pair)
+        times_over = max(1, _LEAST_OPS // max(1, differing))
+        took_ns, takes_ns = _took_ns(runner, before, after, found, times_over) if found else (0.0, 0.0)
+    except _CannotRunAlone:
+        return None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        runner.forget()
+        is_as_the_step = runner.method == method
+        runner.method = method
+    return round((took_ns - takes_ns) / times_over) if is_as_the_step else None
+
+
+_Pair = tuple[list[Node], list[Node]]
+
+
+def _differing(before: Step, after: Step) -> dict[int, _Pair]:
+    """Return, for each region that differs, the ops that only the first step has and those that only the second one has."""
+    found = {}
+    for place, modules in enumerate(zip(before.variant.modules, after.variant.modules, strict=True)):
+        one, other = modules
+        pair = _only_in(one, other), _only_in(other, one)
+        if not any(pair):
+            continue
+        for module, nodes in zip(modules, pair, strict=True):
+            held = {key for node in module.graph.nodes if node.op in ("placeholder", "get_attr") for key in storages(node)}
+            if any(not held.isdisjoint(written_storages(node)) for node in nodes):
+                raise _CannotRunAlone
+            if _enters_autocast(module) and any(map(is_in_autocast, nodes)):
+                raise _CannotRunAlone
+        found[place] = pair
+    return found
+
+
+def _took_ns(runner: StepRunner, before: Step, after: Step, found: Mapping[int, _Pair], times_over: int) -> tuple[float, float]:
+    """Time both sides, as often as a step runs each region and on the tensors of each run."""
+    made: dict[Hashable, torch.Tensor] = {}
+    runs = [run for run in before.bench.live.in_order() if run.place in found]
+
+    def all_of(step: Step, side: int) -> Callable[[], None]:
+        alone = {place: _alone(step.variant.modules[place], pair[side], made) for place, pair in found.items()}
+
+        def call() -> None:
+            with torch.no_grad():
+                for _ in range(times_over):
+                    for run in runs:
+                        alone[run.place].run(run.args)
+
+        return call
+
+    calls = runner.recorded([all_of(before, 0), all_of(after, 1)])
+    times = interleaving.interleave(calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls))
+    one_ns, other_ns = (median_interval(series)[0] for series in times)
+    return one_ns, other_ns
+
+
+def _only_in(module: GraphModule, other: GraphModule) -> list[Node]:
+    """Return the ops of a graph that another does not have, in order; items of a list go with the op that returns it."""
+    there = {_key(node) for node in other.graph.nodes}
+    chosen: dict[Node, None] = {}
+    for node in module.graph.nodes:
+        is_item = node.target is operator.getitem and node.args[0] in chosen
+        if is_item or (node.op == "call_function" and node.target is not operator.getitem and _key(node) not in there):
+            chosen[node] = None
+    return list(chosen)
+
+
+def _key(node: Node) -> Hashable:
+    """Tell an op by what it stands for in the captured graph, and by the layouts of what it reads and returns.
+
+    Ops that hold a tensor or a view are made anew with each variant, under the same name. What joins a GEMM with its bias gets a
+    new name; beside it stands which captured ops it is made of.
+    """
+    name: Hashable = (getattr(node.target, "__name__", str(node.target)), node.name)
+    if "fusion_id" in node.meta:
+        name = (node.meta["fusion_id"], node.meta["replaces"])
+    elif LAUNCHES_OF in node.meta:
+        name = tuple(node.meta[LAUNCHES_OF])
+    read = tuple(_layouts(source) for source in node.all_input_nodes)
+    shown = {key for source in node.all_input_nodes for key in storages(source)}
+    return name, read, _layouts(node), not shown.isdisjoint(storages(node))
+
+
+def _layouts(node: Node) -> Hashable:
+    return tuple(map(_layout, tensors_of(node.meta.get("results", node.meta.get("val")))))
+
+
+def _layout(value: torch.Tensor) -> Hashable:
+    return tuple(value.shape), value.stride(), value.storage_offset() % _ALIGNED, value.dtype, value.device
+
+
+def _enters_autocast(module: GraphModule) -> bool:
+    return any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in module.graph.nodes)
+
+
+def _alone(module: GraphModule, nodes: list[Node], made: dict[Hashable, torch.Tensor]) -> _Alone:
+    """Return these ops as a module: on the region's own inputs, parameters among them, and on random values in between."""
+    number = {node: at for at, node in enumerate(node for node in module.graph.nodes if node.op == "placeholder")}
+    mine = set(nodes)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    given: list[int | torch.Tensor] = []
+    for node in nodes:
+        for position, source in enumerate(node.all_input_nodes):
+            if source in copies or source in mine:
+                continue
+            copies[source] = graph.placeholder(source.name)
+            if source in number:
+                given.append(number[source])
+            elif source.op == "get_attr":
+                given.append(getattr(module, str(source.target)))
+            else:
+                given.append(_made_up(source, position, mine, made))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(None)  # so that each result is freed behind the last op that reads it
+    return _Alone(module=GraphModule(torch.nn.Module(), graph, class_name="Alone"), given=tuple(given))
+
+
+def _made_up(source: Node, position: int, mine: set[Node], made: dict[Hashable, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of a value's layout: normal, or zeros where it holds no floats, for these may be indices.
+
+    Values of one layout share one, but for those that an op reads at different positions.
+    """
+    value = source.meta["val"]
+    is_divisor = any(user in mine and _packet(user) in _DIVIDE for user in source.users)
+    if is_divisor and not value.is_floating_point():
+        raise _CannotRunAlone  # on a CPU a division of integers by 0 is an error
+    key = (_layout(value), position)
+    if key not in made:
+        start = value.storage_offset() % _ALIGNED
+        reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+        extent = start + reach if value.numel() else start
+        if value.is_floating_point():
+            own = torch.Generator(value.device).manual_seed(len(made))  # the user's random numbers go on as if this had not run
+            memory = torch.randn(extent, generator=own, device=value.device).to(value.dtype)
+        else:
+            memory = torch.zeros(extent, dtype=value.dtype, device=value.device)
+        made[key] = memory.as_strided(value.shape, value.stride(), start)
+    return made[key]
+
+
+def _packet(node: Node) -> str:
+    return node.target.overloadpacket.__name__.rstrip("_") if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,0 +1,374 @@
+"""Keep what pays: every rewrite is timed in the step it changes, on top of the ones before it.
+
+Cumulative prefixes of the rewrites are timed against each other in one interleaved run, the first of them twice (the A/A control
+that gives the noise floor). A rewrite stays when the whole interval of its paired difference lies below both thresholds; then the
+kept ones are timed together against none, which is the figure that the report's headline uses.
+
+Rewrites that are faster by their whole interval and still short of a threshold are timed once more, all of them together on top
+of what was kept, against the same two thresholds: four that save 1 % each of a step that differs from itself by 2 % stay or go as
+one. One alone gets its second chance too.
+
+Where the power limit holds the step down, all of this is timed after rests (:mod:`fusion_advisor.timing.interleaving`): back to back,
+at the clock that the limit leaves, a step of Llama-3.1-8B (512 tokens, H200) differed from itself by 1.1 %, and a SwiGLU that
+saves 0.24 ms of 14.2 was lost in that. What the kept rewrites save there together is told by the table of baselines.
+
+Both thresholds are shares of the step that the rewrite is put on, not of the untouched one: a clock that drifts moves a long step
+by more. In a ViT-B/16 step (batch 64, H200) the traced mask costs 12.7 of 18.5 ms; with that step's noise for all, a GELU that
+saves 0.167 ms of the 5.9 ms that are left, give or take 0.005, would be lost in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_advisor import units
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.records import Status, Timing
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.wall_timer import as_timing, median_interval
+from fusion_advisor.timing.clock_sampler import is_held_down
+
+PATIENCE = 2.0
+"""How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain; on a CPU more
+rounds make little difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the step's own time says of one rewrite."""
+
+    id: str
+    status: Status
+    reason: str
+    delta_ns: int
+    interval_ns: tuple[int, int]
+    is_timed: bool = True
+    """False: it stays because its numbers pass; the two figures say nothing."""
+
+    @property
+    def step_delta_ns(self) -> int | None:
+        """The difference for a report; None where nothing was timed."""
+        return self.delta_ns if self.is_timed else None
+
+    @property
+    def step_delta_ci_ns(self) -> tuple[int, int] | None:
+        """Its interval, likewise."""
+        return self.interval_ns if self.is_timed else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Verdicts for all rewrites, and the step without and with the kept ones."""
+
+    verdicts: dict[str, Verdict]
+    noise_share: float
+    before: Timing
+    after: Timing
+    method: str
+    untouched_ns: int = 0
+    """The step without any rewrite, in the run that timed each of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One rewrite in the order of trying: a graph pass or a fusion."""
+
+    id: str
+    graph_pass: str = ""
+    fusion: BuiltFusion | None = None
+
+
+_UNTIMED_ROUNDS = 6
+"""Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
+
+
+def untimed(name: str) -> Verdict:
+    """Return the verdict on a rewrite whose numbers pass, where no timing decides (``keep="verified"``)."""
+    reason = "its numbers pass; it was not chosen by time (--keep verified)"
+    return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False)
+
+
+def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
+    """Keep all candidates; the step without and with them is timed for the report, a few rounds of it.
+
+    Args:
+        bench: with every fusion installed.
+        candidates: all of which have passed their checks.
+    """
+    runner = StepRunner(bench)
+    times = interleaving.interleave(
+        runner.calls([(), candidates]), rounds=_UNTIMED_ROUNDS, budget_s=0.0, on_cuda=bench.on_cuda,
+        before=bench.live.written.rewind,
+    )  # fmt: skip
+    runner.forget()
+    before, after = (as_timing(side, runner.method) for side in times)
+    verdicts = {candidate.id: untimed(candidate.id) for candidate in candidates}
+    return Decision(
+        verdicts=verdicts, noise_share=0.0, before=before, after=after, method=runner.method, untouched_ns=before.median_ns
+    )
+
+
+def decide(
+    bench: Bench,
+    candidates: Sequence[Candidate],
+    *,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+    note: Callable[[str], None] = lambda _: None,
+) -> Decision:
+    """Time all candidates and decide.
+
+    Args:
+        bench: with every fusion installed.
+        candidates: in the order they are stacked.
+        min_gain: share of the step that a rewrite must save.
+        confidence: of the intervals.
+        budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
+            than ``min_gain``; small gains take as long again, the confirmation a third.
+        note: told how the step is timed.
+    """
+    runner = StepRunner(bench)
+    prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
+    calls = runner.calls([prefixes[0], *prefixes])
+    note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
+    rewind = bench.live.written.rewind
+    rest = runner.rest([calls[0], calls[-1]])
+    times = interleaving.interleave(
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
+        rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+    )  # fmt: skip
+    control, stacked = times[0], times[1:]
+    untouched_ns = median_interval(stacked[0])[0]
+    noise_share = interleaving.noise_ns(control, stacked[0], confidence) / max(untouched_ns, 1)
+    verdicts = {}
+    for number, candidate in enumerate(candidates):
+        step_ns = median_interval(stacked[number])[0]
+        change = interleaving.difference(stacked[number], stacked[number + 1], confidence)
+        verdicts[candidate.id] = verdict_of(
+            candidate.id, change, step_ns=step_ns, noise_ns=noise_share * step_ns, min_gain=min_gain
+        )
+    del calls
+    runner.forget()
+    verdicts = _with_small_ones(
+        runner, candidates, verdicts,
+        step_ns=median_interval(stacked[-1])[0], min_gain=min_gain, confidence=confidence, budget_s=budget_s,
+    )  # fmt: skip
+    kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
+    confirm = interleaving.interleave(
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind
+    )
+    return Decision(
+        verdicts=verdicts,
+        noise_share=noise_share,
+        before=as_timing(confirm[0], runner.method, rest=rest),
+        after=as_timing(confirm[1], runner.method, rest=rest),
+        method=runner.method,
+        untouched_ns=round(untouched_ns),
+    )
+
+
+def verdict_of(name: str, change: interleaving.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
+    """Apply the keep rule to one measured difference.
+
+    Args:
+        name: of the rewrite.
+        change: the step with it minus the step without it.
+        step_ns: the step without it.
+        noise_ns: how far that step differs from itself.
+        min_gain: share of the step that it must save.
+    """
+    threshold = max(min_gain * step_ns, noise_ns)
+    span = _span(change.median_ns, (change.low_ns, change.high_ns))
+    if change.high_ns < -threshold:
+        status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {units.delta(-threshold)}"
+    elif change.low_ns > noise_ns:
+        status, reason = Status.SLOWER, f"{span}: the step became slower"
+    else:
+        status = Status.TOO_LITTLE if change.high_ns < -noise_ns else Status.WITHIN_NOISE
+        reason = f"{span}: not past the threshold of {units.delta(-threshold)} (A/A noise {units.duration(noise_ns)})"
+    return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
+
+
+def _span(delta_ns: int, interval_ns: tuple[int, int]) -> str:
+    return f"{units.delta(delta_ns)} {units.delta_interval(*interval_ns)} per step"
+
+
+def _with_small_ones(
+    runner: StepRunner,
+    candidates: Sequence[Candidate],
+    verdicts: dict[str, Verdict],
+    *,
+    step_ns: float,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+) -> dict[str, Verdict]:
+    """Judge together what is faster by its whole interval and too little to be kept by itself, unless all of it is too little."""
+    kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
+    small = [candidate for candidate in candidates if is_small_gain(verdicts[candidate.id])]
+    if -sum(verdicts[candidate.id].delta_ns for candidate in small) <= min_gain * step_ns:
+        return verdicts
+    all_of_them = [candidate for candidate in candidates if candidate in kept or candidate in small]
+    before, after = runner.plain(kept), runner.plain(all_of_them)
+    joint, _ = _once_on_top(runner, before, after, "", min_gain=min_gain, confidence=confidence, budget_s=budget_s)
+    names = [candidate.id for candidate in small]
+    if len(small) == 1:  # the second run is of it alone, so that its figures are that rewrite's own
+        return {**verdicts, names[0]: once_more(verdicts[names[0]], joint)}
+    changed = {}
+    for candidate in small:
+        own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
+        little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
+        # Each was faster by itself: where all of them are slower, none of them is known to be.
+        status = {Status.KEPT: Status.KEPT, Status.SLOWER: Status.WITHIN_NOISE}.get(joint.status, own.status)
+        changed[candidate.id] = replace(own, status=status, reason=f"{little}; together with {others}: {joint.reason}")
+    return {**verdicts, **changed}
+
+
+def once_more(first: Verdict, second: Verdict) -> Verdict:
+    """Return the verdict of the second run of a rewrite, which decides, in words that name the first one too."""
+    reason = f"{_span(first.delta_ns, first.interval_ns)}, too little to tell; once more: {second.reason}"
+    return replace(second, id=first.id, reason=reason)
+
+
+def is_unclear(verdict: Verdict, step_ns: float, min_gain: float) -> bool:
+    """Whether a rewrite is faster for certain and by more than it must be, but not past it for certain: worth a longer look."""
+    return is_small_gain(verdict) and -verdict.delta_ns > min_gain * step_ns
+
+
+def is_small_gain(verdict: Verdict) -> bool:
+    """Whether a rewrite is faster by its whole interval, and not kept all the same."""
+    return verdict.status in (Status.WITHIN_NOISE, Status.TOO_LITTLE) and verdict.interval_ns[1] < 0
+
+
+def on_top(
+    runner: StepRunner,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    *,
+    name: str,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+    is_timed: bool = True,
+) -> Verdict:
+    """Time a step against the same step with one more rewrite, and decide; for longer once more where it is too little to tell.
+
+    Args:
+        runner: of the step.
+        before: the step with all that was kept.
+        after: with the rewrite on top.
+        name: of the rewrite.
+        min_gain: share of the step that it must save.
+        confidence: of the interval.
+        budget_s: seconds; twice as many for the second run.
+        is_timed: False keeps it as it is.
+    """
+    if not is_timed:
+        return untimed(name)
+    first, step_ns = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=budget_s)
+    if not is_unclear(first, step_ns, min_gain):
+        return first
+    second, _ = _once_on_top(runner, before, after, name, min_gain=min_gain, confidence=confidence, budget_s=2 * budget_s)
+    return once_more(first, second)
+
+
+def _once_on_top(
+    runner: StepRunner,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    name: str,
+    *,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+) -> tuple[Verdict, float]:
+    """Return the verdict of one run, and the step without the rewrite."""
+    calls = runner.recorded([before, before, after])
+    control, without, together = interleaving.interleave(
+        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
+        rest=runner.rest(calls[-1:]), is_settled=interleaving.is_quiet(min_gain, confidence),
+        on_cuda=runner.on_cuda, before=runner.rewind,
+    )  # fmt: skip
+    del calls
+    runner.forget()
+    step_ns = median_interval(without)[0]
+    change, noise_ns = interleaving.difference(without, together, confidence), interleaving.noise_ns(control, without, confidence)
+    return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
+
+
+def confirmed(
+    runner: StepRunner, decision: Decision, original: Callable[[], Any], after: Callable[[], Any], *, budget_s: float
+) -> Decision:
+    """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
+    calls = runner.recorded([original, after])
+    rest = runner.rest(calls)
+    times = interleaving.interleave(calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind)
+    return replace(
+        decision,
+        before=as_timing(times[0], runner.method, rest=rest),
+        after=as_timing(times[1], runner.method, rest=rest),
+        method=runner.method,
+    )
+
+
+class StepRunner:
+    """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
+
+    Attributes:
+        method: ``cuda_graph``, ``cuda_events`` or ``wall``: how the calls made so far must be timed.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.on_cuda = bench.on_cuda
+        self.rewind = bench.live.written.rewind
+        self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
+        self.method = "cuda_graph" if bench.on_cuda else "wall"
+        self._rest: float | None = None
+        self._memsets = Memsets()
+
+    def calls(self, sets: Sequence[Sequence[Candidate]]) -> list[Callable[[], Any]]:
+        """Return one call per set of rewrites."""
+        return self.recorded([self.plain(chosen) for chosen in sets])
+
+    def plain(self, chosen: Sequence[Candidate]) -> Callable[[], Any]:
+        """Return the step with a set of rewrites, launched one by one."""
+        fusions = [candidate.fusion for candidate in chosen if candidate.fusion is not None]
+        passes = [candidate.graph_pass for candidate in chosen if candidate.graph_pass]
+        variant = self._bench.build(fusions, passes)
+        return lambda: self._bench.run(variant)
+
+    def recorded(self, plain: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Return replays of steps, or the steps themselves where one cannot be recorded."""
+        if self.method != "cuda_graph":
+            return plain
+        try:
+            around = torch_internals.own_gemm_workspace
+            finish = self._memsets.replace  # as the fused model's own graph is recorded
+            return [interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain]
+        except interleaving.CannotRecord:
+            self.method = "cuda_events"
+            return plain
+
+    def rest(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Return how long the device rests between timed runs; the calls are looked at once, the first time that this is asked.
+
+        Args:
+            calls: made by this runner; one that the power limit holds down is enough.
+        """
+        if self._rest is None:
+            self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
+        return self._rest
+
+    def forget(self) -> None:
+        """Free the graphs of the tournament before the confirmation records its own."""
+        if self._bench.on_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()

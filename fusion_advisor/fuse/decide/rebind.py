@@ -1,0 +1,203 @@
+"""The step with every kept rewrite against the same step on changed graphs: merged GEMMs, rows that nobody reads left out.
+
+What is behind a changed op may have another layout or another size, so the kept kernels are bound (and checked) on it anew, and
+the whole is timed on top of all that was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.decide.replan import changed_bench, relocate
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.decide.trial import try_fusion
+from fusion_advisor.ir.dtypes import CannotLower
+from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
+
+_ON_TOP = " (on top of all that was kept)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What stays in the model, the bench whose graphs it is written into, and the one that has the graphs as captured."""
+
+    bench: Bench
+    captured: Bench
+    decision: Decision
+    rewrites: tuple[GraphRewrite, ...]
+    fusions: list[Fusion]
+    built: list[BuiltFusion]
+    linears: tuple[BuiltLinear, ...] = ()
+    """Calls of linears with what is around them; where one stands, no fusion does."""
+
+
+class CannotMove(Exception):
+    """A kept fusion has no passing kernel on the new layout; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedStep:
+    """A bench over changed graphs with the kept fusions on it."""
+
+    bench: Bench
+    built: list[BuiltFusion]
+    kernels: dict[str, tuple[RenderedKernel, ...]]
+    """What runs on the changed graphs, by fusion id."""
+    changed: int
+    held_bytes: int
+
+
+Move = Callable[[Bench, PlannedFusion, int], tuple[BuiltFusion, RenderedKernel]]
+
+
+def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str) -> Move:
+    """Return what builds and checks a fusion on a new layout, in the language that its kernel is written in.
+
+    Args:
+        kept: with the fusions as they are.
+        options: whether kernels may approximate, and the user's limit on their errors.
+        kernel_dir: where its source goes, beside the kernel of the layout before.
+        suffix: of its file's name.
+    """
+    backends = {item.planned.id: item.kernel.backend for item in kept.built}
+
+    def move(bench: Bench, planned: PlannedFusion, number: int) -> tuple[BuiltFusion, RenderedKernel]:
+        named = replace(planned, id=f"{planned.id}_{suffix}{number}")
+        trial = try_fusion(
+            bench,
+            named,
+            backend=backends[planned.id],
+            fast_math=options.fast_math,
+            tolerance=options.tolerance,
+            kernel_dir=kernel_dir,
+            seed=number,
+            is_timed=False,
+        )
+        if trial.built is None:
+            raise CannotMove(f"{planned.id} on the new layout: {trial.fusion.reason}")
+        return bench.install(planned, trial.built.kernel, trial.built.built), trial.built.kernel
+
+    return move
+
+
+def on_changed(bench: Bench, regions: Sequence[ChangedRegion], built: Sequence[BuiltFusion], move: Move) -> ChangedStep:
+    """Bind fusions on changed graphs; those whose layouts did not change keep their kernels.
+
+    Args:
+        bench: over the graphs before the change.
+        regions: copies of the bench's, changed.
+        built: fusions of ``bench`` that stay.
+        move: builds a fusion whose layout changed.
+
+    Raises:
+        CannotMove: a fusion cannot be had on the new layout.
+    """
+    new, moved = on_changed_graphs(bench, regions, [item.planned for item in built])
+    pairs = [(item, planned) for item, parts in zip(built, moved, strict=True) for planned in parts]
+    new.observe([planned for _, planned in pairs])
+    result: list[BuiltFusion] = []
+    kernels: dict[str, tuple[RenderedKernel, ...]] = {}
+    for number, (item, planned) in enumerate(pairs):
+        if planned.program == item.planned.program:
+            fresh, rendered = new.install(planned, item.kernel, item.built), item.kernel
+        else:
+            fresh, rendered = move(new, planned, number)
+        kernels[planned.id] = (*kernels.get(planned.id, ()), rendered)
+        if fresh.refusals:
+            raise CannotMove(f"{planned.id} on the new layout: {fresh.refusals[0]}")
+        result.append(fresh)
+    return ChangedStep(
+        bench=new,
+        built=result,
+        kernels=kernels,
+        changed=sum(one.changed for one in regions),
+        held_bytes=sum(one.held_bytes for one in regions),
+    )
+
+
+def on_changed_graphs(
+    bench: Bench, regions: Sequence[ChangedRegion], planned: Sequence[PlannedFusion]
+) -> tuple[Bench, list[list[PlannedFusion]]]:
+    """Find fusions in changed graphs; nothing is built.
+
+    Args:
+        bench: over the graphs before the change.
+        regions: copies of the bench's, changed.
+        planned: of ``bench``.
+
+    Returns:
+        A bench over the changed graphs, and for each fusion what it is there: one or more, where sites came to differ.
+
+    Raises:
+        CannotMove: a fusion is no single kernel on the new layout.
+    """
+    new, moved = changed_bench(bench, regions)
+    found = []
+    for one in planned:
+        try:
+            found.append(relocate(one, new, moved))
+        except CannotLower as refusal:
+            raise CannotMove(f"{one.id} on the new layout: {refusal.reason}") from refusal
+    return new, found
+
+
+def judged(
+    kept: Kept, changed: ChangedStep, *, name: str, title: str, words: str, options: ApplyOptions, budget_s: float
+) -> Kept:
+    """Time a changed step on top of what was kept.
+
+    Args:
+        kept: so far.
+        changed: the same fusions on changed graphs.
+        name: id of the rewrite.
+        title: name of the rewrite.
+        words: what is said of it behind its times.
+        options: the keep rule's thresholds.
+        budget_s: seconds for the timing.
+
+    Returns:
+        The same with one more row, and on the changed graphs when they stay.
+    """
+    passes = kept_passes(kept.rewrites)
+    before, after = step_of(kept.bench, kept.built, passes), step_of(changed.bench, changed.built, passes)
+    runner = StepRunner(kept.bench)
+    verdict = on_top(
+        runner, before.run, after.run,
+        name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+        is_timed=options.is_timed,
+    )  # fmt: skip
+    row = GraphRewrite(
+        id=name,
+        name=title,
+        status=verdict.status,
+        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}{words}",
+        sites=changed.changed,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        held_bytes=changed.held_bytes if verdict.status is Status.KEPT else 0,
+        predicted_saving_ns=saving_alone_ns(runner, before, after) if options.is_timed else None,
+    )
+    rewrites = (*kept.rewrites, row)
+    if verdict.status is not Status.KEPT:
+        return replace(kept, rewrites=rewrites)
+    original = step_of(kept.captured, (), ())
+    decision = confirmed(runner, kept.decision, original.run, after.run, budget_s=budget_s / 3 if options.is_timed else 0.0)
+    fusions = [
+        replace(fusion, rendered=changed.kernels[fusion.id]) if fusion.id in changed.kernels else fusion
+        for fusion in kept.fusions
+    ]
+    return replace(kept, bench=changed.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=changed.built)
+
+
+def not_replaced(kept: Kept, *, name: str, title: str, reason: str, sites: int) -> Kept:
+    """Return the same with a row that says why a rewrite was not tried."""
+    row = GraphRewrite(id=name, name=title, status=Status.NOT_REPLACED, reason=reason, sites=sites)
+    return replace(kept, rewrites=(*kept.rewrites, row))

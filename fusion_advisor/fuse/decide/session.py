@@ -1,0 +1,221 @@
+"""The workbench: build any subset of rewrites of a captured model, run it, and time subsets against each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion_advisor.capture.graph.tracer import LiveCapture, describe
+from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
+from fusion_advisor.fuse.passes.split_bias import split_gemm_biases
+from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
+from fusion_advisor.fuse.passes.foreach_counters import batch_counters
+from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen
+from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
+from fusion_advisor.fuse.passes.patch_conv_to_gemm import patches_as_gemm
+from fusion_advisor.fuse.passes.cse import share_values
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.codegen.common.interface import BuiltKernel
+from fusion_advisor.records import OpNode, RenderedKernel
+
+BIASES = "split_gemm_biases"
+"""The pass whose ops are not in the trace before it: how long a GEMM takes with its bias is timed."""
+FROZEN = "fold_frozen"
+"""The pass that runs under ``--freeze`` alone."""
+
+PASSES: dict[str, tuple[str, GraphPass]] = {
+    "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
+    "group_query_heads": ("repeated KV heads are read in place (enable_gqa)", group_query_heads),
+    "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
+    "share_values": ("values that layers compute alike are computed once", share_values),
+    "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
+    BIASES: ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
+    "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
+    "store_odd_rows": ("padded GEMMs on many rows store their results where they belong", store_odd_rows),
+    "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),
+    "fold_constants": ("values that depend on no input are computed once", fold_constants),
+    FROZEN: ("values that depend on weights and buffers alone are computed once (--freeze)", fold_frozen),
+}
+"""Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""
+
+
+@dataclass(slots=True)
+class BuiltFusion:
+    """A planned fusion with its compiled kernel and the calls that go into the graph."""
+
+    planned: PlannedFusion
+    kernel: RenderedKernel
+    sites: tuple[SiteRewrite, ...]
+    refusals: tuple[str, ...]
+    """One sentence per site that cannot be replaced."""
+    built: BuiltKernel
+    """Binds the kernel to other sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltLinear:
+    """Calls that compute linears with what stands around them; see ``fuse.stages.try_linear_kernels`` and ``fuse.stages.try_epilogues``."""
+
+    id: str
+    sites: tuple[SiteRewrite, ...]
+
+
+@dataclass(slots=True)
+class Variant:
+    """The model's regions with some rewrites in place."""
+
+    modules: list[GraphModule]
+    changed: dict[str, int] = field(default_factory=dict)
+    """Sites changed per graph pass."""
+
+
+class Bench:
+    """Holds a live capture and what was observed of it; makes variants."""
+
+    def __init__(self, live: LiveCapture, *, on_cuda: bool) -> None:
+        self.live = live
+        self.on_cuda = on_cuda
+        self.ops: list[OpNode] = []
+        self.index_of: list[dict[Node, int]] = []
+        for region in live.regions:
+            described, index_of = describe(region, first_index=len(self.ops))
+            self.ops += described
+            self.index_of.append(index_of)
+        self.values: dict[int, torch.Tensor] = {}
+        self.surprises: dict[int, str] = {}
+
+    def observe(self, fusions: Sequence[PlannedFusion], also: Collection[int] = ()) -> None:
+        """Run the model once, op by op: keep the inputs of each fusion's first site and check the layouts of all sites.
+
+        Args:
+            fusions: of the captured graphs.
+            also: further ops whose results are kept.
+        """
+        keep = {index for fusion in fusions for index in fusion.sites[0].given} | set(also)
+        check = {index for fusion in fusions for site in fusion.sites for index in (*site.given, *site.outputs)}
+        self.observe_values(keep, check)
+
+    def observe_values(self, keep: set[int], check: set[int]) -> None:
+        """Run the model once, op by op.
+
+        Args:
+            keep: ops whose results are kept.
+            check: ops whose results' layouts are compared with the traced ones.
+        """
+        self.live.written.rewind()
+        with torch.no_grad():
+            for run in self.live.in_order():
+                region, index_of = self.live.regions[run.place], self.index_of[run.place]
+                observer = Observer(region, index_of, self.ops, keep=keep, check=check)
+                observer.run(*run.args)
+                self.values.update(observer.values)
+                self.surprises.update(observer.surprises)
+
+    def first_site(self, fusion: PlannedFusion) -> tuple[OriginalChain, list[torch.Tensor]]:
+        """Return the original ops of a fusion's first site and that site's own input tensors."""
+        members = fusion.chain.sites[0].op_indices
+        region = self.ops[members[0]].region
+        lowered = fusion.sites[0]
+        chain = original_chain(self.ops, self.index_of[region], members, lowered.given, lowered.outputs)
+        return chain, [self.values[index] for index in lowered.given]
+
+    def install(self, fusion: PlannedFusion, kernel: RenderedKernel, built: BuiltKernel) -> BuiltFusion:
+        """Bind a compiled kernel to a fusion's sites."""
+        launch = built.bind(fusion.program)
+        sites, refusals = [], []
+        for site, lowered in zip(fusion.chain.sites, fusion.sites, strict=True):
+            # A result in the traced strides would not be the model's own, and an op that follows them would go another way.
+            ends = (*lowered.given, *lowered.outputs)
+            surprise = next((self.surprises[index] for index in ends if index in self.surprises), None)
+            if surprise is not None:
+                refusals.append(f"{site.module_path or 'model'}: {surprise}")
+                continue
+            inputs = [self.ops[index].outputs[0] for index in lowered.given]
+            outputs = [self.ops[index].outputs[0] for index in lowered.outputs]
+            in_place = [position for position, index in enumerate(lowered.outputs) if self.ops[index].mutates]
+            call = fused_call(kernel.name, launch, inputs, outputs, in_place=in_place)
+            sites.append(
+                SiteRewrite(
+                    fusion_id=fusion.id, members=site.op_indices, inputs=lowered.given, outputs=lowered.outputs, call=call
+                )
+            )
+        return BuiltFusion(planned=fusion, kernel=kernel, sites=tuple(sites), refusals=tuple(refusals), built=built)
+
+    def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Variant:
+        """Return the model's regions with these rewrites; the captured graphs stay as they are.
+
+        A linear's call takes in the chains around it: a fusion's site that shares an op with one is left out.
+        """
+        variant = Variant(modules=[])
+        taken = {index for linear in linears for site in linear.sites for index in site.members}
+        sites = [site for linear in linears for site in linear.sites]
+        sites += [site for fusion in fusions for site in fusion.sites if taken.isdisjoint(site.members)]
+        names = [name for name in PASSES if name in passes]
+        for region, index_of in zip(self.live.regions, self.index_of, strict=True):
+            mine = [site for site in sites if self.ops[site.members[0]].region == region.index]
+            module, changed = rewrite_region(region, index_of, mine, [PASSES[name][1] for name in names])
+            variant.modules.append(module)
+            for name, count in zip(names, changed, strict=True):
+                variant.changed[name] = variant.changed.get(name, 0) + count
+        return variant
+
+    def wait(self) -> None:
+        """Return when the device has nothing left to do."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def run(self, variant: Variant) -> Any:
+        """Run all regions of a variant, as often as the call does and on its tensors; what that moves on is not put back."""
+        result = None
+        with torch.no_grad():
+            for run in self.live.in_order():
+                result = variant.modules[run.place](*run.args)
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A variant and the bench over whose graphs it is written."""
+
+    bench: Bench
+    variant: Variant
+
+    def run(self) -> Any:
+        """Run it, launched op by op."""
+        return self.bench.run(self.variant)
+
+
+def step_of(bench: Bench, built: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Step:
+    """Return the step with these rewrites."""
+    return Step(bench=bench, variant=bench.build(built, passes, linears))
+
+
+def replaced_sites(variant: Variant) -> Mapping[str, int]:
+    """Return how many sites of each fusion stand in a variant's graphs, by fusion id."""
+    counts: Counter[str] = Counter()
+    for (fusion_id, _), number in calls_in_step(variant, [1] * len(variant.modules)).items():
+        counts[fusion_id] += number
+    return counts
+
+
+def calls_in_step(variant: Variant, runs: Sequence[int]) -> Mapping[tuple[str, str], int]:
+    """Return how often a step calls each fusion's kernels, by fusion id and a kernel's entry point.
+
+    A fusion whose sites came to differ in layout has several kernels; fusions that differ only in sizes share one.
+
+    Args:
+        variant: with the fusions in place.
+        runs: how often a step runs each region.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for module, often in zip(variant.modules, runs, strict=True):
+        for node in module.graph.nodes:
+            if "fusion_id" in node.meta:
+                counts[node.meta["fusion_id"], node.target.__name__] += often
+    return counts

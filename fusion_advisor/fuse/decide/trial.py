@@ -1,0 +1,166 @@
+"""Try one fusion by itself: render, build, check its numbers, time it against the ops it replaces."""
+
+from __future__ import annotations
+
+import linecache
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fusion_advisor.capture.graph.fx_nodes import source_path
+from fusion_advisor.capture.profile import named_range
+from fusion_advisor.verify import check_chain
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.lowering.builder.rounding import why_bits_differ
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.autotune.tune import best_tuning
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
+from fusion_advisor.timing import interleaving
+
+_SOURCE_CONTEXT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is known of a fusion before the step is timed."""
+
+    fusion: Fusion
+    built: BuiltFusion | None
+    """None when it was not built or is already out."""
+
+
+def try_fusion(
+    bench: Bench,
+    planned: PlannedFusion,
+    *,
+    backend: str,
+    fast_math: bool,
+    tolerance: Tolerance | None = None,
+    kernel_dir: Path,
+    seed: int,
+    with_nvtx: bool = False,
+    is_timed: bool = True,
+    log: Callable[[str], None] = lambda _: None,
+) -> Trial:
+    """Render, build, check and time one fusion.
+
+    Args:
+        bench: has observed the fusion's first site.
+        planned: the fusion.
+        backend: ``triton``, ``cuda`` or ``cpp``.
+        fast_math: let the kernel approximate.
+        tolerance: the user's limit on its errors, instead of the original ops' own.
+        kernel_dir: where its source goes, named after the fusion.
+        seed: of the random inputs.
+        with_nvtx: open an NVTX range for the check and for the timing.
+        is_timed: time it too; a saved plan was timed when it was made.
+        log: gets a compiler's full words.
+    """
+    base = Fusion(
+        id=planned.id,
+        chain_id=planned.chain.id,
+        kernel=planned.match.kernel,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(planned.chain.sites),
+            sites_matched=len(planned.sites),
+            sites_replaced=0,
+            launches_before=planned.chain.launches,
+            launches_after=0,
+        ),
+        original_source=original_source(planned),
+    )
+    maker = backend_named(backend)
+    chain, roots = bench.first_site(planned)
+    device = roots[0].device
+    try:
+        tuned = best_tuning(
+            planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
+        )
+        rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
+        path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
+        started = time.perf_counter_ns()
+        built = maker.build(rendered, path)
+        launch = built.bind(planned.program)
+        build_ns = time.perf_counter_ns() - started
+    except KernelBuildFailed as failure:
+        log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
+        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"kernels/{path.name}",
+        source=rendered.source,
+        origin=planned.header.origin,
+        build_ns=build_ns,
+        tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        fast_math=fast_math,
+    )
+    base = replace(base, rendered=(kernel,))
+    inputs = [check_chain.layout_of(root) for root in roots]
+    outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+    try:
+        call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place)
+        checked = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
+        with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
+            numerics = check_chain.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
+    except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
+        log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
+        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
+    if planned.program.is_exact and not numerics.is_bit_equal:
+        numerics = replace(numerics, differs_by=why_bits_differ(planned.program))
+    base = replace(base, numerics=numerics)
+    if not numerics.is_passed:
+        reason = check_chain.why_wrong(numerics, tolerance)
+        return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
+    if is_timed:
+        base, slower = _timed(bench, planned, base, lambda: chain.run(roots), lambda: call(*roots), with_nvtx=with_nvtx)
+        if slower is not None:
+            return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
+    installed = bench.install(planned, kernel, built)
+    receipt = replace(base.receipt, refusals=installed.refusals)
+    if not installed.sites:
+        reason = "no site could be replaced: " + installed.refusals[0]
+        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
+    return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def _timed(
+    bench: Bench,
+    planned: PlannedFusion,
+    base: Fusion,
+    original: Callable[[], object],
+    fused: Callable[[], object],
+    *,
+    with_nvtx: bool,
+) -> tuple[Fusion, str | None]:
+    """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
+    with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
+        before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda)
+    saving_ns = max(0, planned.chain.device_ns - after.median_ns * planned.chain.runs)
+    base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
+    if after.ci_low_ns >= before.ci_high_ns:
+        return base, f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
+    return base, None
+
+
+def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:
+    """Return the lines around a chain's dearest op in the model's own source; empty where the file cannot be read."""
+    site = planned.chain.sites[0]
+    return source_around(site.source_file, site.source_line)
+
+
+def source_around(file: str, line: int) -> tuple[tuple[int, str], ...]:
+    """Return numbered lines around one; empty where the file cannot be read."""
+    path = source_path(file)
+    if path is None or not line:
+        return ()
+    first = max(1, line - _SOURCE_CONTEXT)
+    lines = linecache.getlines(str(path))[first - 1 : line + _SOURCE_CONTEXT]
+    return tuple((first + number, line.rstrip("\n")) for number, line in enumerate(lines))

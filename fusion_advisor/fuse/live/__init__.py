@@ -1,0 +1,4 @@
+"""The model in the user's hands: dispatch, guards, other shapes, saved plans, the check of the whole model.
+
+In: rewritten regions. Out: ``FusedModel``.
+"""

@@ -1,0 +1,127 @@
+"""Does a CUDA graph around the step pay? Decided by wall time, the way a user calls the model.
+
+Device time cannot say: a graph changes no kernel, it takes away the host's time between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusion_advisor.fuse.decide.keep_rule import PATIENCE, Verdict, is_unclear, once_more, untimed, verdict_of
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
+from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.wall_timer import median_interval, nothing
+from fusion_advisor.timing.clock_sampler import is_held_down
+
+TITLE = GRAPHED
+
+
+def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | None:
+    """Say why a captured model cannot run as one graph, before anything is recorded; None when nothing speaks against it.
+
+    Args:
+        breaks: that dynamo met.
+        runs: how often a step runs each captured graph.
+    """
+    if breaks:
+        return f"the step is broken at {breaks[0].source or 'an unknown line'}: {breaks[0].reason}"
+    if len(runs) != 1:
+        return f"the step was captured in {len(runs)} graphs"
+    return f"the step runs its captured graph {runs[0]} times, and Python of the model's own in between" if runs[0] != 1 else None
+
+
+_BEHIND = "runs behind it, into memory that the caller keeps"
+
+
+def choose_graph(
+    fused: FusedModel,
+    call: Callable[[], Any],
+    without: Callable[[], Any],
+    *,
+    name: str,
+    min_gain: float,
+    confidence: float,
+    rounds: int,
+    budget_s: float,
+    least_s: float = 0.0,
+    wait: Callable[[], None],
+    on_cuda: bool,
+    device_ns: int | None = None,
+    rewind: Callable[[], object] = nothing,
+    is_timed: bool = True,
+) -> GraphRewrite:
+    """Time the step with its graph against the step without, and switch the graph on or off for good.
+
+    Args:
+        fused: with ``graphs``; not necessarily in place.
+        call: the fused step.
+        without: what the graph has to beat: the fused step launch by launch, or the eager one where nothing else was kept.
+        name: id of the rewrite.
+        min_gain: share of the step that must be saved.
+        confidence: of the interval.
+        rounds: the most rounds.
+        budget_s: seconds of timing; twice as many once more where that is too little to tell.
+        least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
+        wait: returns when the device has nothing left to do.
+        on_cuda: whether that is a GPU, which may be held down by its power limit.
+        device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
+        rewind: called ahead of each run, untimed: it puts back what a step moves on.
+        is_timed: False switches the graph on if it can be recorded.
+    """
+    graphs = fused.graphs
+    assert graphs is not None
+
+    def with_graph() -> None:
+        graphs.is_on = True
+        call()
+        wait()
+
+    def plain() -> None:
+        graphs.is_on = False
+        without()
+        wait()
+
+    with torch.no_grad():
+        for _ in range(3):  # warm, recorded, replayed
+            rewind()
+            with_graph()
+    if not graphs.recordings:
+        graphs.is_on = False
+        reason = next(iter(graphs.refusals), "the step did not run through its graph")
+        return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
+    # The graph is still on: queued runs are replays.
+    rest = interleaving.REST if is_timed and is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
+
+    def look(seconds: float) -> tuple[Verdict, float]:
+        with torch.no_grad():
+            control, before, after = interleaving.interleave(
+                [plain, plain, with_graph], rounds=rounds, budget_s=seconds, least_s=3 * least_s, most_s=PATIENCE * seconds,
+                rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+            )  # fmt: skip
+        step_ns = median_interval(before)[0]
+        change, noise_ns = interleaving.difference(before, after, confidence), interleaving.noise_ns(control, before, confidence)
+        return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
+
+    verdict, step_ns = look(budget_s) if is_timed else (untimed(name), 0.0)
+    if is_timed and is_unclear(verdict, step_ns, min_gain):
+        verdict = once_more(verdict, look(2 * budget_s)[0])
+    graphs.is_on = verdict.status is Status.KEPT
+    held = graphs.pool_bytes()
+    behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
+    if not graphs.is_on:
+        graphs.forget()
+    return GraphRewrite(
+        id=name,
+        name=TITLE,
+        status=verdict.status,
+        reason=f"{'wall time ' if is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}",
+        sites=1,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        predicted_saving_ns=None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns),
+        held_bytes=held,
+    )

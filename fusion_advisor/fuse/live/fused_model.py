@@ -1,0 +1,479 @@
+"""The fused model: the user's own module, with rewritten graphs for the calls that were verified and its own ops for all others.
+
+Only this instance is touched, and only the slot that ``nn.Module.compile`` uses: no class, no parameter, no buffer, no state_dict
+key. Dynamo guards every assumption that the captured graph makes about the module; what it cannot know (shapes and strides of the
+inputs, gradients, train mode, autocast) is compared with what was verified before each call, and a call that differs runs the
+original ops and says so once.
+
+Several calls may be verified: one plan per signature, each added by :meth:`FusedModel.specialize` or :meth:`FusedModel.include`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
+from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.errors import AdvisorError, CannotCopy
+from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.fuse.rewrite.frozen_values import held_calls
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
+from fusion_advisor.fuse.live.specialize import Kept, Specialised, specialise
+from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
+from fusion_advisor.fuse.live.code_guard import WatchedCode
+from fusion_advisor.records import Report
+
+
+@dataclass(slots=True, eq=False)
+class _Verified:
+    """A call that was verified.
+
+    Attributes:
+        sharing: which of its tensors share memory, where its graphs write to what they are given (a KV cache): such a call cannot
+            be started over, and what it reads before a write must not lie in what is written.
+        is_in_place: dynamo has handed over its graphs.
+    """
+
+    sharing: tuple[int, ...] | None
+    is_in_place: bool = False
+
+
+class FusedModel:
+    """A live model with fusions in place.
+
+    Call it like the model (or call the model itself: it is the same object). ``revert()`` puts the original call back exactly,
+    and so does leaving a ``with`` block. Everything else (``generate``, ``config`` …) is the model's own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        regions: Sequence[Region],
+        modules: Sequence[GraphModule],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        graphs: Graphs | None = None,
+        kept: Kept | None = None,
+        on_first_use: int = 0,
+        live: LiveCapture | None = None,
+    ) -> None:
+        """Prepare the model; :meth:`apply` puts it in place.
+
+        Args:
+            model: the live model.
+            regions: as captured for the call below.
+            modules: what runs in their place.
+            args: of the call that was verified.
+            kwargs: of the same call.
+            graphs: replay CUDA graphs; None runs every call launch by launch.
+            kept: what :meth:`specialize` builds other shapes from.
+            on_first_use: specialize up to so many unseen signatures by itself, each when it is first called.
+            live: the capture that the regions are of: what dynamo compiled for it is used again, in place of a second trace.
+        """
+        self.model = model
+        self.report: Report | None = None
+        self.graphs = graphs
+        self.specialised: list[Specialised] = []
+        """What :meth:`specialize` built, with the seconds it took."""
+        self.fallbacks: dict[str, int] = {}
+        """Why calls ran the original ops, and how often."""
+        self._kept = kept
+        self._on_first_use = on_first_use
+        self._tallies: dict[int, Tally] = {}
+        self._launched_before = 0
+        self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
+        self._verified: dict[Any, _Verified] = {}
+        """By signature."""
+        self._unlearnable: set[Any] = set()
+        self._objects: dict[int, Seen] = {}
+        self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
+        self._code: set[CodeType] = set()
+        self._watched: list[WatchedCode] = []
+        self._fake_modes: list[Any] = []
+        self._look_at_parts()
+        self._original = torch_internals.original_call(model)
+        captured = None if live is None else live.compiled
+        if captured is None or captured.later is not None:
+            self._compiled = torch_internals.compiled_call(model, self._choose)
+        else:
+            self._compiled, captured.later = captured.call, self._choose
+            for region, module in zip(regions, modules, strict=True):
+                self._redirect(region, module, is_whole=len(regions) == 1)
+        self._before: Callable[..., Any] | None = None
+        self.is_applied = False
+        self._is_broken = False
+        self._chosen = 0
+        self._add(regions, modules, args, kwargs)
+
+    def _redirect(self, region: Region, module: GraphModule, *, is_whole: bool) -> None:
+        """Let the captured call run a rewritten graph."""
+        route = region.route
+        assert route is not None
+
+        def first(*args: Any) -> Any:
+            self._chosen += 1
+            route.forward = self._runner(module, region.names, is_whole=is_whole)
+            return route.forward(*args)
+
+        route.forward = first
+
+    def _add(
+        self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        is_whole = len(regions) == 1
+        for region, module in zip(regions, modules, strict=True):
+            graph = (_code_of(region.original), _input_layouts(region.example_args))
+            self._modules_by_code[graph] = (module, region.names, is_whole)
+        self._count_in(modules)
+        leaves: list[torch.Tensor] = []
+        key = signature(args, kwargs, leaves)
+        self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
+        self._watch(code for region in regions for code in region.code)
+
+    def _watch(self, code: Iterable[CodeType]) -> None:
+        """Note which code the verified graphs stand for."""
+        new = set(code) - self._code
+        if new or not self._watched:
+            self._code |= new
+            self._watched.append(WatchedCode(self.model, new))
+
+    def _repr_html_(self) -> str | None:
+        """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
+        if self.report is None:
+            return None
+        lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
+        lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
+        return self.report._repr_html_(*lines)
+
+    # ------------------------------------------------------------------ the call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.model(*args, **kwargs)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rewritten graphs if this call was verified, the original ops if not.
+
+        Raises:
+            HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
+                calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
+        """
+        if torch_internals.is_mode_active():  # it would see what is read of the tensors below
+            self._say(_MODE)
+            return self._original(*args, **kwargs)
+        leaves: list[torch.Tensor] = []
+        objects: list[Seen] = []
+        key = signature(args, kwargs, leaves, self._objects, objects)
+        verified = self._verified.get(key)
+        device = -1 if verified is None else _device_of(leaves)
+        if device >= 0 and torch_internals.current_device_number() != device:
+            with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
+                return self.dispatch(*args, **kwargs)
+        refusal = self._refusal_at_once(verified, leaves)
+        if refusal is None:
+            assert verified is not None  # any other is refused
+            call = verified
+
+            def run() -> Any:
+                later = self._refusal()
+                if later is not None:
+                    raise _Refused(later)
+                return self._run_compiled(call, args, kwargs)
+
+            try:
+                return run() if self.graphs is None else self.graphs.run(call, leaves, run, objects)
+            except _Refused as refused:
+                refusal = refused.reason
+            except LayoutChanged as change:
+                self._is_broken = True
+                if call.sharing is not None:
+                    reason = f"{change}; the call had begun to write to its cache: reset the cache and repeat"
+                    raise HalfWritten(reason) from change
+                refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
+        if refusal is _UNSEEN and self._may_learn(key):
+            result = self._original(*args, **kwargs)
+            try:
+                self.specialize(*args, **kwargs)
+            except AdvisorError as error:
+                self._unlearnable.add(key)
+                self._say(str(error))
+            return result
+        self._say(refusal)
+        return self._original(*args, **kwargs)
+
+    def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if verified.is_in_place:
+            return self._compiled(*args, **kwargs)
+        # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
+        before = self._chosen
+        with torch_internals.raise_recompile_limit(1024):
+            result = self._compiled(*args, **kwargs)
+        verified.is_in_place = self._chosen > before
+        if not verified.is_in_place:
+            self._say("dynamo did not hand over the graphs that were verified")
+        return result
+
+    def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor]) -> str | None:
+        """Say why nothing may be launched for a call, or None; what a launch in vain would not hurt is asked after it."""
+        if self._is_broken:
+            return "a value inside the model was laid out differently than when it was verified"
+        if torch.is_grad_enabled():
+            return "gradients are enabled; wrap the call in torch.no_grad()"
+        if self.model.training:
+            return _TRAINING
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        if any(type(leaf) is not torch.Tensor and torch_internals.sees_its_ops(type(leaf)) for leaf in leaves):
+            return _OWN_OPS
+        if verified is None:
+            return self._refusal() or _UNSEEN
+        if verified.sharing is not None and sharing(leaves) != verified.sharing:
+            return "its inputs share memory in another way than those that were verified, and the model writes to them"
+        return None
+
+    def _look_at_parts(self) -> None:
+        """Note which modules the model is made of, and where their hooks would be registered."""
+        parts = [module._modules for module in self.model.modules()]
+        self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
+        self._parts_then = [dict(parts) for parts in self._parts]
+        self._live_dropouts = _dropouts(self.model)
+        known = {id(table) for table, _ in self._hooks}
+        self._no_hooks = [table for table in torch_internals.hook_tables(self.model) if id(table) not in known]
+
+    def _refusal(self) -> str | None:
+        # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
+        # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
+        if any(self._no_parts) or self._parts != self._parts_then:
+            self._look_at_parts()
+            tables = set(map(id, torch_internals.hook_tables(self.model)))
+            if any(id(table) not in tables for table, _ in self._hooks):
+                self._parts_then = []  # looked at again by every call
+                return _HOOK
+        for watched in self._watched:
+            replaced = watched.change()
+            if replaced is not None:
+                return f"the code of `{replaced}` was replaced after the model was verified"
+        if any(module.training for module in self._live_dropouts):
+            return _TRAINING
+        # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
+        if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
+            return _HOOK
+        return None
+
+    def _say(self, reason: str) -> None:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        if self.fallbacks[reason] == 1:
+            warn_caller(f"fusion-advisor runs the original ops: {reason}")
+
+    def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
+        self._fake_modes += torch_internals.fake_modes_of(graph_module)
+        found = self._modules_by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
+        if found is None:
+            self._say("dynamo captured a graph that was not verified (something in the model changed)")
+            return graph_module.forward if self.graphs is None else self.graphs.other(graph_module.forward)
+        module, names, is_whole = found
+        self._chosen += 1
+        return self._runner(module, names, is_whole=is_whole)
+
+    def _runner(self, module: GraphModule, names: tuple[str, ...], *, is_whole: bool) -> Callable[..., Any]:
+        if self.graphs is None:
+            return module.forward
+        if not is_whole:
+            return self.graphs.other(module.forward)
+        return GraphedRegion(module, names, self.graphs)
+
+    # ------------------------------------------------------------------ launches
+
+    @property
+    def launches(self) -> int:
+        """Generated kernels launched since :meth:`apply` put this model in place, those that CUDA graphs replay among them.
+
+        Each fused call counts as one, in any backend; ATen's and cuBLAS's kernels do not count. A replay that was launched ahead
+        of dynamo's guards and thrown away counts: its kernels ran.
+        """
+        return self._launched() - self._launched_before
+
+    def _launched(self) -> int:
+        return total(self._tallies.values()) + (0 if self.graphs is None else self.graphs.launches)
+
+    def _count_in(self, modules: Sequence[GraphModule]) -> None:
+        """Count the launches of further graphs, from now on."""
+        for tally in tallies_in(modules):
+            if id(tally) not in self._tallies:
+                self._tallies[id(tally)] = tally
+                self._launched_before += tally.launches
+
+    # ------------------------------------------------------------------ other shapes
+
+    def specialize(self, *args: Any, **kwargs: Any) -> Specialised | None:
+        """Make the kept kernels serve another call too: captured, bound to its sizes and checked, not tuned or timed again.
+
+        Args:
+            *args: of an example call, as the model takes them.
+            **kwargs: likewise.
+
+        Returns:
+            What was built and the seconds it took; None when this call was verified before.
+
+        Raises:
+            CannotSpecialize: there are no kernels to bind, the call is of another regime (one row instead of many, where other
+                things pay: that takes a plan of its own), or a kernel's numbers do not pass.
+            CannotCapture: dynamo captured nothing.
+        """
+        if signature(args, kwargs) in self._verified:
+            return None
+        with kept_as_it_is(self.model, args, kwargs):
+            regions, modules, made = specialise(self.model, args, kwargs, self._kept)
+        self._add(regions, modules, args, kwargs)
+        self.specialised.append(made)
+        return made
+
+    def include(self, other: FusedModel) -> FusedModel:
+        """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
+
+        Making the other one reverted this one: apply it again afterwards.
+
+        Raises:
+            ValueError: the other one fuses another model.
+        """
+        if other.model is not self.model:
+            raise ValueError("both must have been made from one model")
+        other.revert()
+        self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
+        self._count_in([module for module, _, _ in other._modules_by_code.values()])
+        self._watched += other._watched
+        self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
+        return self
+
+    def refresh(self) -> None:
+        """Compute again what was made of weights and buffers under ``--freeze``: folded values and merged copies of weights.
+
+        Call it after a write that torch does not count (through ``.data``, numpy, dlpack or the storage). Recorded CUDA graphs
+        stay: the values are written into the memory that they read. Without ``--freeze`` there is nothing to do.
+        """
+        for module, _, _ in self._modules_by_code.values():
+            for call in held_calls(module):
+                call.refresh()
+
+    def _may_learn(self, key: Any) -> bool:
+        if self._kept is None or key in self._unlearnable or holds_object(key):
+            return False  # a cache that grows is another call at every step
+        return len(self.specialised) < self._on_first_use
+
+    # ------------------------------------------------------------------ applying and reverting
+
+    def apply(self) -> FusedModel:
+        """Put the fusions in place of another one's, where the model has some; does nothing when they are."""
+        if not self.is_applied:
+            take_out(self.model)
+            # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
+            # call and run the model's own ops: it must stop here instead.
+            stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
+            self._before = torch_internals.set_compiled_call(self.model, stop)
+            self.is_applied = True
+            self._launched_before = self._launched()
+        return self
+
+    def revert(self) -> torch.nn.Module:
+        """Take the fusions out again and return the model, which then is as it was before."""
+        if self.is_applied:
+            torch_internals.set_compiled_call(self.model, self._before)
+            self.is_applied = False
+            torch_internals.forget_real_tensors(self._fake_modes)
+            self._fake_modes.clear()
+            if self.graphs is not None:
+                self.graphs.forget()
+        return self.model
+
+    def __enter__(self) -> FusedModel:
+        return self.apply()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.revert()
+
+    # ------------------------------------------------------------------ copies
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse what ``copy`` and ``pickle`` ask for. The model itself can be copied and pickled: torch leaves the call out.
+
+        Raises:
+            CannotCopy: always.
+        """
+        raise CannotCopy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse, lest a ``__deepcopy__`` of the model's own answers.
+
+        Raises:
+            CannotCopy: always.
+        """
+        raise CannotCopy
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def take_out(model: torch.nn.Module) -> None:
+    """Revert what an earlier ``apply`` put into a model: two of them, reverted in the wrong order, would leave one in it."""
+    call = torch_internals.compiled_call_of(model)
+    earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
+    if isinstance(earlier, FusedModel):
+        earlier.revert()
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Whether a model, or a dropout in it, is in train() mode: its calls then run the original ops."""
+    return model.training or any(module.training for module in _dropouts(model))
+
+
+def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+
+
+class _Refused(Exception):
+    """A call that must run the original ops, found out after its graph was launched."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+_TRAINING = "the model is in train() mode"
+_MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
+_OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
+_HOOK = "a hook was added or removed after the model was verified"
+_UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
+
+
+def _code_of(graph_module: GraphModule) -> tuple[str, ...]:
+    """Return the code of a graph and of the graphs inside it: the branches of ``torch.cond`` stand in none but their own."""
+    return tuple(module.code for module in graph_module.modules() if isinstance(module, GraphModule))
+
+
+def _input_layouts(values: Any) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        for value in values
+    )
+
+
+def _device_of(leaves: Sequence[torch.Tensor]) -> int:
+    """Number of the GPU that a call's tensors lie on; -1 for a CPU."""
+    for leaf in leaves:
+        if leaf.is_cuda:
+            return leaf.get_device()
+    return -1

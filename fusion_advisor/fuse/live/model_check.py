@@ -1,0 +1,197 @@
+"""Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original.
+
+What a call writes (a KV cache, a count) is an output like any other: of each tensor the elements that changed are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fusion_advisor.runtime.call_tensors import copied, tensors_in
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.capture.graph.side_effects import Written, live_tensors
+from fusion_advisor.verify.subgraph_oracle import to_float64
+from fusion_advisor.verify.check_chain import check_model
+from fusion_advisor.records import ModelCheck, Tolerance
+from fusion_advisor.workload.device import memory_bytes
+from fusion_advisor.workload.load import LoadedWorkload
+
+_HEADROOM = 1.5
+"""A copy is made only where this much more than its parameters is free: activations of a wider dtype need room too."""
+
+_COUNTS = "written counts"
+
+
+def check_whole_model(
+    loaded: LoadedWorkload,
+    eager: Callable[[], Any],
+    fused: Callable[[], Any],
+    written: Written,
+    *,
+    tolerance: Tolerance | None = None,
+) -> ModelCheck:
+    """Run all three and compare.
+
+    Args:
+        loaded: the original model and its inputs; the copy is made from it and thrown away.
+        eager: the original call.
+        fused: the fused call.
+        written: what a call changes outside its result; put back before each of the three.
+        tolerance: the user's limit instead of eager's own error.
+    """
+    names = (*written.tensors, *written.made)
+
+    def outcome(call: Callable[[], Any]) -> _Outcome:
+        written.restore()
+        return _Outcome.of(call(), live_tensors(loaded.model, loaded.args, loaded.kwargs), names)
+
+    ours, theirs = outcome(fused), outcome(eager)
+    written.restore()
+    oracle, name = _oracle(loaded, {tensor.dtype for _, tensor in theirs.outputs if tensor.is_floating_point()}, names)
+    if oracle is not None and [tensor.shape for _, tensor in oracle.outputs] != [tensor.shape for _, tensor in theirs.outputs]:
+        oracle, name = None, "eager"  # a model that reads the bits of its floats has other shapes in another dtype
+    truth = theirs if oracle is None else oracle
+    changed = {key: torch.ones_like(ours.written[key], dtype=torch.bool) for key in written.made} | {
+        key: (ours.written[key] != before) | (theirs.written[key] != before) for key, before in written.before.items()
+    }
+    fused_rows, eager_rows, true_rows = (_judged(side.outputs) + side.changed(changed) for side in (ours, theirs, truth))
+    exact = {_COUNTS, *(title for title, tensor in ours.outputs if not tensor.is_floating_point() and not tensor.is_complex())}
+    return check_model(fused_rows, eager_rows, true_rows, name, tolerance=tolerance, exact=exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """A call's outputs, and the values after it of what it wrote."""
+
+    outputs: list[tuple[str, torch.Tensor]]
+    written: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, output: Any, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Outcome:
+        # Cloned: an output may be a view of the cache that the next call writes to.
+        outputs = [(name, tensor.clone()) for name, tensor in named_tensors(output)]
+        return cls(outputs=outputs, written={name: tensors[name].clone() for name in names})
+
+    def changed(self, masks: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """One flat tensor of what was written to floats, layer after layer, and one of counts, which must be equal."""
+        rows = []
+        for title, is_float in (("written values", True), (_COUNTS, False)):
+            names = [
+                name for name, tensor in self.written.items() if tensor.is_floating_point() is is_float and masks[name].any()
+            ]
+            if names:
+                flat = torch.cat([self.written[name][masks[name]].flatten() for name in names])
+                rows.append((title, flat if is_float else flat.to(torch.float64)))
+        return rows
+
+
+def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """What is compared: complex numbers as pairs; integers only where a model returns nothing else, and then exactly.
+
+    Beside floats, integers are mostly what was chosen by comparing them, and a tie may fall either way.
+    """
+    pairs = [(name, torch.view_as_real(tensor) if tensor.is_complex() else tensor) for name, tensor in outputs]
+    if any(tensor.is_floating_point() for _, tensor in pairs):
+        return pairs
+    return [(name, tensor.to(torch.float64)) for name, tensor in pairs]
+
+
+def named_tensors(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Flatten a model's output into (name, tensor); dataclasses and other objects that hold tensors are looked into."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        name = pytree.keystr(path).strip("[]'.\"")
+        if isinstance(leaf, torch.Tensor):
+            found.append((name or "output", leaf))
+        else:
+            found += [(inside.lstrip("."), tensor) for inside, tensor in tensors_in(name, leaf)]
+    return found
+
+
+def _oracle(loaded: LoadedWorkload, dtypes: Iterable[torch.dtype], names: Sequence[str]) -> tuple[_Outcome | None, str]:
+    wide = torch.float32 if set(dtypes) & {torch.float16, torch.bfloat16} else torch.float64
+    device = torch.device(loaded.record.device)
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    free, _ = memory_bytes(device)
+    if parameters * torch.finfo(wide).bits / 8 * _HEADROOM > free:
+        return None, "eager"
+    try:
+        model = copy.deepcopy(loaded.model).to(wide)
+    except (RuntimeError, TypeError):  # holds a tensor with a history, or a lock: no copy of it can be made
+        return None, "eager"
+
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):  # a cache keeps the dtype of its tensors
+            return wide if leaf.is_floating_point else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(wide, copy=True) if leaf.is_floating_point() else leaf.clone()
+        return leaf
+
+    args, kwargs = copied((loaded.args, loaded.kwargs), widened)
+    try:
+        output = model(*args, **kwargs)
+    except RuntimeError:  # a dtype that the model's own code names does not follow the copy
+        return None, "eager"
+    return _Outcome.of(output, live_tensors(model, args, kwargs), names), f"{str(wide).removeprefix('torch.')} copy"
+
+
+def check_region(region: Region, fused: Callable[..., Any]) -> ModelCheck:
+    """Judge what runs in place of one graph by the rule of whole models, on the tensors of its call.
+
+    Args:
+        region: with the tensors of a call, which the graph does not write to.
+        fused: the rewritten graph.
+
+    Returns:
+        The check; its oracle is the graph in float64 (casts to float dtypes go there too), or eager where that cannot be run.
+    """
+    ours, theirs = (_judged(_seeded(call, region.example_args)) for call in (fused, region.original.forward))
+    oracle, name = None, "eager"
+    if not any(_is_random(node) for node in region.graph.graph.nodes):
+        try:
+            oracle = _judged(_seeded(_Wide(region.graph).run, region.example_args))
+            name = "float64"
+        except (RuntimeError, MemoryError):  # an op without a float64 kernel, or no memory for one
+            oracle = None
+    if oracle is None or [tensor.shape for _, tensor in oracle] != [tensor.shape for _, tensor in theirs]:
+        oracle, name = theirs, "eager"
+    return check_model(ours, theirs, oracle, name)
+
+
+def _seeded(call: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+    """A call's outputs; the random numbers that it draws are those of the next call, too."""
+    devices = sorted({arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        return named_tensors(call(*args))
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+class _Wide(torch.fx.Interpreter):
+    """Runs a graph in float64: each float tensor is widened where an op reads it, so that weights are wide one at a time."""
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        """Run one node with wide arguments."""
+        if node.op != "call_function":
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        return self.call_function(node.target, _widened(args), _widened(kwargs))
+
+
+def _widened(value: Any) -> Any:
+    """Float tensors and float dtypes of an op's arguments as float64."""
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, torch.dtype):
+            return torch.float64 if one.is_floating_point else one
+        return to_float64(one) if isinstance(one, torch.Tensor) and one.dtype != torch.float64 else one
+
+    return pytree.tree_map(leaf, value)

@@ -1,0 +1,225 @@
+"""Another shape of a model that is fused already: the kept kernels bound to its sizes, checked on its tensors, nothing timed.
+
+Rendered kernels take sizes and strides as arguments, so one compiled kernel serves every length whose chains have its layout key.
+What paid at many rows need not pay at one (decode reads weights, prefill computes), so a plan is only carried over within its
+regime.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion_advisor.capture.graph.tracer import Region, capture_regions
+from fusion_advisor.chains.find import Group, find_groups
+from fusion_advisor.errors import CannotSpecialize
+from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.verify import check_chain
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
+from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.common.header_comment import tuning_of
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.library.match import names_in, with_names
+from fusion_advisor.ir.program import Program, layout_key
+from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
+
+FEW_ROWS = 16
+"""A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What ``apply`` kept, as far as another shape can use it."""
+
+    fusions: tuple[BuiltFusion, ...]
+    passes: tuple[str, ...]
+    """Names of graph passes."""
+    rows: int
+    """GEMM rows of the call that the plan was made for."""
+    on_cuda: bool
+    tolerance: Tolerance | None = None
+    """The user's limit on errors, if there was one."""
+    has_merged: bool = False
+    """Whether linears that read one input run as one GEMM; what stands behind them was built for slices of its result."""
+    has_gemvs: bool = False
+    """Whether linears run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
+    has_epilogues: bool = False
+    """Whether activations run in the GEMM that they follow."""
+    fast_math: bool = False
+    """Whether one GELU may be taken for the other there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialised:
+    """What one more call got."""
+
+    sites: dict[str, int]
+    """Sites replaced, by kernel."""
+    passes: dict[str, int]
+    """Sites changed, by graph pass."""
+    seconds: float
+
+
+def gemm_rows(ops: Sequence[OpNode]) -> int:
+    """Return how many rows the first GEMM computes, tokens times batch in a transformer; 0 where there is none."""
+    first = next((op.outputs[0] for op in ops if op.op_class is OpClass.GEMM and op.outputs), None)
+    return 0 if first is None else math.prod(first.shape[:-1])
+
+
+def specialise(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Kept | None
+) -> tuple[list[Region], list[GraphModule], Specialised]:
+    """Capture one more call of a model and rewrite it with kernels that exist.
+
+    Args:
+        model: fused or not; its own forward is captured.
+        args: of the call.
+        kwargs: of the call.
+        kept: of the plan; None where the model was put together without one.
+
+    Returns:
+        The captured regions, what runs in their place, and what was done.
+
+    Raises:
+        CannotSpecialize: another regime, nothing to bind, or wrong numbers.
+        CannotCapture: dynamo captured nothing.
+    """
+    if kept is None:
+        raise CannotSpecialize(detail="this model was fused without keeping its plan")
+    started = time.perf_counter()
+    live = capture_regions(model, args, kwargs)
+    bench = _merged(Bench(live, on_cuda=kept.on_cuda), kept)
+    rows = gemm_rows(bench.ops)
+    if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
+        raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
+    found = _sites(bench, kept)
+    placed = _places(bench, [planned for planned, _ in found], kept)
+    try:
+        bench.observe([planned for planned, _ in found], also=[index for one in placed[:1] for index in one.place.inputs])
+        built = [_bound(bench, planned, kernel, kept.tolerance) for planned, kernel in found]
+        linears = _in_epilogues(bench, placed, kept)
+    finally:
+        live.written.restore()
+    variant = bench.build(built, kept.passes, linears)
+    replaced = replaced_sites(variant)
+    sites: dict[str, int] = {}
+    for fusion in built:
+        sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
+    for one in placed:
+        sites[one.call.__name__] = sites.get(one.call.__name__, 0) + 1
+    if (kept.fusions or kept.has_gemvs or kept.has_epilogues) and not any(sites.values()):
+        raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
+    seconds = time.perf_counter() - started
+    return bench.live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
+
+
+def _merged(bench: Bench, kept: Kept) -> Bench:
+    """Merge what lies together in memory, as the plan did; a copy of weights is made once at most, and that was for the plan."""
+    if not kept.has_merged:
+        return bench
+    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+
+
+def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
+    """Find the chains of this graph that kept kernels compute, equal chains folded."""
+    by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
+    folded: dict[str, list[tuple[Group, Lowered]]] = {}
+    is_exact = any(fusion.planned.program.is_exact for fusion in kept.fusions)
+
+    def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+        return layout_key(lower(bench.ops, members, outputs, is_exact=is_exact).program) in by_layout
+
+    groups = find_groups(
+        bench.ops,
+        lambda members, outputs: judge_with(bench.ops, members, outputs, is_exact=is_exact),
+        has_kernel,
+        lambda members, outputs: not has_kernel(members, outputs),
+    )
+    for group in groups:
+        if group.verdict.is_fusible:
+            folded.setdefault(group.verdict.key, []).append(
+                (group, lower(bench.ops, group.members, group.outputs, is_exact=is_exact))
+            )
+    found: list[tuple[PlannedFusion, BuiltFusion]] = []
+    for same in folded.values():
+        program = same[0][1].program
+        kernel = by_layout.get(layout_key(program))
+        if kernel is None:
+            continue
+        names, named_values = names_in(kernel.planned.program)
+        program = with_names(program, names, dict(named_values))
+        if not _is_same_kernel(program, kernel):
+            continue
+        found.append((_planned(bench.ops, same, program, kernel, f"S{len(found) + 1}"), kernel))
+    return found
+
+
+def _is_same_kernel(program: Program, kernel: BuiltFusion) -> bool:
+    """Whether rendering for these sizes gives the kernel that is there: wide rows are walked by another one."""
+    rendered = backend_named(kernel.kernel.backend).render(
+        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kernel.kernel.fast_math
+    )
+    return rendered.entry == kernel.kernel.name
+
+
+def _planned(
+    ops: Sequence[OpNode], same: Sequence[tuple[Group, Lowered]], program: Program, kernel: BuiltFusion, name: str
+) -> PlannedFusion:
+    sites = tuple(
+        Site(
+            op_indices=group.members, module_path=ops[group.members[-1]].module_path, source_file="", source_line=0,
+            source_text="", device_ns=0,
+        )
+        for group, _ in same
+    )  # fmt: skip
+    before = kernel.planned.chain
+    chain = Chain(
+        id=name, ops=before.ops, sites=sites, launches=0, device_ns=0, share=0.0, moved_bytes=0,
+        floor_bytes=program.moved_bytes * len(same), floor_ns=0, saving_bound_ns=0, is_reduction=before.is_reduction,
+        dtype=before.dtype, shape=program.dims,
+    )  # fmt: skip
+    return PlannedFusion(
+        id=name,
+        chain=chain,
+        match=kernel.planned.match,
+        program=program,
+        sites=tuple(lowered for _, lowered in same),
+        header=kernel.planned.header,
+    )
+
+
+def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance: Tolerance | None) -> BuiltFusion:
+    """Bind a kernel to new sizes and check its numbers on the first site's own tensors."""
+    chain, roots = bench.first_site(planned)
+    inputs = [check_chain.layout_of(root) for root in roots]
+    outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+    launch = kernel.built.bind(planned.program)
+    call = fused_call(kernel.kernel.name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
+    numerics = check_chain.check_chain(chain, call, roots, seed=0, fast_math=kernel.kernel.fast_math, tolerance=tolerance)
+    if not numerics.is_passed:
+        raise CannotSpecialize(detail=f"{planned.match.kernel} there: {check_chain.why_wrong(numerics, tolerance)}")
+    return bench.install(planned, kernel.kernel, kernel.built)
+
+
+def _places(bench: Bench, fusions: Sequence[PlannedFusion], kept: Kept) -> list[try_epilogues.Placed]:
+    return try_epilogues.find_places(bench, fusions, fast_math=kept.fast_math)[0] if kept.has_epilogues else []
+
+
+def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], kept: Kept) -> list[BuiltLinear]:
+    """Let GEMMs compute the activations behind them in this call too; the numbers are checked on the first one's tensors."""
+    if not placed:
+        return []
+    numerics = try_epilogues.check_first(bench, placed, fast_math=kept.fast_math, tolerance=kept.tolerance)
+    if not numerics.is_passed:
+        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {check_chain.why_wrong(numerics, kept.tolerance)}")
+    return [try_epilogues.built_of(placed)]

@@ -1,0 +1,1 @@
+"""Training, generate and trace files: profiled only, nothing is rewritten."""

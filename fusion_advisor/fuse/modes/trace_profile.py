@@ -1,0 +1,347 @@
+"""``profile --trace``: what a trace of torch.profiler tells without its model, and what it cannot.
+
+A trace shows which kernels ran, in which order, for which op calls. It does not show which value goes where. So a chain here is
+a sequence that repeats, not one that may be fused; the model itself answers that (``profile MODEL_ID``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.capture.trace.kernels import Work, device_work, missing_kernels
+from fusion_advisor.capture.trace.profiler import Trace, is_step, read_events
+from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.chains.trace_repeats import find_repeats
+from fusion_advisor.chains.trace_bytes import Inputs, floor_bytes, moved_bytes
+from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.errors import MissingKernels, UnreadableTrace
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.library.trace_hints import library_sequences, resemblance
+from fusion_advisor.records import OpClass, TraceChain, TraceKernel, TraceReport
+
+MISSING_LIMIT_SHARE = 0.01
+"""Above this share of launches without a kernel nothing is ranked; a few at the edges of a window are common."""
+GEMM_MARK = "[gemm]"
+_MOST_BETWEEN = 4
+"""Kernels of one GEMM call at most: itself, a fill of its workspace, a split's sum."""
+
+Site = tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """A chain and all its places."""
+
+    sites: tuple[Site, ...]
+    gemm_at: int = 0
+    """A GEMM runs before the kernel of this number, in each site; 0: none does."""
+
+
+@collector_paused()
+def profile_trace(
+    path: Path,
+    *,
+    min_share: float,
+    top: int,
+    kernel_dirs: Sequence[Path] = (),
+    tool: str = "",
+    progress: Progress | None = None,
+) -> TraceReport:
+    """Rank a trace's kernels and the chains that it repeats.
+
+    Args:
+        path: ``.json`` or ``.json.gz``, as ``export_chrome_trace`` writes it.
+        min_share: chains with a smaller share of the device's busy time are left out.
+        top: at most so many chains, and so many kernels.
+        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones for what a chain looks like.
+        tool: fusion-advisor's own version, for the record.
+        progress: told what goes on.
+
+    Raises:
+        UnreadableTrace: the file is cut short, damaged, or no trace of torch.profiler.
+        MissingKernels: more than 1 % of the launches have no kernel.
+    """
+    clock = PhaseClock(progress or Progress())
+    with clock.phase("read"):
+        file = TraceFile(path)
+        trace = read_events(file)
+        clock.progress.note(f"{file.events:,} events, {len(trace.kernels):,} kernels, {len(trace.cpu_ops):,} CPU ops")
+    warnings = _checked(trace)
+    with clock.phase("join"):
+        work = device_work(trace)
+    if not work:
+        raise UnreadableTrace(name=path, detail="it holds no kernels and no CPU ops of torch.profiler", known="")
+    with clock.phase("chains"):
+        busy_ns = sum(item.busy_ns for item in work)
+        rate = fastest_rate(work)
+        sequences = library_sequences(kernel_dirs)
+        repeated, searched = repeated_sites(work, sequences, least_ns=min_share * busy_ns)
+        found = [_chain(one, sequences, busy_ns, rate, _smallest_ns(work)) for one in repeated]
+        chains = sorted((chain for chain in found if chain.share >= min_share), key=lambda chain: -chain.device_ns)
+        clock.progress.note(f"{len(chains)} that repeat")
+    ranked = _ranked(work, busy_ns)
+    steps = {item.step for item in work} - {-1}
+    has_shapes = any(item.inputs for item in work)
+    joined_ns = sum(item.busy_ns for item in work if item.call >= 0)
+    if searched < 1:
+        warnings.append(f"repeats were looked for in {searched:.1%} of the pointwise and reduction time: too much of it differs")
+    return TraceReport(
+        trace=str(path),
+        device_kind="cuda" if trace.kernels else "cpu",
+        device_names=_device_names(file.facts) if trace.kernels else (),
+        tool=tool,
+        events=file.events,
+        steps=len(steps),
+        launches=missing_kernels(trace).launches,
+        kernels=len(work),
+        span_ns=_span_ns(work),
+        busy_ns=busy_ns,
+        joined_share=joined_ns / max(busy_ns, 1),
+        has_shapes=has_shapes,
+        categories=_categories(work),
+        ranked=ranked[:top],
+        ranked_left_out=max(0, len(ranked) - top),
+        chains=tuple(_numbered(chains[:top])),
+        chains_left_out=max(0, len(chains) - top),
+        searched_share=searched,
+        bytes_per_s=None if rate is None else round(rate * 1e9),
+        unknown=tuple(_unknown(trace, has_shapes=has_shapes, joined_share=joined_ns / max(busy_ns, 1))),
+        warnings=tuple(warnings),
+    )
+
+
+def _checked(trace: Trace) -> list[str]:
+    """Return what the reader should know of a trace that can be ranked; raise where it cannot."""
+    warnings = []
+    found = missing_kernels(trace)
+    if found.missing > MISSING_LIMIT_SHARE * found.launches:
+        if trace.kernels:
+            known = "the profiler dropped them, or stopped before they ran"
+        else:
+            known = "another profiler (nsys, ncu) may have held the device's counters, or CUDA was not among the activities"
+        raise MissingKernels(kernels=f"{found.launches - found.missing:,}", launches=f"{found.launches:,}", known=known)
+    if found.missing:
+        warnings.append(f"{found.missing:,} of {found.launches:,} launches have no kernel in the trace")
+    if trace.unreadable:
+        warnings.append(f"{trace.unreadable:,} events have no usable name or time and were left out")
+    return warnings
+
+
+# -- chains ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Fusible work between two kernels that are none, in one queue and one step."""
+
+    work: Site
+    is_before_gemm: bool
+    """One GEMM call is all that stands between it and the next run."""
+
+
+def repeated_sites(
+    work: Sequence[Work], sequences: Mapping[tuple[str, ...], str], *, least_ns: float
+) -> tuple[list[Repeated], float]:
+    """Return the chains that repeat, and the share of time that was searched.
+
+    First two runs around one GEMM whose ops together are a library kernel's (SwiGLU runs ``silu``, the other projection,
+    ``mul``), then sequences of neighbours.
+
+    Args:
+        work: of a trace, in order of time.
+        sequences: op names of library kernels.
+        least_ns: chains that take less together are left out.
+    """
+    runs = list(_runs(work))
+    tokens = [_tokens(run.work) for run in runs]
+    around: dict[tuple[Any, ...], list[tuple[int, Site]]] = {}
+    for number, (run, after) in enumerate(itertools.pairwise(runs)):
+        if run.is_before_gemm and (*_calls(tokens[number]), *_calls(tokens[number + 1])) in sequences:
+            around.setdefault((tokens[number], tokens[number + 1]), []).append((number, run.work + after.work))
+    found: list[Repeated] = []
+    taken: set[int] = set()
+    for (before, _), places in around.items():
+        free = [(number, site) for number, site in places if not {number, number + 1} & taken]
+        if len(free) > 1 and sum(item.busy_ns for _, site in free for item in site) >= least_ns:
+            taken.update(place for number, _ in free for place in (number, number + 1))
+            found.append(Repeated(sites=tuple(site for _, site in free), gemm_at=len(before)))
+    kept = [number for number in range(len(runs)) if number not in taken]
+    left = [runs[number].work for number in kept]
+    costs = [[item.busy_ns for item in run] for run in left]
+    repeats = find_repeats([tokens[number] for number in kept], costs, least_cost=least_ns)
+    for repeat in repeats.found:
+        length = len(repeat.items)
+        found.append(Repeated(sites=tuple(left[run][start : start + length] for run, start in repeat.places)))
+    return found, repeats.searched_share
+
+
+def _runs(work: Sequence[Work]) -> Iterator[_Run]:
+    queues: dict[tuple[tuple[int, int], int], list[Work]] = {}
+    for item in work:
+        queues.setdefault((item.queue, item.step), []).append(item)
+    for queue in queues.values():
+        parts = [(is_fusible, tuple(part)) for is_fusible, part in itertools.groupby(queue, key=lambda item: item.is_fusible)]
+        for number, (is_fusible, part) in enumerate(parts):
+            if is_fusible:
+                has_next = number + 2 < len(parts)
+                yield _Run(work=part, is_before_gemm=has_next and _is_one_gemm(parts[number + 1][1]))
+
+
+def _is_one_gemm(between: Site) -> bool:
+    gemms = [item for item in between if item.category == OpClass.GEMM]
+    others = [item for item in between if item.category != OpClass.GEMM and not item.kernel_name.startswith("Memset")]
+    return bool(gemms) and not others and len(between) <= _MOST_BETWEEN and len({item.call for item in gemms}) == 1
+
+
+def _tokens(site: Site) -> tuple[tuple[str, int], ...]:
+    """Name each kernel by its op call's label and its number within that call: the second of one call is no op of its own."""
+    tokens: list[tuple[str, int]] = []
+    before = None
+    for item in site:
+        is_same = before is not None and item.call >= 0 and item.call == before.call
+        tokens.append((item.label, tokens[-1][1] + 1 if is_same else 0))
+        before = item
+    return tuple(tokens)
+
+
+def labels(site: Site) -> tuple[str, ...]:
+    """Return the op names of a site, one for each op call."""
+    return _calls(_tokens(site))
+
+
+def _calls(tokens: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    return tuple(label for number, (label, place) in enumerate(tokens) if place == 0 or number == 0)
+
+
+def _chain(
+    repeated: Repeated, sequences: Mapping[tuple[str, ...], str], busy_ns: int, rate: float | None, smallest_ns: int
+) -> TraceChain:
+    sites, first = repeated.sites, repeated.sites[0]
+    ops = labels(first)
+    like = resemblance(ops, sequences)
+    device_ns = sum(item.busy_ns for site in sites for item in site)
+    floors = _floors(sites)
+    bound = None
+    if floors is not None and rate is not None:
+        bound = max(0, device_ns - sum(max(round(floor / rate), smallest_ns) for floor in floors))
+    if repeated.gemm_at:
+        ops = (*labels(first[: repeated.gemm_at]), GEMM_MARK, *labels(first[repeated.gemm_at :]))
+    return TraceChain(
+        id="",
+        ops=ops,
+        kernels=tuple(item.kernel_name for item in first),
+        sites=len(sites),
+        launches=sum(map(len, sites)),
+        device_ns=device_ns,
+        share=device_ns / max(busy_ns, 1),
+        saving_bound_ns=bound,
+        floor_bytes=None if floors is None else sum(floors),
+        kernel=like.kernel if like else "",
+        is_whole=like.is_whole if like else True,
+    )
+
+
+def _numbered(chains: Iterable[TraceChain]) -> Iterator[TraceChain]:
+    for number, chain in enumerate(chains, start=1):
+        yield replace(chain, id=f"C{number}")
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def fastest_rate(work: Sequence[Work]) -> float | None:
+    """Return the most bytes per nanosecond that any one pointwise kernel moved; None where no shapes were recorded."""
+    best = 0.0
+    moved: dict[tuple[str, int], int | None] = {}
+    per_call = Counter(item.call for item in work)
+    for item in work:
+        if not item.inputs or item.duration_ns <= 0 or per_call[item.call] > 1:
+            continue
+        key = item.label, id(item.inputs)  # equal inputs are one object
+        if key not in moved:
+            moved[key] = moved_bytes(item.category, item.label, item.inputs)
+        best = max(best, (moved[key] or 0) / item.duration_ns)
+    return best or None
+
+
+def _floors(sites: Iterable[Site]) -> list[int] | None:
+    """Return each site's floor; None where one of them is not known."""
+    known: dict[tuple[tuple[str, int], ...], int | None] = {}
+    floors = []
+    for site in sites:
+        calls = [next(call) for _, call in itertools.groupby(site, key=lambda item: item.call)]
+        key = tuple((item.label, id(item.inputs)) for item in calls)
+        if key not in known:
+            known[key] = floor_bytes([_op(item) for item in calls])
+        floor = known[key]
+        if floor is None:
+            return None
+        floors.append(floor)
+    return floors
+
+
+def _op(item: Work) -> tuple[str, str, Inputs]:
+    return item.category, item.label, item.inputs
+
+
+def _smallest_ns(work: Iterable[Work]) -> int:
+    return min((item.duration_ns for item in work if item.is_fusible and item.duration_ns), default=0)
+
+
+# -- sums ------------------------------------------------------------------------------------------------------------------
+
+
+def _ranked(work: Iterable[Work], busy_ns: int) -> tuple[TraceKernel, ...]:
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for item in work:
+        key = item.kernel_name, item.label, item.category
+        count, ns = sums.get(key, (0, 0))
+        sums[key] = count + 1, ns + item.busy_ns
+    rows = sorted(sums.items(), key=lambda row: -row[1][1])
+    return tuple(
+        TraceKernel(name=name, op=op, category=category, count=count, device_ns=ns, share=ns / max(busy_ns, 1))
+        for (name, op, category), (count, ns) in rows
+    )
+
+
+def _categories(work: Iterable[Work]) -> tuple[tuple[str, int, int], ...]:
+    sums: dict[str, tuple[int, int]] = {}
+    for item in work:
+        count, ns = sums.get(item.category, (0, 0))
+        sums[item.category] = count + 1, ns + item.busy_ns
+    return tuple(sorted(((name, count, ns) for name, (count, ns) in sums.items()), key=lambda row: -row[2]))
+
+
+def _span_ns(work: Iterable[Work]) -> int:
+    """Sum over the steps, and over what belongs to none, from the first start to the last end."""
+    spans: dict[int, tuple[int, int]] = {}
+    for item in work:
+        start, end = spans.get(item.step, (item.start_ns, item.start_ns))
+        spans[item.step] = min(start, item.start_ns), max(end, item.start_ns + item.duration_ns)
+    return sum(end - start for start, end in spans.values())
+
+
+def _device_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    listed = facts.get("deviceProperties")
+    names = [entry.get("name") for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def _unknown(trace: Trace, *, has_shapes: bool, joined_share: float) -> Iterator[str]:
+    yield (
+        "whether one kernel may replace a chain: a trace shows neither which op reads what another wrote, nor who else reads it"
+    )
+    yield "modules and source lines"
+    if has_shapes:
+        yield "what ops write: bounds count what one kernel must read, and results whose shape follows from their inputs"
+    else:
+        yield "shapes and bytes, so what a chain could save at most (recorded without record_shapes=True)"
+    if joined_share < 0.995:
+        yield f"the op behind {1 - joined_share:.1%} of the time (CUDA graphs show none): such kernels go by their own names"
+    if not any(is_step(event) for event in trace.ranges):
+        yield "steps (none are marked), so sites and times are those of the whole trace"

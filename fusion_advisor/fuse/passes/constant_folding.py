@@ -1,0 +1,211 @@
+"""Constant folding: values that nothing outside the graph can change are computed once, when the graph is rewritten.
+
+In transformers' decoders these are the causal mask and the position table, rebuilt at every step by some dozens of small kernels.
+
+By default a folded value depends on no input, no buffer and no parameter. A write through ``tensor.data``, a numpy or dlpack
+alias or the storage counts no version in torch, so the host cannot see it, and comparing the sources on the device would take as
+many launches as computing the value. So the step computes what depends on a buffer (rotary cos and sin of ``inv_freq``), as the
+model does. These ops are a chain like any other: the whole rotary table costs a GPU one small kernel where that pays.
+
+``--freeze`` folds values of buffers and parameters as well (:func:`fold_frozen`), under a contract with the user: weights and
+buffers are not written while the fusion is in place, or ``fused.refresh()`` is called after the write. Writes that torch counts
+and exchanged tensors are seen even then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.fuse.rewrite.derived_tensors import Held
+
+HELD_LIMIT_BYTES = 256 << 20
+"""Folded values of one region together: what would go past it is computed at every call, as before."""
+
+
+def fold_constants(graph: Graph, _region: Region, constants: dict[str, torch.Tensor]) -> int:
+    """Replace every value that depends on no placeholder by a stored tensor.
+
+    Args:
+        graph: rewritten in place.
+        constants: gets one tensor per value, under the name that its ``get_attr`` node uses.
+
+    Returns:
+        How many ops are no longer run.
+    """
+    foldable = foldable_nodes(graph)
+    for node in _frontier(foldable, held_bytes(graph)):
+        name = f"folded_{len(constants)}"
+        constants[name] = evaluate([node])[node]
+        with graph.inserting_before(node):
+            stored = graph.get_attr(name)
+        _put(node, stored, foldable)
+    return len(foldable)
+
+
+def fold_frozen(graph: Graph, region: Region, constants: dict[str, torch.Tensor]) -> int:
+    """Replace every value that depends on buffers and parameters alone by a call that computes it when they change.
+
+    A change means another tensor, or a write that torch counts. Any other write needs ``FusedModel.refresh``.
+
+    Args:
+        graph: rewritten in place.
+        region: its buffers and parameters are the sources.
+        constants: stored tensors of ``fold_constants``, which the values may depend on too.
+
+    Returns:
+        How many ops are no longer run.
+    """
+    sources = _frozen(graph, region)
+    stored_before = [node for node in graph.nodes if node.op == "get_attr" and node.target in constants]
+    all_foldable = foldable_nodes(graph, {*sources, *stored_before})
+    foldable = {node: None for node in all_foldable if not _sources(node).isdisjoint(sources)}
+    for node in _frontier(foldable, held_bytes(graph)):
+        mine = [source for source in sources if source in _sources(node)]
+        call = Held(f"frozen_{node.name}", _computation(node, mine, constants), [sources[source] for source in mine])
+        with graph.inserting_before(node):
+            stored = graph.call_function(call, tuple(mine))
+        _put(node, stored, foldable)
+    return len(foldable)
+
+
+def _put(node: Node, stored: Node, foldable: dict[Node, None]) -> None:
+    stored.meta = {**node.meta, "held_bytes": _bytes(node)}
+    node.replace_all_uses_with(stored, delete_user_cb=lambda user: user not in foldable)
+
+
+def held_bytes(graph: Graph) -> int:
+    """Return the memory of a rewritten graph's folded values, those of ``fold_frozen`` among them."""
+    return sum(node.meta.get("held_bytes", 0) for node in graph.nodes)
+
+
+def frozen_bytes(graph: Graph) -> int:
+    """Return the memory of the values that ``fold_frozen`` folded."""
+    return sum(node.meta.get("held_bytes", 0) for node in graph.nodes if isinstance(node.target, Held))
+
+
+def foldable_nodes(graph: Graph, sources: Collection[Node] = ()) -> dict[Node, None]:
+    """Return, in order, the ops that depend on no placeholder, draw nothing at random, and own no memory that others may change.
+
+    A stored tensor outlives the call: what the graph writes to (also through a view), or what the caller is given and may write
+    to, would differ at the next call.
+
+    Args:
+        graph: a region's.
+        sources: placeholders and stored tensors that an op may depend on all the same.
+    """
+    shared = {key for node in graph.nodes for key in written_storages(node)}
+    shared |= {key for node in graph.nodes if node.op == "output" for source in node.all_input_nodes for key in storages(source)}
+    allowed = {source for source in sources if not shared & set(storages(source))}
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_pure(node) or shared & set(storages(node)):
+            continue
+        if all(source in found or source in allowed for source in node.all_input_nodes):
+            found[node] = None
+    return found
+
+
+def _frontier(foldable: dict[Node, None], held: int) -> list[Node]:
+    """Return what must be stored so that nothing in ``foldable`` runs; what would hold too much is taken out of ``foldable``.
+
+    A view of a buffer stays an op: it costs no kernel, and storing it would save none.
+
+    Args:
+        foldable: candidates, in order.
+        held: bytes that the region's graph holds already.
+    """
+    while True:
+        frontier = [node for node in foldable if any(user not in foldable for user in node.users)]
+        total, refused = held, []
+        for node in frontier:
+            is_stored = isinstance(node.meta.get("val"), torch.Tensor) and not _is_view_of_placeholder(node)
+            total += _bytes(node) if is_stored else 0
+            if not is_stored or total > HELD_LIMIT_BYTES:
+                refused.append(node)
+                total -= _bytes(node) if is_stored else 0
+        if not refused:
+            return frontier
+        for node in refused:
+            del foldable[node]
+
+
+def _is_view_of_placeholder(node: Node) -> bool:
+    keys = set(storages(node))
+    return any(source.op == "placeholder" and keys & set(storages(source)) for source in _sources(node))
+
+
+def _sources(node: Node) -> set[Node]:
+    """Return all nodes that a node depends on."""
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _frozen(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
+    """Return the placeholders of buffers and parameters, with their tensors."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    named = zip(placeholders, region.roles, region.example_args, strict=True) if region.roles else ()
+    # An inference tensor counts no writes, so a change of it would go unseen.
+    return {node: value for node, role, value in named if role in ("buffer", "parameter") and not value.is_inference()}
+
+
+def _computation(node: Node, sources: list[Node], constants: Mapping[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the ops behind a node as a function of its sources, apart from the graph that is being rewritten."""
+    needed = _sources(node) | {node}
+    graph = Graph()
+    copies: dict[Node, Node] = {source: graph.placeholder(source.name) for source in sources}
+    for original in node.graph.nodes:
+        if original in needed and original not in copies:
+            copies[original] = graph.node_copy(original, copies.__getitem__)
+    graph.output(copies[node])
+    stored = {str(one.target): constants[str(one.target)] for one in needed if one.op == "get_attr"}
+    interpreter = torch.fx.Interpreter(torch.fx.GraphModule(stored, graph))
+
+    def compute(*tensors: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            result = interpreter.run(*tensors)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    return compute
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+
+
+def evaluate(nodes: list[Node]) -> dict[Node, Any]:
+    """Run the ops that ``nodes`` need (none of which depends on a placeholder) and return their values."""
+    values: dict[Node, Any] = {}
+
+    def value_of(node: Node) -> Any:
+        if node not in values:
+            arguments = torch.fx.node.map_arg(node.args, value_of)
+            keywords = torch.fx.node.map_arg(node.kwargs, value_of)
+            assert callable(node.target)
+            values[node] = node.target(*arguments, **keywords)
+        return values[node]
+
+    with torch.no_grad():
+        return {node: value_of(node) for node in nodes}
+
+
+def _is_pure(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "fusion_id" in node.meta
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags

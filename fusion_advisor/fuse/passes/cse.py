@@ -1,0 +1,97 @@
+"""Shared values: what several layers compute from the same operands is computed once.
+
+A traced model is written out layer by layer, so what each layer derives for itself (its key positions, a cast of a table, a mask
+of its own) stands in the graph once per layer. Two ops give the same value if they are the same op on the same operands, and
+nobody wrote to those operands in between; this is shown node by node, from the top. What draws random numbers is never
+shared, nor is memory that somebody writes to or that the caller is given: there, two equal tensors are not one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+
+
+def share_values(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
+    """Let equal ops be one op; returns how many that compute something are gone (views cost nothing)."""
+    theirs = {key for node in graph.nodes for key in written_storages(node)}
+    theirs |= {key for node in graph.nodes if node.op == "output" for source in node.all_input_nodes for key in storages(source)}
+    writes: Counter[int] = Counter()
+    known: dict[Any, Node] = {}
+    gone = 0
+    for node in list(graph.nodes):
+        writes.update(written_storages(node))
+        if not _is_transparent(node):
+            known.clear()
+        if not _is_shareable(node) or theirs & set(storages(node)):
+            continue
+        try:
+            key = (node.op, node.target, _frozen((node.args, node.kwargs), writes))
+            first = known.setdefault(key, node)
+        except TypeError:  # an argument that cannot be compared
+            continue
+        if first is node:
+            continue
+        gone += bool(node.users) and not _is_view(node)
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+    return gone
+
+
+def _is_transparent(node: Node) -> bool:
+    """Whether an op means the same before and after this node: entering autocast, say, changes what the next ones compute."""
+    if node.op != "call_function" or node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return "fusion_id" in node.meta or str(getattr(node.target, "__module__", "")).startswith("fusion_advisor.")
+
+
+def _is_shareable(node: Node) -> bool:
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not storages(node):
+        return False
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _is_view(node: Node) -> bool:
+    read = {key for source in node.all_input_nodes for key in storages(source)}
+    return node.op == "get_attr" or read.issuperset(storages(node))
+
+
+def _frozen(value: Any, writes: Counter[int]) -> Any:
+    """Return a key that is equal for equal arguments: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    if isinstance(value, Node):
+        source = _itself(value)
+        return (source, tuple(writes[key] for key in storages(source)))
+    if isinstance(value, tuple | list):
+        return (list, *(_frozen(item, writes) for item in value))
+    if isinstance(value, dict):
+        return (dict, *((name, _frozen(value[name], writes)) for name in sorted(value)))
+    if isinstance(value, slice):
+        return (slice, _frozen((value.start, value.stop, value.step), writes))
+    return (type(value), repr(value) if isinstance(value, float | complex) else value)
+
+
+def _itself(node: Node) -> Node:
+    """Return what a node that changes nothing (``to`` of the dtype that is there already) was given."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        source = node.all_input_nodes[0]
+        ours, theirs = node.meta.get("val"), source.meta.get("val")
+        if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor) or _place(ours) != _place(theirs):
+            break
+        if storages(node) != storages(source) or written_storages(node):
+            break
+        node = source
+    return node
+
+
+def _place(value: torch.Tensor) -> tuple[Any, ...]:
+    flags = (value.is_conj(), value.is_neg())
+    return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, *flags)

@@ -1,0 +1,17 @@
+"""Biases apart: what small GEMMs in fp32 take from an epilogue is added by an op of its own, where no chain takes the addition.
+
+See ``capture.graph.split_bias`` for why the epilogue is the slower way, and for how the additions come to stand in the captured graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph
+
+from fusion_advisor.capture.graph.split_bias import leave_gemm_biases_apart
+from fusion_advisor.capture.graph.tracer import Region
+
+
+def split_gemm_biases(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
+    """Leave the biases of small fp32 GEMMs apart; returns how many."""
+    return leave_gemm_biases_apart(graph)

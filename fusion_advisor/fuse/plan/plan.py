@@ -1,0 +1,206 @@
+"""From a capture to a plan: which chains get which kernel, and why the others get none. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
+from fusion_advisor.chains.rank import Ranked, rank_chains
+from fusion_advisor.fuse.plan.options import MIN_SHARE
+from fusion_advisor.lowering.memo import lower_sites
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
+from fusion_advisor.ir.program import Program, layout_key
+from fusion_advisor.lowering.rules.tables import CannotLower
+from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode
+
+_NAME_OPS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFusion:
+    """One chain with its kernel, ready to be rendered."""
+
+    id: str
+    chain: Chain
+    match: Match
+    program: Program
+    """Of every site: equal chains have equal programs."""
+    sites: tuple[Lowered, ...]
+    """Inputs and outputs of each site, in the order of ``chain.sites``."""
+    header: Header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will be tried, and an answer for every ranked chain."""
+
+    chains: tuple[Chain, ...]
+    answers: tuple[Match | NoMatch, ...]
+    fusions: tuple[PlannedFusion, ...]
+    unused: tuple[str, ...] = ()
+    """Patterns of --only and --skip that fit the name of no kernel that was found for a chain."""
+
+
+def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[int, ...], *, is_exact: bool = False) -> Verdict:
+    """Say whether one kernel can compute a group, and at how many bytes."""
+    try:
+        lowered = lower(ops, members, outputs, is_exact=is_exact)
+    except CannotLower as refusal:
+        return Verdict(is_fusible=False, code=refusal.code, reason=refusal.reason)
+    return Verdict(is_fusible=True, floor_bytes=lowered.program.moved_bytes, key=repr(lowered.program))
+
+
+def make_plan(
+    capture: Capture,
+    patterns: Sequence[Pattern],
+    *,
+    min_share: float = MIN_SHARE,
+    top: int = 20,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    sources: dict[str, str] | None = None,
+    is_exact: bool = False,
+) -> Plan:
+    """Find, rank and match the chains of a capture.
+
+    Args:
+        capture: from ``profile`` or from ``capture.json``.
+        patterns: the library's, from ``library.patterns``.
+        min_share: chains below this share of device time are ranked but get no kernel.
+        top: at most this many rows.
+        only: shell patterns of kernel names; when given, nothing else is tried.
+        skip: shell patterns of kernel names that are not tried; a smaller kernel may take a part of their sites.
+        sources: where each library kernel's idea comes from, for the rendered header.
+        is_exact: kernels round each op's result as eager does.
+    """
+    seen: set[str] = set()
+
+    # A site goes to the largest kernel that is not left out: queries and keys to the kernel for one where that for both is, a
+    # norm to its own where that with the residual is.
+    def is_allowed(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool | None:
+        found = find_match(lower(capture.ops, members, outputs, is_exact=is_exact).program, patterns)
+        if found is None:
+            return None
+        seen.add(found.kernel)
+        return _left_out(found.kernel, only, skip) is None
+
+    groups = find_groups(
+        capture.ops,
+        lambda members, outputs: judge_with(capture.ops, members, outputs, is_exact=is_exact),
+        lambda members, outputs: is_allowed(members, outputs) is True,
+        (lambda members, outputs: is_allowed(members, outputs) is False) if only or skip else None,
+    )
+    rows = rank_chains(capture, groups)[:top]
+    answers: list[Match | NoMatch] = []
+    planned: list[PlannedFusion] = []
+    for row in rows:
+        answer, program = _answer(capture.ops, row, patterns, sources or {}, is_exact=is_exact)
+        if isinstance(answer, Match):
+            seen.add(answer.kernel)
+        refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
+        answers.append(refusal or answer)
+        if refusal is None and isinstance(answer, Match) and program is not None:
+            places = [(group.members, group.outputs) for group in row.groups]
+            sites = lower_sites(capture.ops, places, is_exact=is_exact)
+            planned.append(_planned(row, answer, program, sites, len(planned) + 1))
+    unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
+    return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
+
+
+def recall(
+    capture: Capture, chains: Sequence[Chain], answers: Mapping[str, Match], *, is_exact: bool = False
+) -> list[PlannedFusion]:
+    """Plan chains that a run found before, without looking for any.
+
+    The answers hold what the library's kernels call things, so the library is not traced, nor need it be the one of that run.
+
+    Args:
+        capture: of that run.
+        chains: of its report.
+        answers: likewise, by chain.
+        is_exact: of that run.
+    """
+    members = [site.op_indices for chain in chains for site in chain.sites]
+    outputs = dict(zip(members, outputs_of(capture.ops, members), strict=True))
+    verdict = Verdict(is_fusible=True)
+    planned = []
+    for number, chain in enumerate(chains, start=1):
+        groups = tuple(Group(members=site.op_indices, outputs=outputs[site.op_indices], verdict=verdict) for site in chain.sites)
+        row = Ranked(chain=chain, groups=groups, refusal=None)
+        answer = answers[chain.id]
+        sites = lower_sites(capture.ops, [(group.members, group.outputs) for group in groups], is_exact=is_exact)
+        program = sites[0].program
+        if answer.operands:
+            program = with_names(program, answer.operands, dict(answer.named_values))
+        planned.append(_planned(row, answer, program, sites, number))
+    return planned
+
+
+def _answer(
+    ops: Sequence[OpNode],
+    row: Ranked,
+    patterns: Sequence[Pattern],
+    sources: Mapping[str, str],
+    *,
+    is_exact: bool,
+) -> tuple[Match | NoMatch, Program | None]:
+    if row.refusal is not None:
+        return row.refusal, None
+    group = row.groups[0]
+    program = lower(ops, group.members, group.outputs, is_exact=is_exact).program
+    found = find_match(program, patterns)
+    if found is None:
+        return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program
+    operands, named_values = names_in(found.program)
+    match = Match(
+        chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants,
+        operands=operands, named_values=named_values, source=sources.get(found.kernel, ""),
+    )  # fmt: skip
+    return match, found.program
+
+
+def _refusal(
+    row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str]
+) -> NoMatch | None:
+    if isinstance(answer, NoMatch):
+        return answer
+    chain = row.chain
+    if chain.share < min_share:
+        reason = f"{chain.share:.2%} of device time is below the {min_share:.2%} that is tried"
+        return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
+    if chain.saving_bound_ns == 0:
+        return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
+    left_out = _left_out(answer.kernel, only, skip)
+    return None if left_out is None else NoMatch(chain_id=chain.id, code="FA607", reason=left_out)
+
+
+def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | None:
+    if only and not any(fnmatch.fnmatchcase(kernel, pattern) for pattern in only):
+        return f"{kernel} is not among --only {', '.join(only)}"
+    if any(fnmatch.fnmatchcase(kernel, pattern) for pattern in skip):
+        return f"{kernel} was left out by --skip"
+    return None
+
+
+def generated_name(op_names: Sequence[str], program: Program) -> str:
+    """Name a generated kernel after its chain; four hex digits tell variants of one chain apart."""
+    kept = list(op_names[:_NAME_OPS])
+    digest = hashlib.sha256(layout_key(program).encode()).hexdigest()[:4]
+    clean = ["".join(letter for letter in name if letter.isalnum() or letter == "_") for name in kept]
+    return "_".join([*clean, digest])
+
+
+def _planned(row: Ranked, match: Match, program: Program, sites: Sequence[Lowered], number: int) -> PlannedFusion:
+    origin = f"library kernel {match.kernel}, variant {match.variant}" if match.is_library else "generated from the chain"
+    header = Header(
+        title=match.kernel,
+        summary=f"{' -> '.join(row.chain.ops)} in one kernel",
+        origin=origin,
+        source=match.source,
+    )
+    return PlannedFusion(id=f"F{number}", chain=row.chain, match=match, program=program, sites=tuple(sites), header=header)

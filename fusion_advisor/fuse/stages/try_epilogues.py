@@ -1,0 +1,170 @@
+"""Activations in the epilogue of the GEMM that they follow: cuBLAS computes what the model or a kernel launches for itself.
+
+Every place is checked on its own tensors against the ops that it replaces; all are timed in the step on top of all that was kept,
+and alone against what the step has in their places. What was a kernel of its own until then (a ``gelu_tanh``) is part of a
+GEMM's; its row says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.rebind import Kept, not_replaced
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.passes.gemm_epilogue import find_epilogue_sites
+from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
+from fusion_advisor.workload.device import is_out_of_memory
+
+TITLE = EPILOGUE
+ID = f"R{len(PASSES) + 3}"
+_ON_TOP = " (on top of all that was kept)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A call of cuBLAS and where it would stand."""
+
+    place: Place
+    call: Callable[..., Any]
+
+
+def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
+    """Let GEMMs compute the activations behind them where that pays on top of what was kept.
+
+    Args:
+        kept: what was decided so far.
+        options: the keep rule's thresholds, and the user's limit on errors.
+        progress: told what is found.
+        budget_s: seconds for the timing.
+
+    Returns:
+        The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
+    """
+    bench, passes = kept.bench, kept_passes(kept.rewrites)
+    found, refusals = find_places(bench, [item.planned for item in kept.built], fast_math=options.fast_math)
+    if not found:
+        reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
+        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
+    row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
+    try:
+        refusal = why_no_room(bench, [one.place for one in found])
+        if refusal is None:
+            observe(bench, [one.place for one in found])
+            refusal = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
+        if refusal is not None:
+            return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
+        numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
+        if not numerics.is_passed:
+            return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # What was kept before needs none of this memory.
+        reason = f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
+        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(found))
+    finally:
+        bench.values.clear()  # activations of every layer
+    progress.note(f"{len(found)} activations behind GEMMs, timed on top of what was kept")
+    linear = built_of(found)
+    runner = StepRunner(bench)
+    without = step_of(bench, kept.built, passes, kept.linears)
+    with_epilogues = step_of(bench, kept.built, passes, [*kept.linears, linear])
+    verdict = on_top(
+        runner, without.run, with_epilogues.run,
+        name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
+    )  # fmt: skip
+    errors = f"relative error {numerics.fused_rel_l2:.1e} against float64, of the ops apart {numerics.eager_rel_l2:.1e}"
+    left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
+    row = replace(
+        row,
+        status=verdict.status,
+        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}; {errors}{left}",
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues) if options.is_timed else None,
+    )
+    rewrites = (*kept.rewrites, row)
+    if verdict.status is not Status.KEPT:
+        return replace(kept, rewrites=rewrites)
+    original = step_of(kept.captured, (), ())
+    decision = confirmed(
+        runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3 if options.is_timed else 0.0
+    )
+    runner.forget()
+    fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]
+    return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
+
+
+def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bool = False) -> tuple[list[Placed], list[str]]:
+    """Return where an epilogue could compute an activation, region by region, and why others were left alone.
+
+    Args:
+        bench: over the graphs as they are now.
+        fusions: what kernels compute in them.
+        fast_math: take one GELU for the other, in 16 bits.
+    """
+    placed, refusals = [], []
+    pairs = [(one.match.kernel, *pair) for one in fusions for pair in zip(one.chain.sites, one.sites, strict=True)]
+    chains = [(kernel if lowered.outputs == site.op_indices[-1:] else "", site.op_indices) for kernel, site, lowered in pairs]
+    reads = {lowered.outputs[-1]: lowered.given for _, _, lowered in pairs}
+    for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
+        node_at = {index: node for node, index in index_of.items()}
+        mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
+        device = "cuda" if bench.on_cuda else "cpu"
+        sites, reasons = find_epilogue_sites(region.graph.graph, mine, device, fast_math=fast_math)
+        refusals += reasons
+        for site in sites:
+            members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
+            if reads.get(members[-1], members[:1]) != members[:1]:
+                continue
+            own = own_classes(region, site.operands)
+            if own:
+                refusals.append(f"what it reads is a {min(own)}, whose own kernels may have no such epilogue")
+                continue
+            placed.append(Placed(place=Place(region=region.index, members=members, inputs=inputs), call=site.call()))
+    return placed, refusals
+
+
+def check(bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None) -> Numerics:
+    """Compare the calls with the ops they replace: on every place's own tensors, and the first on random rows."""
+    sites = [(*original_of(bench, one.place), one.call) for one in found]
+    first, own, call = sites[0]
+    fresh = [[*random_like(own[:1], number, scale), *own[1:]] for number, scale in enumerate(SCALES)]
+    trials = [*((chain, call, roots) for chain, roots, call in sites), *((first, call, roots) for roots in fresh)]
+    text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
+    return check_calls(trials, inputs=f"{text}; the worst is shown", fast_math=fast_math, tolerance=tolerance)
+
+
+def check_first(
+    bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None
+) -> Numerics:
+    """Compare calls that passed :func:`check` before with the ops they replace, on the first place's own tensors only."""
+    chain, roots = original_of(bench, found[0].place)
+    calls = [(chain, found[0].call, roots)]
+    return check_calls(calls, inputs="the first site's own tensors", fast_math=fast_math, tolerance=tolerance)
+
+
+def built_of(found: Sequence[Placed]) -> BuiltLinear:
+    """Return the calls as they go into graphs."""
+    sites = tuple(
+        SiteRewrite(
+            fusion_id=ID,
+            members=one.place.members,
+            inputs=one.place.inputs,
+            outputs=one.place.members[-1:],
+            call=one.call,
+        )
+        for one in found
+    )
+    return BuiltLinear(id=ID, sites=sites)

@@ -1,0 +1,394 @@
+"""Linears as hand-written kernels, tried last: on few rows norm, bias, gate and residual go into them, on many the gate alone.
+
+Every kind of site (one kernel, all its layers) is built, checked on every site's own tensors, timed alone against the ops that it
+replaces, and then in the step on top of all that was kept before it; one that does not pay is out before the next is timed. It
+takes the place of fused chains (the norm of an ``add_rmsnorm``, a ``swiglu``), whose rows say so: the step that it is compared
+with has them, and cuBLAS. Sites with a norm come first, because a residual that is added in its linear leaves behind a norm that
+needs another kernel.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fusion_advisor.content import content_dir
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.verify.subgraph_oracle import OriginalChain
+from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.passes.linear_sites import GemvSite, find_gemv_sites
+from fusion_advisor.fuse.stages.gemm_sites import (
+    Place,
+    compare_alone,
+    device_of,
+    observe,
+    original_of,
+    own_classes,
+    why_no_room,
+    without_taken,
+)
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.decide.trial import source_around
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
+from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.library.spec import read_spec
+from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
+from fusion_advisor.workload.device import is_out_of_memory
+
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Sites that one kernel computes."""
+
+    title: str
+    """``rmsnorm_gate_up``: the library's name, or what is in it."""
+    problem: GemvProblem
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A compiled kernel, bound to its problem."""
+
+    kernel: RenderedKernel
+    launch: Launcher
+
+
+Make = Callable[[GemvProblem, Header, str], "Made | str"]
+"""Builds a kernel for a problem, given the name of its file; a sentence where there is none that pays.
+
+Raises KernelBuildFailed."""
+
+
+def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float, make: Make | None) -> Kept:
+    """Put GEMV kernels where they pay on top of what was kept.
+
+    Args:
+        kept: what was decided without them.
+        options: the keep rule's thresholds; ``only`` and ``skip`` name these kernels too.
+        progress: told what is found.
+        budget_s: seconds for the timing of all kinds.
+        make: from :func:`maker`; None where there is no device for them.
+
+    Returns:
+        The same with one more fusion for each kind of site, and those that stay in ``linears``.
+    """
+    kinds = find_kinds(kept.bench) if make is not None else []
+    kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and _has_kernel(kind.problem, kept.bench, options)]
+    if make is None or not kinds:
+        return kept
+    bench, passes = kept.bench, kept_passes(kept.rewrites)
+    refusals, seen = _refused(bench, kinds)
+    try:
+        observe(bench, seen)
+    except (RuntimeError, MemoryError) as error:
+        refusals = [_ran_out(error)] * len(kinds)
+    runner = StepRunner(bench)
+    rows: list[Fusion] = []
+    chosen: list[BuiltLinear] = []
+    for number, (kind, refusal) in enumerate(zip(kinds, refusals, strict=True), start=1):
+        progress.step(number - 1, len(kinds), f"G{number} {kind.title}: build, check, time")
+        row, built = _row(bench, kind, f"G{number}"), None
+        if refusal is not None:
+            row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
+        else:
+            try:
+                row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance, is_timed=options.is_timed)
+            except (RuntimeError, MemoryError) as error:
+                row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
+        if built is not None:
+            before = step_of(bench, kept.built, passes, [*kept.linears, *chosen])
+            after = step_of(bench, kept.built, passes, [*kept.linears, *chosen, built])
+            verdict = on_top(
+                runner,
+                before.run,
+                after.run,
+                name=built.id,
+                min_gain=options.min_gain,
+                confidence=options.confidence,
+                budget_s=budget_s / len(kinds),
+                is_timed=options.is_timed,
+            )
+            row = _judged(row, verdict, saving_alone_ns(runner, before, after) if options.is_timed else None)
+            chosen += [built] if verdict.status is Status.KEPT else []
+        progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
+        rows.append(row)
+    bench.values.clear()  # activations of every layer
+    if not chosen:
+        return replace(kept, fusions=[*kept.fusions, *rows])
+    decision = confirmed(
+        runner,
+        kept.decision,
+        step_of(kept.captured, (), ()).run,
+        step_of(bench, kept.built, passes, [*kept.linears, *chosen]).run,
+        budget_s=budget_s / 3 if options.is_timed else 0.0,
+    )
+    runner.forget()
+    titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
+    fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
+    return replace(kept, decision=decision, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
+
+
+def find_kinds(bench: Bench) -> list[Kind]:
+    """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights."""
+    found: dict[tuple[str, GemvProblem], list[Place]] = {}
+    for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
+        for site in find_gemv_sites(region.graph.graph):
+            if not _is_of_one_dtype(site) or own_classes(region, site.operands):
+                continue
+            place = Place(
+                region=region.index,
+                members=tuple(index_of[node] for node in site.members),
+                inputs=tuple(index_of[node] for node in site.operands),
+            )
+            found.setdefault((_title(site), _problem(site)), []).append(place)
+    kinds = [Kind(title=title, problem=problem, places=tuple(places)) for (title, problem), places in found.items()]
+    return sorted(kinds, key=lambda kind: (not kind.problem.has_norm, -kind.problem.weight_bytes * len(kind.places)))
+
+
+def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: Callable[[str], None]) -> Make | None:
+    """Return what chooses and builds kernels on a device; None where there are none for it.
+
+    Args:
+        kernel_dir: where sources go.
+        device: where they will run.
+        backend: ``triton`` or ``cuda``; None for the faster one. ``cpp`` has no such kernels.
+        log: told of each choice.
+    """
+    backends = BACKENDS if backend is None else tuple(name for name in BACKENDS if name == backend)
+    if device.type != "cuda" or not backends:
+        return None
+
+    def make(problem: GemvProblem, header: Header, file: str) -> Made | str:
+        choice = choose(problem, device, header=header, backends=backends)
+        log(f"{header.title} {problem.m} x {problem.n} x {problem.k}: {choice.text} in {choice.tune_ns / 1e9:.2f} s")
+        # A step has the norm's and the gate's kernels around cuBLAS as fusions of their own.
+        if choice.config == CUBLAS or choice.config.form in AROUND.values():
+            times = "; ".join(f"{text} {ns / 1e3:.1f} µs" for text, ns in choice.tried)
+            return f"cuBLAS and the ops around it are faster, or no kernel serves ({choice.source}{': ' * bool(times)}{times})"
+        return build(problem, header, choice.config, kernel_dir / file, tuning=choice.text)
+
+    return make
+
+
+def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, *, tuning: str) -> Made:
+    """Render and compile one configuration.
+
+    Args:
+        problem: at its sizes.
+        header: for the head comment.
+        config: one of ours.
+        path: of the source, without its suffix.
+        tuning: the configuration and how it was chosen, for the report.
+
+    Raises:
+        KernelBuildFailed: it does not serve the problem, or does not compile.
+    """
+    backend = config.form.partition("_")[0]
+    rendered = gemv_backend(backend).render(problem, header, config=config)
+    path = path.with_name(path.name + rendered.suffix)
+    built = gemv_backend(backend).build(rendered, path)
+    launch = built.bind(problem, config)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"kernels/{path.name}",
+        source=rendered.source,
+        origin=header.origin,
+        build_ns=built.build_ns,
+        tuning=tuning,
+    )
+    return Made(kernel=kernel, launch=launch)
+
+
+def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Tolerance | None = None) -> Numerics:
+    """Compare a kernel with the ops it replaces: on every site's own tensors, and on the first one's weights and random rows."""
+    sites = [original_of(bench, place) for place in kind.places]
+    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
+    result = bench.ops[kind.places[0].members[-1]].outputs[0]
+    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
+    first, roots = sites[0]
+    # Weights at 32 times their size are nobody's; rows are anything.
+    is_rows = [name in ("x", "residual") for name, _ in kind.problem.operands[:-1]]
+    fresh = []
+    for number, scale in enumerate(SCALES):
+        rows = iter(random_like([root for root, is_fresh in zip(roots, is_rows, strict=True) if is_fresh], seed + number, scale))
+        fresh.append([next(rows) if is_fresh else root for root, is_fresh in zip(roots, is_rows, strict=True)])
+    trials = [*((chain, call, own) for chain, own in sites), *((first, call, given) for given in fresh)]
+    text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
+    return check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
+
+
+def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | None = None) -> Numerics:
+    """Compare a kernel that passed :func:`check` before with the ops it replaces, on the first site's own tensors only."""
+    chain, roots = original_of(bench, kind.places[0])
+    layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
+    result = bench.ops[kind.places[0].members[-1]].outputs[0]
+    call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
+    return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
+
+
+def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltLinear:
+    """Bind a kernel to the sites of its kind."""
+    sites = []
+    for place in kind.places:
+        layouts = [bench.ops[index].outputs[0] for index in place.inputs]
+        call = fused_call(made.kernel.name, made.launch, layouts, [bench.ops[place.members[-1]].outputs[0]])
+        sites.append(
+            SiteRewrite(fusion_id=name, members=place.members, inputs=place.inputs, outputs=place.members[-1:], call=call)
+        )
+    return BuiltLinear(id=name, sites=tuple(sites))
+
+
+def header_of(title: str) -> Header:
+    """Return what the head comment says: the library's words where the kernel is in it."""
+    folder = content_dir("kernels") / title
+    spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
+    if spec is None or spec.gemv is None:
+        return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
+    return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
+
+
+def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:
+    """Return for each kind why it does not fit into memory beside those before it, and the places of all that do."""
+    refusals: list[str | None] = []
+    seen: list[Place] = []
+    for kind in kinds:
+        refusals.append(why_no_room(bench, [*seen, *kind.places]))
+        seen += kind.places if refusals[-1] is None else ()
+    return refusals, seen
+
+
+def _ran_out(error: Exception) -> str:
+    """Say that memory ran out: what was kept before needs none of it. Any other error is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
+
+
+def _tried(
+    bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None, is_timed: bool = True
+) -> tuple[Fusion, BuiltLinear | None]:
+    surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
+    if surprise is not None:
+        return replace(row, status=Status.NOT_REPLACED, reason=surprise), None
+    try:
+        made = make(kind.problem, header_of(kind.title), f"{row.id}_{kind.title}")
+        if isinstance(made, str):
+            return replace(row, status=Status.SLOWER, reason=made), None
+        row = replace(row, rendered=(made.kernel,))
+        row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=tolerance))
+    except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
+        return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
+    numerics = row.numerics
+    assert numerics is not None
+    if not numerics.is_passed:
+        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, tolerance)), None
+    built = install(bench, kind, made, name=row.id)
+    if not is_timed:
+        return row, built
+    before, after = _alone(bench, kind, built)
+    row = replace(row, chain_before=before, chain_after=after)
+    if after.ci_low_ns >= before.ci_high_ns:
+        reason = f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
+        return replace(row, status=Status.SLOWER, reason=reason), None
+    return row, built
+
+
+def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing]:
+    sites = [original_of(bench, place) for place in kind.places]
+
+    def original(chain: OriginalChain) -> Callable[..., object]:
+        return lambda *roots: chain.run(roots)
+
+    return compare_alone(
+        [original(chain) for chain, _ in sites],
+        [site.call for site in built.sites],
+        [roots for _, roots in sites],
+        on_cuda=bench.on_cuda,
+    )
+
+
+def _row(bench: Bench, kind: Kind, name: str) -> Fusion:
+    last = bench.ops[kind.places[0].members[-1]]
+    runs = bench.live.runs_of_regions()
+    ops = [bench.ops[index] for place in kind.places for index in place.members]
+    launches = sum(runs[op.region] for op in ops if op.op_class not in (OpClass.VIEW, OpClass.INPUT))
+    return Fusion(
+        id=name,
+        chain_id="",
+        kernel=kind.title,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(kind.places),
+            sites_matched=len(kind.places),
+            sites_replaced=0,
+            launches_before=launches,
+            launches_after=0,
+        ),
+        original_source=source_around(last.source_file, last.source_line),
+        kernel_bytes=kind.problem.moved_bytes,
+    )
+
+
+def _judged(row: Fusion, verdict: Verdict, alone_ns: int | None) -> Fusion:
+    return replace(
+        row,
+        status=verdict.status,
+        reason=f"{verdict.reason} (timed last, on top of all that was kept)" if verdict.is_timed else verdict.reason,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        predicted_saving_ns=alone_ns,
+    )
+
+
+def _is_wanted(title: str, options: ApplyOptions) -> bool:
+    if options.only and not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.only):
+        return False
+    return not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.skip)
+
+
+def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
+    """Whether one may serve: for many rows there is none in Triton."""
+    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend != "triton")
+
+
+def _is_of_one_dtype(site: GemvSite) -> bool:
+    """Whether all tensors are contiguous and of one 16-bit dtype: float32 GEMMs are no GEMV's, they run in TF32 or in full."""
+    values = [node.meta["val"] for node in (*site.operands, site.result)]
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
+    return len(dtypes) == 1 and dtypes.pop() in _DTYPES and all(value.is_contiguous() for value in values)
+
+
+def _title(site: GemvSite) -> str:
+    parts = ("rmsnorm" * (site.norm is not None), "gate_up" if site.is_gated else "linear", "bias" * site.has_bias)
+    return "_".join(part for part in (*parts, "residual" * (site.residual is not None)) if part)
+
+
+def _problem(site: GemvSite) -> GemvProblem:
+    return GemvProblem(
+        m=site.rows,
+        n=site.columns,
+        k=site.inner,
+        dtype=str(site.result.meta["val"].dtype).removeprefix("torch."),
+        has_norm=site.norm is not None,
+        eps=site.norm.eps if site.norm is not None else 0.0,
+        has_bias=site.has_bias,
+        is_gated=site.is_gated,
+        has_residual=site.residual is not None,
+    )

@@ -1,0 +1,23 @@
+"""How single ATen ops become IR values: the rule tables that ``lower`` works from, gathered.
+
+Adding an op is one entry in one of the tables. A rule is given the op and the index of the wanted element, asks the lowering for
+the elements of its arguments and returns the number of the result; a view's rule only rewrites the index.
+"""
+
+from __future__ import annotations
+
+from fusion_advisor.ir.affine_index import Index
+from fusion_advisor.ir.dtypes import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
+from fusion_advisor.lowering.rules.gather import GATHERS, GROUPED
+from fusion_advisor.lowering.rules.pointwise import POINTWISE
+from fusion_advisor.lowering.rules.reduction import SPECIAL as _ROWS
+from fusion_advisor.lowering.rules.view import RESHAPES, VIEWS, piece_rule, repeat_rule
+
+__all__ = [
+    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
+    "compute_dtype", "piece_rule", "repeat_rule",
+]  # fmt: skip
+
+SPECIAL = {**_ROWS, **GATHERS, **GROUPED}
+LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
+"""Base names of the ATen ops that some kernel can compute."""

@@ -1,0 +1,262 @@
+"""The step run in other ways beside ours, and predictions beside measurements: rows and sentences that all views share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_advisor import units
+from fusion_advisor.records import (
+    COMPILED,
+    EAGER,
+    OURS,
+    OURS_COMPILED,
+    Baseline,
+    Fusion,
+    GraphRewrite,
+    Report,
+    Status,
+    StepProfile,
+    Timing,
+)
+from fusion_advisor.report.escape import plural, visible
+
+UNCHANGED = "unchanged"
+"""Label of the profile after a run that kept nothing."""
+
+
+def is_unchanged(report: Report) -> bool:
+    """Whether a finished run left the model as it was: then before and after are one measurement, and have no ratio."""
+    return report.after is not None and report.after.label == UNCHANGED
+
+
+def timed(report: Report) -> list[tuple[str, Timing]]:
+    """Every way whose steps were timed from the host's side: eager, ours where it is another step, and all others."""
+    sides = [(EAGER, report.before.wall)]
+    if report.after is not None and not is_unchanged(report):
+        sides.append((OURS, report.after.wall))
+    sides += [(row.name, row.step.wall) for row in report.baselines if row.step is not None and row.name not in (EAGER, OURS)]
+    return [(name, timing) for name, timing in sides if timing is not None]
+
+
+def compiled_walls(report: Report) -> list[tuple[str, Timing]]:
+    """The modes of torch.compile that were measured, with their wall times."""
+    return [
+        (row.name.removeprefix(COMPILED), row.step.wall)
+        for row in report.baselines
+        if row.name.startswith(COMPILED) and row.step is not None and row.step.wall is not None
+    ]
+
+
+def best_compile(report: Report) -> tuple[str, Timing] | None:
+    """The fastest mode of torch.compile; None where none was measured."""
+    return min(compiled_walls(report), key=lambda row: row[1].median_ns, default=None)
+
+
+def own_wall(report: Report) -> Timing | None:
+    """Wall time of what stays in the model: eager's where nothing did."""
+    return None if report.after is None else report.after.wall
+
+
+def own_rested(report: Report) -> Timing | None:
+    """As :func:`own_wall`, after rests."""
+    return None if report.after is None else report.after.rested
+
+
+def faster_compile(report: Report) -> tuple[str, Timing] | None:
+    """The fastest mode of torch.compile, if it is faster than what stays in the model, intervals and all."""
+    own, best = own_wall(report), best_compile(report)
+    return best if best is not None and own is not None and best[1].ci_high_ns < own.ci_low_ns else None
+
+
+def best_peer(report: Report) -> tuple[str, Timing] | None:
+    """The fastest other way to run the step, eager among them; None where nothing else was measured."""
+    return _fastest([(name, step.wall) for name, step in _peers(report)])
+
+
+def best_rested_peer(report: Report) -> tuple[str, Timing] | None:
+    """As :func:`best_peer`, after rests."""
+    return _fastest([(name, step.rested) for name, step in _peers(report)])
+
+
+def _peers(report: Report) -> list[tuple[str, StepProfile]]:
+    return [(row.name, row.step) for row in report.baselines if row.name not in (OURS, OURS_COMPILED) and row.step is not None]
+
+
+def _fastest(rows: Sequence[tuple[str, Timing | None]]) -> tuple[str, Timing] | None:
+    timed = [(name, timing) for name, timing in rows if timing is not None]
+    return min(timed, key=lambda row: row[1].median_ns) if len(timed) > 1 else None
+
+
+def against_others(report: Report) -> list[str]:
+    """The headline's points on the other ways to run the step."""
+    points = []
+    for where, own, peer in (
+        ("", own_wall(report), best_peer(report)),
+        ("after a rest, with no power limit in the way, ", own_rested(report), best_rested_peer(report)),
+    ):
+        if own is not None and peer is not None and not is_unchanged(report):
+            ratio, theirs = own.median_ns / max(peer[1].median_ns, 1), units.duration(peer[1].median_ns)
+            points.append(f"{where}{ratio:.2f} of the time of the best other way ({peer[0]}, {theirs})")
+    if report.after is not None and not compiled_walls(report):
+        points.append("torch.compile was not measured")
+    return points
+
+
+def cost_line(report: Report) -> str:
+    """What ours loses against the best other way where that is faster: the kind of kernel, and the dearest kernel of it."""
+    own, peer = own_wall(report), best_peer(report)
+    if own is None or peer is None or report.after is None or is_unchanged(report) or peer[1].median_ns >= own.median_ns:
+        return ""
+    theirs = next(row.step for row in report.baselines if row.name == peer[0])
+    assert theirs is not None
+    lost = {
+        kind: _by_kind(report.after).get(kind, 0) - _by_kind(theirs).get(kind, 0)
+        for kind in (*_by_kind(report.after), *_by_kind(theirs))
+    }
+    kind, ns = max(lost.items(), key=lambda row: row[1], default=("", 0))
+    begin = f"{peer[0]} is faster by {units.duration(own.median_ns - peer[1].median_ns)}"
+    if ns <= 0:
+        return f"{begin} although its kernels take no less: the difference is the host's."
+    dearest = max((row for row in report.after.kernels if _kind(row[1]) == kind), key=lambda row: row[3], default=None)
+    name = f", most of all in {visible(dearest[0], 80)} ({units.duration(dearest[3])})" if dearest else ""
+    return f"{begin}: ours spends {units.duration(ns)} more in {kind} kernels{name}."
+
+
+def _kind(category: str) -> str:
+    return category if category in ("gemm", "attention", "convolution") else "pointwise and reduction"
+
+
+def _by_kind(step: StepProfile) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for category, _, ns in step.categories:
+        found[_kind(category)] = found.get(_kind(category), 0) + ns
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineRow:
+    """One line of the baselines table, formatted."""
+
+    name: str
+    wall: str
+    spread: str
+    against: str
+    rested: str
+    rested_against: str
+    """Its wall time over what stays in the model."""
+    device: str
+    launches: str
+    first_call: str
+    memory: str
+    note: str
+
+
+def baseline_rows(report: Report) -> tuple[BaselineRow, ...]:
+    """Every way to run the step that was tried, in the order of the run; empty where ours was compared with eager alone."""
+    if not any(row.name not in (EAGER, OURS) for row in report.baselines):
+        return ()
+    return tuple(_baseline_row(row, own_wall(report), own_rested(report)) for row in report.baselines)
+
+
+def _baseline_row(row: Baseline, own: Timing | None, rested: Timing | None) -> BaselineRow:
+    step = row.step
+    if step is None or step.wall is None:
+        return BaselineRow(row.name, "–", "", "–", "–", "", "–", "–", "–", "–", row.note)
+    return BaselineRow(
+        name=row.name,
+        wall=units.duration(step.wall.median_ns),
+        spread=units.duration_interval(step.wall.ci_low_ns, step.wall.ci_high_ns),
+        against=_against(step.wall, own),
+        rested="–" if step.rested is None else units.duration(step.rested.median_ns),
+        rested_against=_against(step.rested, rested),
+        device=units.duration(step.device_ns) if step.device_ns else "–",
+        launches=units.number(step.launches) if step.launches else "–",
+        first_call="–" if row.first_call_s is None else units.seconds(row.first_call_s),
+        memory=units.size(step.peak_memory_bytes) if step.peak_memory_bytes else "–",
+        note=row.note,
+    )
+
+
+def _against(timing: Timing | None, own: Timing | None) -> str:
+    return "–" if timing is None or own is None else units.speedup(timing.median_ns / max(own.median_ns, 1))
+
+
+def has_rested(report: Report) -> bool:
+    """Whether steps were also timed after rests, where the power limit holds none down."""
+    return any(row.step is not None and row.step.rested is not None for row in report.baselines)
+
+
+def warm_up_line(report: Report) -> str:
+    """How long a saved plan takes to the first fused step; empty where nothing was kept."""
+    warm = report.warm_up
+    if warm is None:
+        return ""
+    phases = ", ".join(f"{name} {units.seconds(taken)}" for name, taken in warm.phases_s)
+    compiled = next((row for row in report.baselines if row.name == f"{COMPILED}default" and row.first_call_s is not None), None)
+    beside = "" if compiled is None else f" torch.compile's first call took {units.seconds(compiled.first_call_s or 0.0)}."
+    return (
+        f"Warm-up: {units.seconds(warm.seconds)} from the saved plan to the first fused step ({phases}); building its kernels "
+        f"took {units.seconds(warm.build_s)}, once.{beside}"
+    )
+
+
+def prediction_error(report: Report) -> tuple[float, int] | None:
+    """The median of |predicted − measured| / measured over the kept rewrites that have both figures, and how many they are.
+
+    A rewrite of which nothing was expected, and which saved something, counts as a whole error.
+    """
+    errors = []
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    for row in rows:
+        expected_ns = predicted_ns(row)
+        if row.status is Status.KEPT and row.step_delta_ns and expected_ns is not None:
+            errors.append(abs(expected_ns + row.step_delta_ns) / abs(row.step_delta_ns))
+    return (statistics.median(errors), len(errors)) if errors else None
+
+
+def prediction_line(report: Report) -> str:
+    """How far predictions and measurements lie apart; empty where no kept rewrite has both."""
+    found = prediction_error(report)
+    if found is None:
+        return ""
+    error, count = found
+    cost = report.launch_cost_ns
+    launch = f"; a launch costs this step {units.duration(cost)} beside its kernel" if cost else ""
+    return (
+        f"Prediction: the savings expected of {plural(count, 'kept rewrite')} are off the measured ones by {units.share(error)} "
+        f"in the median{launch}.{_at_power_limit(report)}"
+    )
+
+
+def _at_power_limit(report: Report) -> str:
+    """What was measured there; empty where no limit held the step down."""
+    copies, launches = report.copy_cost_share, report.short_launch_cost_share
+    if min(copies, launches) >= 1:
+        return ""
+    return (
+        f" At the device's power limit the step feels {units.share(copies)} of a copy's time and {units.share(launches)} of a "
+        "short launch's, as measured with copies and launches in it; so much of what memory-bound kernels save was expected."
+    )
+
+
+def predicted(row: Fusion | GraphRewrite) -> str:
+    """What a rewrite was expected to change, signed as what was measured; a dash where no figure says."""
+    saving_ns = predicted_ns(row)
+    return "–" if saving_ns is None else units.delta(-saving_ns)
+
+
+def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
+    """What a rewrite was expected to save; None for what was not timed alone.
+
+    In reports of before linears' kernels were timed against what the step had in their places, 0 stands for no figure.
+    """
+    if isinstance(row, Fusion) and (row.chain_after is None or not (row.chain_id or row.predicted_saving_ns)):
+        return None
+    return row.predicted_saving_ns
+
+
+def run_lines(report: Report) -> list[str]:
+    """Prediction, warm-up, and what is lost against a faster way: the sentences that there are."""
+    return [line for line in (prediction_line(report), warm_up_line(report), cost_line(report)) if line]

@@ -1,0 +1,220 @@
+"""The HTML report: one file, no network, readable with scripts off.
+
+Everything that came from a model is hostile text: autoescape is on, and every value that a template prints passes
+:func:`fusion_advisor.report.escape.visible` first, so that a template cannot forget it. Only our own CSS, our own JavaScript, the
+embedded JSON and Pygments' output are marked as safe, all of them in this file and in ``code.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from fusion_advisor import units
+from fusion_advisor.content import content_dir
+from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
+from fusion_advisor.report.html import charts, timeline
+from fusion_advisor.report import baseline_rows, quality, redact, shared_rows
+from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.html.embed_traces import EmbeddedTrace
+from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
+from fusion_advisor.report.headline import headline
+from fusion_advisor.report.html.roofline import roofline
+from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.records.serialize import dump_report
+
+MAX_KERNELS = 500
+MAX_MODULES = 200
+MAX_SITES = 100
+MAX_EMBEDDED_BYTES = 4_000_000
+MAX_EMBEDDED_LAUNCHES = 20_000
+"""A longer timeline is only drawn: its lists as JSON would be larger than the rest of the page."""
+
+SECTIONS = (
+    ("quality", "Data quality"),
+    ("time", "Where the time went"),
+    ("savings", "What each rewrite bought"),
+    ("fusions", "Fusions"),
+    ("chains", "Chains"),
+    ("rewrites", "Beside fusions"),
+    ("timeline", "Timeline"),
+    ("gaps", "Launch gaps"),
+    ("roofline", "Roofline"),
+    ("baselines", "Baselines"),
+    ("numerics", "Numerics"),
+    ("kernels", "Kernels"),
+    ("method", "Method"),
+    ("environment", "Environment"),
+    ("glossary", "Glossary"),
+)
+"""The page's parts in order: (anchor, name)."""
+
+
+def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple[EmbeddedTrace, ...] = ()) -> str:
+    """Return the whole page; ``top_kernels`` is the most rows of the kernels' table, ``traces`` are put into it."""
+    source = content_dir("reports") / "html"
+    drawn = timeline.strips(report)
+    css = (source / "report.css").read_text(encoding="utf-8") + stylesheet()
+    has_traces = any(trace.data for trace in traces)
+    used = ("theme.js", "report.js", *(("strip.js",) if drawn else ()), *(("trace.js",) if has_traces else ()))
+    scripts = [(source / name).read_text(encoding="utf-8") for name in used]
+    shown = _without_long_timelines(report)
+    data = embedded_json(shown)
+    gaps = gap_rows(report)
+    rows, kernels_left, kernels_left_ns = shared_rows.kernel_rows(report, top_kernels)
+    page = environment().get_template("report.html.jinja")
+    html = page.render(
+        report=report,
+        headline=headline(report),
+        generation=shared_rows.step_lines(report),
+        modules=shared_rows.module_rows(report, MAX_MODULES),
+        caveats=shared_rows.caveats(report),
+        context=shared_rows.context_line(report),
+        device=shared_rows.device_word(report),
+        quality=quality.verdict(report),
+        findings=shared_rows.finding_lines(report),
+        comparisons=shared_rows.comparisons(report),
+        launch_line=shared_rows.launch_line(report),
+        baselines=baseline_rows.baseline_rows(report),
+        has_rested=baseline_rows.has_rested(report),
+        run_lines=[
+            line for line in (baseline_rows.prediction_line(report), baseline_rows.warm_up_line(report), baseline_rows.cost_line(report)) if line
+        ],
+        predicted=baseline_rows.predicted,
+        steps=shared_rows.steps(report),
+        categories=shared_rows.category_rows(report),
+        time_chart=charts.where_time_went(report),
+        floor_chart=charts.chain_floors(report),
+        fall=charts.waterfall(report),
+        tiles=shared_rows.tiles(report),
+        groups=shared_rows.fusion_groups(report),
+        unmatched=shared_rows.unmatched(report),
+        traffic={fusion.id: shared_rows.traffic(report, fusion) for fusion in report.fusions},
+        reproduce={fusion.id: shared_rows.reproduce_one(report, fusion) for fusion in report.fusions},
+        strips=drawn,
+        strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
+        traces=traces,
+        trace_data=[Markup(_script_json(base64.b64encode(trace.data).decode())) if trace.data else None for trace in traces],
+        strip_size=(timeline.COLUMNS, timeline.HEIGHT),
+        gaps=gaps,
+        gap_chart=histogram(gaps),
+        gap_bins=bin_names(),
+        roof=roofline(report),
+        glossary=shared_rows.GLOSSARY,
+        sections=SECTIONS,
+        bits={fusion.id: shared_rows.bits_line(report, fusion) for fusion in report.fusions},
+        ulp_rows={fusion.id: shared_rows.ulp_rows(fusion) for fusion in report.fusions},
+        has_source=redact.has_source(report),
+        is_timeline_left_out=shown is not report,
+        fusions_by_chain=shared_rows.fusion_by_chain(report),
+        chains_by_id={chain.id: chain for chain in report.chains},
+        kernel_cell={chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
+        panels={fusion.id: _panels(fusion) for fusion in report.fusions},
+        rewrite_panels={row.id: _kernel_panels(row) for row in report.rewrites},
+        strips_of={fusion.id: charts.timing_strips(fusion.chain_before, fusion.chain_after) for fusion in report.fusions},
+        verdicts=shared_rows.VERDICTS,
+        kernels=rows,
+        kernels_left=kernels_left,
+        kernels_left_ns=kernels_left_ns,
+        environment_rows=shared_rows.environment_rows(report),
+        data=Markup(data) if len(data) <= MAX_EMBEDDED_BYTES else None,
+        max_sites=MAX_SITES,
+        max_lines=MAX_LINES,
+        css=Markup(css),
+        scripts=[Markup(script) for script in scripts],
+        policy=content_security_policy(css, scripts),
+    )
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def render_still(template: str, **values: object) -> str:
+    """Return a page of another template with the report's style sheet; it loads nothing and runs nothing."""
+    css = (content_dir("reports") / "html" / "report.css").read_text(encoding="utf-8")
+    page = environment().get_template(template)
+    html = page.render(**values, css=Markup(css), policy=content_security_policy(css, []))
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def environment() -> Environment:
+    """Return the jinja environment of the HTML templates."""
+    made = Environment(
+        loader=FileSystemLoader(content_dir("reports") / "html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    made.globals.update(u=units, plural=plural, chart_width=charts.WIDTH)
+    made.filters.update(short=visible, path=_path)
+    return made
+
+
+def content_security_policy(css: str, scripts: list[str]) -> str:
+    """Return the page's policy: nothing is fetched, and only the inline code that we wrote may run."""
+    allowed = " ".join(_source_hash(script) for script in scripts) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_source_hash(css)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+    )
+
+
+def embedded_json(report: Report) -> str:
+    """Return report.json as text that cannot end the script element that holds it."""
+    return _script_json(json.loads(dump_report(report)))
+
+
+def _script_json(data: object) -> str:
+    compact = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    return compact.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("'", "\\u0027")
+
+
+def _strip_data(drawn: timeline.Strips) -> dict[str, object]:
+    return {"span_ns": drawn.span_ns, "colours": charts.COLOURS, "sides": [side.data for side in drawn.sides]}
+
+
+def _without_long_timelines(report: Report) -> Report:
+    def shorter(step: StepProfile | None) -> StepProfile | None:
+        is_long = step is not None and step.timeline is not None and len(step.timeline.kernel) > MAX_EMBEDDED_LAUNCHES
+        return replace(step, timeline=None) if step is not None and is_long else step
+
+    short = replace(
+        report,
+        before=shorter(report.before) or report.before,
+        captured=shorter(report.captured),
+        after=shorter(report.after),
+        baselines=tuple(replace(row, step=shorter(row.step)) for row in report.baselines),
+    )
+    return report if short == report else short
+
+
+def _panels(fusion: Fusion) -> tuple[CodePanel | None, tuple[CodePanel, ...]]:
+    numbers = tuple(number for number, _ in fusion.original_source)
+    text = "\n".join(visible(line) for _, line in fusion.original_source)
+    original = panel(text, "python", numbers) if numbers else None
+    return original, _kernel_panels(fusion)
+
+
+def _kernel_panels(row: Fusion | GraphRewrite) -> tuple[CodePanel, ...]:
+    return tuple(panel(kernel.source, kernel.backend) for kernel in row.rendered)
+
+
+def _path(drawn: str) -> Markup:
+    """Let an SVG path pass uncut: it may be long, and holds nothing but commands and numbers."""
+    if not re.fullmatch(r"[MHVhvz0-9 .-]*", drawn):
+        raise ValueError("this is no path of ours")
+    return Markup(drawn)
+
+
+def _source_hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _finalize(value: object) -> object:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,1 @@
+"""The report and traces as tables in a terminal."""

@@ -1,0 +1,267 @@
+"""Does it pay? Interleaved timing of candidates that do the same work, and the interval of their paired differences.
+
+Every round times all candidates once, in a random order, and the next round in the reverse of it, so a drift of clocks or
+temperature hits all of them alike. Each timed run follows an untimed one of the same candidate: at its power limit a GPU sets its
+clock by what ran before. A step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms behind itself and 49 behind eager's, which draws
+less; eager's took 62 ms behind itself and 65 behind that one. A clock that follows slower still tells of the neighbour: where
+rounds kept one order, ten in a row, a step of 19 ms (512 tokens) differed from itself by 4.6 %.
+
+At the power limit one run is too short a look all the same: it does not bring the clock to where a step keeps it. A step of
+Qwen2.5-7B with 512 tokens, timed among launch-bound ones, took 11.4 to 12.9 ms, where it stays at 12.7. So there two questions
+are asked apart. What does a step take that runs on and on? A candidate's turn then lasts :data:`TURN_S`, behind half as much
+untimed. And which of two steps is the faster one? That such turns hardly tell: on an H200 the products of 28 such layers, 12.9 ms
+at 512 tokens and 48.3 at 2,048, differed from themselves by 0.35 and 1.1 ms (standard deviation of a round), since the limit
+sets another clock every time. After a rest twice as long as a run, in which the device does nothing, it holds no run down: they
+took 10.9 and 40.8 ms, differed by 0.02 and 0.19, and copies put into them cost what they take by themselves. Without any rest
+single runs differed by 0.66 and 0.63, after one as long as a run by 0.09 and 0.83; four times as long is no better than twice.
+
+A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred calls before and
+after and would drown the kernels. On a CPU the call itself is timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_advisor.records import Timing
+from fusion_advisor.timing.wall_timer import as_timing, median_interval, nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Paired difference of two candidates, nanoseconds; negative when the second is faster."""
+
+    median_ns: int
+    low_ns: int
+    high_ns: int
+
+
+class CannotRecord(Exception):
+    """A step that a CUDA graph cannot hold (a sync, an allocation it may not make)."""
+
+
+def recorded(
+    call: Callable[[], Any],
+    *,
+    pool: Any = None,
+    repeats: int = 1,
+    before: Callable[[], object] = nothing,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    finish: Callable[[torch.cuda.CUDAGraph], object] | None = None,
+) -> Callable[[], None]:
+    """Record ``call`` into a CUDA graph and return its replay.
+
+    Args:
+        call: warmed up here on a side stream before it is recorded.
+        pool: memory pool shared with other graphs that are never replayed at the same time.
+        repeats: how often the work is recorded into one graph.
+        before: called ahead of each warm-up run and not recorded; call it ahead of each replay too.
+        around: entered around the capture alone, when the warm-up is over.
+        finish: given the captured graph before it is instantiated.
+
+    Raises:
+        CannotRecord: with the driver's sentence.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            before()
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=finish is not None)
+    try:
+        with torch.no_grad(), around(), torch.cuda.graph(graph, pool=pool):
+            for _ in range(repeats):
+                call()
+        if finish is not None:
+            finish(graph)
+            graph.instantiate()
+    except RuntimeError as error:
+        raise CannotRecord(str(error).strip().splitlines()[0]) from error
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def always(_: object) -> bool:
+    """Say yes, where an answer is wanted."""
+    return True
+
+
+TURN_S = 0.2
+"""Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
+interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
+REST = 2.0
+"""Of the device between runs that are to be told apart there: so many times as long as the last one."""
+_UNTIMED = 2
+"""For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
+
+
+def interleave(
+    candidates: Sequence[Callable[[], Any]],
+    *,
+    rounds: int,
+    budget_s: float,
+    on_cuda: bool,
+    turn_s: float = 0.0,
+    rest: float = 0.0,
+    least: int = 6,
+    least_s: float = 0.0,
+    most_s: float = 0.0,
+    is_settled: Callable[[list[list[int]]], bool] = always,
+    before: Callable[[], object] = nothing,
+    after: Callable[[int, int, int], object] = nothing,
+) -> list[list[int]]:
+    """Time candidates against each other.
+
+    Args:
+        candidates: zero-argument calls, already warm.
+        rounds: the most rounds, ``least_s`` aside.
+        budget_s: stop after this many seconds, but never before ``least`` rounds.
+        on_cuda: time with CUDA events instead of the host's clock.
+        turn_s: how long each candidate runs in a round; 0: one timed run.
+        rest: ahead of each run the device is idle for so many times as long as the run before it took, and no run is untimed.
+        least: the fewest rounds.
+        least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
+        most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
+        is_settled: whether the times so far, of each candidate, will do.
+        before: called ahead of each run and not timed (it puts back what a run moves on).
+        after: called behind each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
+
+    Returns:
+        Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.
+    """
+    times: list[list[int]] = [[] for _ in candidates]
+    turn = _timed_on_device if on_cuda else _timed_on_host
+    runs, last_ns = [], 0
+    for candidate in candidates:
+        before()
+        candidate()
+        if turn_s or rest:
+            (last_ns,) = turn(candidate, before, 1)
+        runs.append(max(1, round(turn_s * 1e9 / max(last_ns, 1))))
+    started = time.perf_counter()
+    order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
+    for number in itertools.count():
+        taken_s = time.perf_counter() - started
+        is_over = number >= least and taken_s > budget_s and (taken_s > most_s or is_settled(times))
+        if taken_s >= least_s and (number >= rounds or is_over):
+            break
+        if number % 2 == 0:
+            orders.shuffle(order)
+        for position in reversed(order) if number % 2 else order:
+            if rest:
+                _rest(round(rest * last_ns))
+            else:
+                for _ in range(-(-runs[position] // _UNTIMED)):
+                    before()
+                    candidates[position]()
+            last_ns = _middle_mean(turn(candidates[position], before, runs[position]))
+            times[position].append(last_ns)
+            after(number, position, last_ns)
+    return times
+
+
+def _rest(for_ns: int) -> None:
+    """Wait with the processor awake: what it takes to wake up is no part of a step."""
+    end_ns = time.perf_counter_ns() + for_ns
+    while time.perf_counter_ns() < end_ns:
+        pass
+
+
+def _timed_on_host(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
+    times = []
+    for _ in range(count):
+        before()
+        start = time.perf_counter_ns()
+        call()
+        times.append(time.perf_counter_ns() - start)
+    return times
+
+
+def _timed_on_device(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
+    """Time runs without waiting in between, so that none begins on an idle device."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
+        before()
+        start.record()
+        call()
+        end.record()
+    events[-1][1].synchronize()
+    return [round(start.elapsed_time(end) * 1e6) for start, end in events]
+
+
+def _middle_mean(times_ns: Sequence[int]) -> int:
+    """The mean without the lowest and the highest quarter: a median would tell less of a clock that swings."""
+    cut = len(times_ns) // 4
+    return round(statistics.fmean(sorted(times_ns)[cut : len(times_ns) - cut]))
+
+
+def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float = 0.95) -> Difference:
+    """Return the interval of the median of round-by-round differences."""
+    middle, low, high = median_interval([after - before for before, after in zip(before_ns, after_ns, strict=True)], confidence)
+    return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
+
+
+def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:
+    """Return how far a candidate may differ from itself (A/A): the end of that difference's interval that lies farther from 0."""
+    same = difference(one_ns, again_ns, confidence)
+    return max(abs(same.low_ns), abs(same.high_ns))
+
+
+def is_quiet(share: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+    """Return the question whether the first two candidates, which are the same, differ by no more than a share of their time."""
+
+    def found(times: list[list[int]]) -> bool:
+        return noise_ns(times[0], times[1], confidence) <= share * median_interval(times[0])[0]
+
+    return found
+
+
+def is_known(share: float) -> Callable[[list[list[int]]], bool]:
+    """Return the question whether the quicker half of the candidates is known to within a share of each one's time."""
+
+    def found(times: list[list[int]]) -> bool:
+        spans = sorted(map(median_interval, times))
+        return all(high - low <= 2 * share * middle for middle, low, high in spans[: -(-len(spans) // 2)])
+
+    return found
+
+
+def compare_alone(
+    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3
+) -> tuple[Timing, Timing]:
+    """Time one chain's original ops against its kernel, each by itself, per call.
+
+    On a GPU both are recorded twenty times into one graph, so that a microsecond kernel is not lost in the events' resolution.
+    """
+    if on_cuda:
+        repeats = 20
+        pool = torch.cuda.graph_pool_handle()
+        candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
+    else:
+        before()
+        once_ns = max(_timed_on_host(before, nothing, 1)[0], 1)
+        repeats = max(1, min(50, round(2e6 / once_ns)))
+        candidates = [_repeat(call, repeats) for call in (before, after)]
+    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda)
+    method = "cuda_graph" if on_cuda else "wall"
+    one, other = ([value // repeats for value in series] for series in times)
+    return as_timing(one, method), as_timing(other, method)
+
+
+def _repeat(call: Callable[[], Any], repeats: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(repeats):
+            call()
+
+    return run

@@ -1,0 +1,206 @@
+"""One chain's original ops, runnable alone: the baseline that a kernel is timed against and, in fp64, the oracle for its numbers.
+
+The ops are the captured nodes themselves, run in order; nothing here goes through ``lower``, so a mistake there is caught here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.lowering.builder.collapse_loops import written_by
+from fusion_advisor.records import OpNode, TensorMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginalChain:
+    """The ops of one site.
+
+    Attributes:
+        nodes: the members, in order.
+        outer: values read from outside, each as (node, root operand number, layout, the root's layout).
+        outputs: the members whose values leave the chain.
+        unread: values that the ops are called with and no element of the result depends on (an empty piece of a cat, what
+            ``expand_as`` looks at), by layout.
+        written: root operand numbers of the tensors that the ops write into: they come last.
+        in_place: positions in ``outputs`` of the results that are those tensors.
+    """
+
+    nodes: tuple[Node, ...]
+    outer: tuple[tuple[Node, int, TensorMeta, TensorMeta], ...]
+    outputs: tuple[Node, ...]
+    unread: tuple[tuple[Node, TensorMeta], ...] = ()
+    written: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()
+
+    def apart(self, roots: Sequence[torch.Tensor], spoilt: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+        """Return the roots with copies of those that are written into, laid out alike, for one run.
+
+        Args:
+            roots: one tensor per input operand.
+            spoilt: masks from :meth:`reach`: there the copies hold what nobody writes, so that an element left out cannot pass as
+                right because an earlier run has written it.
+        """
+        found = [_copied(root) if number in self.written else root for number, root in enumerate(roots)]
+        masks = [mask for mask in spoilt if mask is not None]
+        for number, mask in zip(self.written, masks, strict=False):
+            found[number].masked_fill_(mask, float("nan") if found[number].is_floating_point() else 1)
+        return found
+
+    def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.
+
+        Told by running the ops on that tensor full of zeros and full of ones: what they write is the same in both.
+        """
+        zeros, ones = (
+            self.run([root.fill_(fill) if n in self.written else root for n, root in enumerate(self.apart(roots))])
+            for fill in (0, 1)
+        )
+        both = enumerate(zip(zeros, ones, strict=True))
+        return [(zero == one) | (zero.isnan() & one.isnan()) if n in self.in_place else None for n, (zero, one) in both]
+
+    def run(self, roots: Sequence[torch.Tensor], *, as_float64: bool = False) -> list[torch.Tensor]:
+        """Run the original ops; those that write in place write into the roots.
+
+        Args:
+            roots: one tensor per input operand of the fused kernel.
+            as_float64: the oracle: floats in and between ops are fp64, casts between float types do nothing.
+
+        Returns:
+            One tensor per output operand.
+        """
+        values: dict[Node, Any] = {}
+        widened = [to_float64(root) for root in roots] if as_float64 else list(roots)
+        for node, number, meta, root_meta in self.outer:
+            root = widened[number]
+            offset = meta.offset - root_meta.offset + root.storage_offset()
+            values[node] = root.as_strided(meta.shape, meta.stride, offset)
+        for node, meta in self.unread:
+            nothing = torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype), device=meta.device)
+            values[node] = to_float64(nothing) if as_float64 else nothing
+        with torch.no_grad():
+            for node in self.nodes:
+                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+                keywords = torch.fx.node.map_arg(node.kwargs, values.__getitem__)
+                if as_float64:
+                    arguments, keywords = _wider(arguments), _wider(keywords)
+                assert callable(node.target)
+                values[node] = node.target(*arguments, **keywords)
+        return [values[node] for node in self.outputs]
+
+
+def original_chain(
+    ops: Sequence[OpNode],
+    index_of: Mapping[Node, int],
+    members: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+) -> OriginalChain:
+    """Collect the nodes of one site; everything is named by its op index.
+
+    Args:
+        ops: of the whole capture.
+        index_of: of the nodes of the site's region.
+        members: the site's ops.
+        inputs: what its kernel is given, last what it writes into.
+        outputs: what its kernel returns.
+    """
+    node_at = {index: node for node, index in index_of.items()}
+    inside = set(members)
+    operand = {root: number for number, root in enumerate(inputs)}
+    outer: dict[Node, tuple[Node, int, TensorMeta, TensorMeta]] = {}
+    unread: dict[Node, TensorMeta] = {}
+    for index in members:
+        for source in node_at[index].all_input_nodes:
+            at = index_of[source]
+            if at in inside or source in outer:
+                continue
+            root = at
+            while root not in operand and (owner := ops[root].alias_of) is not None:
+                root = owner
+            if root in operand:
+                outer[source] = (source, operand[root], ops[at].outputs[0], ops[root].outputs[0])
+            else:
+                unread[source] = ops[at].outputs[0]
+    return OriginalChain(
+        nodes=tuple(node_at[index] for index in members),
+        outer=tuple(outer.values()),
+        unread=tuple(unread.items()),
+        outputs=tuple(node_at[index] for index in outputs),
+        written=tuple(operand[root] for root in written_by(ops, outputs)),
+        in_place=tuple(position for position, index in enumerate(outputs) if ops[index].mutates),
+    )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    memory = tensor.as_strided((extent(tensor),), (1,))
+    return memory.clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a floating tensor in fp64 with the same strides; other tensors pass through."""
+    if not tensor.is_floating_point():
+        return tensor
+    # Through the memory it lies in, which also serves expanded tensors: their elements share addresses and cannot be copied to.
+    memory = tensor.as_strided((extent(tensor),), (1,))
+    return memory.to(torch.float64).as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Return how many elements of memory a tensor spans, from its first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor's elements lie as these strides say: of a dim of one element the stride means nothing.
+
+    At one token attention returns other strides there than it was traced with.
+    """
+    return all(size == 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides, strict=True))
+
+
+def _wider(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    if isinstance(value, tuple | list):
+        return type(value)(_wider(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _wider(item) for name, item in value.items()}
+    return value
+
+
+class Observer(torch.fx.Interpreter):
+    """Runs a region once and keeps the values of some nodes, and notes where real strides differ from the traced ones."""
+
+    def __init__(
+        self, region: Region, index_of: Mapping[Node, int], ops: Sequence[OpNode], *, keep: set[int], check: set[int]
+    ) -> None:
+        super().__init__(region.graph)
+        self._index_of = index_of
+        self._ops = ops
+        self._keep = keep
+        self._check = check
+        self.values: dict[int, torch.Tensor] = {}
+        self.surprises: dict[int, str] = {}
+
+    def run_node(self, node: Node) -> Any:
+        """Run one node; keep its value and check its layout where asked to."""
+        result = super().run_node(node)
+        index = self._index_of.get(node, -1)
+        if isinstance(result, torch.Tensor):
+            if index in self._keep:
+                self.values[index] = result.detach()
+            if index in self._check:
+                meta = self._ops[index].outputs[0]
+                if tuple(result.shape) != meta.shape or not has_strides(result, meta.stride):
+                    self.surprises[index] = (
+                        f"{self._ops[index].target} returned strides {tuple(result.stride())}, traced {meta.stride}"
+                    )
+        return result

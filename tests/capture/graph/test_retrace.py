@@ -1,0 +1,85 @@
+"""What a trace is mended in: dropouts that drop nothing, and what is computed under vmap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.capture.graph.tracer import capture_regions, describe, writes_to_inputs
+from fusion_advisor.errors import CannotCapture
+from fusion_advisor.records import OpClass
+from tests.capture.graph.test_tracer import ops_of
+from tests.tiny import region_of
+
+
+def test_dropout_that_is_off_is_a_view_of_its_input():
+    ops = ops_of(lambda x: torch.nn.functional.dropout(x + 1, 0.5, False) * 2, torch.randn(3))
+    dropout = next((op for op in ops if "dropout" in op.target), None)
+    assert dropout is None or (dropout.op_class is OpClass.VIEW and dropout.alias_of == dropout.index - 1)
+
+
+@pytest.mark.parametrize(("chance", "is_training"), [(0.5, False), (0.0, True)])
+def test_what_is_written_through_a_dropout_that_is_off_is_written_to_its_input(chance, is_training):
+    class Writing(torch.nn.Module):
+        def forward(self, x):
+            same = torch.nn.functional.dropout(x[:, :4], chance, is_training)
+            same[0].mul_(2)
+            return (same * 2).t(), torch.nn.functional.dropout(same, 0.5, False).reshape(-1)
+
+    region, ops, _ = region_of(Writing(), torch.randn(4, 8))
+    assert writes_to_inputs(region)
+    values = {node.name: node.meta["val"] for node in region.graph.graph.nodes if node.op == "call_function"}
+    real = torch.empty(4, 8)[:, :4]
+    expected = {"dropout": real, "select": real[0], "mul_": real[0], "mul": real * 2, "t": (real * 2).t(), "dropout_1": real}
+    for name, value in expected.items():
+        assert (values[name].shape, values[name].stride()) == (value.shape, value.stride()), name
+    by_name = {op.target: op for op in ops}
+    assert by_name["aten.mul_.Tensor"].mutates == (0,)
+    assert by_name["aten.reshape.default"].op_class is OpClass.MEMORY  # a copy: its input has gaps
+    assert all(op.alias_of == 0 for op in ops if op.target == "aten.dropout.default")
+
+
+def test_dropout_that_is_on_computes():
+    ops = ops_of(lambda x: torch.nn.functional.dropout(x + 1, 0.5, True) * 2, torch.randn(3))
+    live = [op for op in ops if "dropout" in op.target or "bernoulli" in op.target]
+    assert live and all(op.op_class is not OpClass.VIEW for op in live)
+
+
+def scanned(x):
+    """As Mamba: each token's state from the ones before it."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (x, x * 2), dim=1, combine_mode="generic")
+
+
+def masked(x):
+    return x * torch.vmap(lambda row: row >= 2)(torch.arange(8))[:, None]
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [scanned, masked])
+def test_what_vmap_computes_is_refused_and_never_taken_for_a_constant(function):
+    with pytest.raises(CannotCapture, match=r"test_retrace.py:\d+\) reads what vmap or associative_scan computes"):
+        capture_regions(Calling(function), (torch.randn(2, 8, 4),), {})
+
+
+def test_what_vmap_computes_in_vain_is_left_out():
+    def in_vain(x):
+        torch.vmap(lambda row: row.exp() + 1)(x)
+        return x * 2
+
+    x = torch.randn(2, 8, 4)
+    (region,) = capture_regions(Calling(in_vain), (x,), {}).regions
+    torch.testing.assert_close(region.graph(*region.example_args)[0], x * 2)
+    assert "aten.mul.Tensor" in {op.target for op in describe(region)[0]}

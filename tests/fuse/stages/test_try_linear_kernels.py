@@ -1,0 +1,575 @@
+"""GEMV kernels in a decode step, on a CPU: torch's own ops stand in for the kernels, everything else is real."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusion_advisor.fuse.decide.rebind as changed_step
+import fusion_advisor.fuse.stages.try_linear_kernels as stage
+import fusion_advisor.fuse.pipeline as pipeline
+import fusion_advisor.fuse.live.saved_plan as saved
+from fusion_advisor import units
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.stages import gemm_sites as places
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.stages.try_linear_kernels import Made, find_kinds, header_of, maker, place_gemvs
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.autotune import select_gemm
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
+from fusion_advisor.autotune.select_gemm import GemvChoice
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.records import RenderedKernel, Status
+from fusion_advisor.report import baseline_rows
+from fusion_advisor.records.serialize import dump_report, load_report
+from fusion_advisor.timing.wall_timer import as_timing
+from fusion_advisor.workload.weight_packing import lay_out_siblings
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from tests.fuse.live.test_saved_plan import save
+from tests.tiny import LAYERS, cache_in, decode_step, gpt2, llama, qwen2
+
+QWEN2 = ["rmsnorm_gate_up", "rmsnorm_linear_bias", "rmsnorm_linear", "linear_residual", "linear_residual"]
+
+
+def phi3():
+    """Fused q/k/v and gate/up weights, read as chunks."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Phi3Config(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval(), {}
+
+
+def phi():
+    """LayerNorm, one for attention and MLP, biases everywhere."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    torch.manual_seed(0)
+    config = PhiConfig(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=200,
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return PhiForCausalLM(config).eval(), {}
+
+
+def decoder(make=qwen2, *, dtype=torch.bfloat16, batch=1, is_laid_out=True):
+    model = make()[0].to(dtype)
+    if is_laid_out:
+        lay_out_siblings(model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:  # weights of one would hide a norm left out
+                value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(dtype) / 4)
+    return describe_live(model, (), decode_step(model, batch=batch))
+
+
+@functools.cache
+def qwen2_bench():
+    return bench_of(decoder())
+
+
+def bench_of(loaded):
+    bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
+    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+
+
+def kinds_of(loaded):
+    return find_kinds(bench_of(loaded))
+
+
+def torch_kernel(problem, header, config, *, spoil=0.0):
+    compute = torch_launcher(problem)
+
+    def launch(*tensors):
+        compute(*tensors)
+        tensors[-1].add_(spoil)
+
+    name = entry_of(problem, header, config)
+    kernel = RenderedKernel(
+        name=name, backend="cuda", path=f"kernels/{name}.cu", source="// the source", origin=header.origin, tuning=config.text
+    )
+    return Made(kernel=kernel, launch=launch)
+
+
+def on_top(status_of):
+    """The keep rule's answer, planted."""
+
+    def verdict(_runner, before, after, *, name, **_):
+        before(), after()
+        return Verdict(id=name, status=status_of(name), reason="planted", delta_ns=-5, interval_ns=(-6, -4))
+
+    return verdict
+
+
+def made_of_torch(problem, header, _file):
+    return torch_kernel(problem, header, candidates(problem, ("cuda",))[0])
+
+
+TIMES = as_timing([100] * 6, "wall"), as_timing([50] * 6, "wall")
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Return a function that places kernels of torch's ops in a decode step whose other rewrites were left out."""
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(stage, "saving_alone_ns", lambda _, before, after: 70 if before.variant is not after.variant else 0)
+    decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
+
+    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, captured=None, **options):
+        monkeypatch.setattr(stage, "on_top", on_top(status_of))
+        bench = qwen2_bench()
+        kept = Kept(bench=bench, captured=captured or bench, decision=decision, rewrites=(), fusions=[], built=[])
+        return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, make=make)
+
+    return placed
+
+
+def test_kinds_of_a_decoder():
+    kinds = find_kinds(qwen2_bench())
+    assert [kind.title for kind in kinds] == QWEN2
+    assert [len(kind.places) for kind in kinds] == [LAYERS, LAYERS, 1, LAYERS, LAYERS]
+    gate_up, qkv, head, down, out = (kind.problem for kind in kinds)
+    assert (gate_up.n, gate_up.k, gate_up.is_gated, gate_up.eps) == (128, 64, True, pytest.approx(3e-6))
+    assert (qkv.n, qkv.has_bias) == (64 + 2 * 32, True)
+    assert (head.n, down.k, out.k) == (200, 128, 64)
+    assert all(kind.problem.m == 1 for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("make", "titles"),
+    [
+        (llama, ["rmsnorm_gate_up", "rmsnorm_linear", "rmsnorm_linear", "linear_residual", "linear_residual"]),
+        (phi3, ["rmsnorm_gate_up", "rmsnorm_linear", "rmsnorm_linear", "linear_residual", "linear_residual"]),
+        (phi, ["linear_bias", "linear_bias_residual", "linear_bias", "linear_bias", "linear_bias"]),
+    ],
+)
+def test_kinds_of_other_models(make, titles):
+    assert sorted(kind.title for kind in kinds_of(decoder(make))) == sorted(titles)
+
+
+def test_weights_that_lie_transposed_are_cublas_s():
+    """GPT-2 keeps (in, out): only its head is a linear."""
+    kinds = kinds_of(decoder(gpt2))
+    assert [(kind.title, kind.problem.n) for kind in kinds] == [("linear", 200)]
+
+
+def test_float32_and_many_rows_are_cublas_s():
+    assert kinds_of(decoder(dtype=torch.float32)) == []
+    model = decoder().model
+    loaded = describe_live(model, (), {"input_ids": torch.randint(1, 200, (5, 16)), "use_cache": False})
+    assert [kind.title for kind in kinds_of(loaded)] == ["gate_up"]
+    assert kinds_of(describe_live(gpt2()[0].to(torch.bfloat16), (), {"input_ids": torch.randint(1, 200, (5, 16))})) == []
+
+
+def test_without_merging_a_norm_that_three_linears_read_stays():
+    kinds = kinds_of(decoder(is_laid_out=False))
+    norms = {kind.title: len(kind.places) for kind in kinds if kind.problem.has_norm}
+    assert norms == {"rmsnorm_linear": 1}
+
+
+def test_a_weight_of_a_class_of_its_own_is_left_alone():
+    class Packed(torch.Tensor):
+        """As quantised weights are."""
+
+    loaded = decoder()
+    weight = loaded.model.lm_head.weight
+    assert "rmsnorm_linear" in {kind.title for kind in kinds_of(loaded)}
+    loaded.model.lm_head.weight = torch.nn.Parameter(weight.detach().as_subclass(Packed))
+    assert "rmsnorm_linear" not in {kind.title for kind in kinds_of(loaded)}
+
+
+def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
+    kept = place(lambda name: Status.SLOWER if name == "G3" else Status.KEPT)
+    assert [(row.id, row.kernel) for row in kept.fusions] == [
+        (f"G{number}", title) for number, title in enumerate(QWEN2, start=1)
+    ]
+    assert [row.status for row in kept.fusions] == [Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT, Status.KEPT]
+    assert [gemv.id for gemv in kept.linears] == ["G1", "G2", "G4", "G5"]
+    for row in kept.fusions:
+        assert row.numerics.is_passed and row.numerics.elements > 0
+        assert row.chain_before.median_ns == 100 // row.receipt.sites_found and row.original_source
+        assert row.receipt.launches_before > row.receipt.sites_found
+        assert "on top of all that was kept" in row.reason
+        assert row.predicted_saving_ns == 70 and baseline_rows.predicted(row) == units.delta(-70)
+    assert kept.decision.method == "wall" and kept.decision.after != kept.decision.before
+
+
+def test_the_step_before_is_the_one_as_captured_not_the_merged_one(place, monkeypatch):
+    run = []
+    captured = SimpleNamespace(build=lambda *_: "untouched", run=run.append)
+    real = stage.confirmed
+
+    def confirmed(runner, decision, original, after, **options):
+        original()
+        return real(runner, decision, original, after, **options)
+
+    monkeypatch.setattr(stage, "confirmed", confirmed)
+    place(captured=captured)
+    assert run and set(run) == {"untouched"}
+
+
+def test_nothing_changes_where_nothing_pays(place):
+    kept = place(lambda _: Status.WITHIN_NOISE)
+    assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.linears == ()
+    assert place(make=None).fusions == []
+
+
+def test_wrong_numbers_failed_builds_and_cublas_are_rows(place):
+    def make(problem, header, _file):
+        if problem.is_gated:
+            return torch_kernel(problem, header, candidates(problem, ("cuda",))[0], spoil=0.05)
+        if problem.has_norm:
+            raise KernelBuildFailed(kernel=header.title, target="cuda", cause="no compiler")
+        return "cuBLAS is faster"
+
+    kept = place(make=make)
+    found = {row.kernel: row for row in kept.fusions}
+    assert found["rmsnorm_gate_up"].status is Status.WRONG_NUMBERS
+    assert "against float64" in found["rmsnorm_gate_up"].reason
+    assert found["rmsnorm_linear_bias"].status is Status.BUILD_FAILED
+    assert (found["linear_residual"].status, found["linear_residual"].reason) == (Status.SLOWER, "cuBLAS is faster")
+    assert kept.linears == ()
+
+
+def test_one_wrong_layer_among_right_ones_is_found(place):
+    """Every site is checked on its own tensors, not only the first one."""
+
+    def make(problem, header, _file):
+        made = made_of_torch(problem, header, _file)
+        calls = []
+
+        def launch(*tensors):
+            made.launch(*tensors)
+            calls.append(tensors)
+            if len(calls) == 2:
+                tensors[-1].mul_(1.1)
+
+        return replace(made, launch=launch)
+
+    assert {row.status for row in place(make=make).fusions} == {Status.WRONG_NUMBERS}
+
+
+def test_only_and_skip_name_these_kernels_too(place):
+    assert [row.kernel for row in place(skip=("linear_residual", "rmsnorm_linear*")).fusions] == ["rmsnorm_gate_up"]
+    assert [row.kernel for row in place(only=("rmsnorm_gate*",)).fusions] == ["rmsnorm_gate_up"]
+
+
+def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
+    """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
+    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    loaded = decoder()
+    state = {name: (value.data_ptr(), value.clone()) for name, value in loaded.model.state_dict().items()}
+    twin = copy.deepcopy(loaded.model)
+    only = ("swiglu", "add_rmsnorm", "rmsnorm_*", "linear_residual")  # each chain more is a C++ kernel more to build
+    run = apply_workload(loaded, replace(quick, only=only))
+    rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert [row.status for row in rows] == [Status.KEPT, Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT]
+    for row in rows:
+        placed = row.receipt.sites_found if row.status is Status.KEPT else 0
+        assert row.receipt.sites_replaced == row.receipt.launches_after == placed, row.receipt.refusals
+    # Whatever stood there before, the fused norms and gates among it, runs alone as well.
+    assert all(baseline_rows.predicted_ns(row) is not None for row in rows)
+    assert run.report.model_check.is_passed
+    found = {fusion.kernel: fusion for fusion in run.report.fusions if fusion.chain_id}
+    swiglu, norm = found["swiglu"], found["add_rmsnorm"]
+    assert (swiglu.status, swiglu.receipt.sites_replaced) == (Status.ABSORBED, 0)
+    assert f"G1 rmsnorm_gate_up took in {LAYERS} of its {LAYERS} sites" in swiglu.reason
+    assert norm.status is Status.ABSORBED and "took in" in norm.reason
+    assert load_report(dump_report(run.report)) == run.report
+
+    # Eager, fused and a float64 copy: logits and cache, with weights written to after the kernels were made.
+    with torch.no_grad():
+        for model in (loaded.model, twin):
+            model.model.layers[0].mlp.gate_proj.weight.mul_(1.5)
+            model.model.norm.weight.fill_(2)
+        mine, other = (decode_step(twin, batch=1) for _ in range(2))
+        eager, fused = twin(**other).logits, run.fused(**mine).logits
+        truth = copy.deepcopy(twin).double()
+        exact = truth(**decode_step(truth, batch=1)).logits
+    ours, theirs = ((value.double() - exact).norm() / exact.norm() for value in (fused, eager))
+    assert 0 < ours <= 1.5 * theirs
+    for layer, expected in zip(cache_in(mine).layers, cache_in(other).layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, rtol=0.05, atol=0.05)
+    assert run.fused.fallbacks == {}
+    # Kernels for one row serve no other batch.
+    more, same = (decode_step(twin, batch=2) for _ in range(2))
+    with torch.no_grad(), pytest.warns(UserWarning, match="not verified"):
+        torch.testing.assert_close(run.fused(**more).logits, twin(**same).logits)
+    run.revert()
+    with torch.no_grad():
+        for name, value in loaded.model.state_dict().items():
+            assert value.data_ptr() == state[name][0]
+            value.copy_(state[name][1])
+
+    save(run, quick.run_dir)
+    plan = load_plan(quick.run_dir)
+    assert [row.id for row in plan.gemvs] == ["G1", "G2", "G3", "G5"]
+    built, observed = [], []
+    observe_values = Bench.observe_values
+    monkeypatch.setattr(Bench, "observe_values", lambda *args: observed.append(1) or observe_values(*args))
+
+    def build(problem, header, config, _path, *, tuning):
+        built.append((entry_of(problem, header, config), tuning))
+        return torch_kernel(problem, header, config)
+
+    monkeypatch.setattr(saved, "build", build)
+    expected = loaded.model(**decode_step(loaded.model, batch=1)).logits
+    again = decode_step(loaded.model, batch=1)
+    with torch.no_grad(), apply_plan(loaded, plan) as model:
+        torch.testing.assert_close(loaded.model(**again).logits, expected, rtol=0.05, atol=0.05)
+        assert model.fallbacks == {}
+    assert len(observed) == 1
+    assert sorted(built) == sorted((row.rendered[0].name, row.rendered[0].tuning) for row in rows if row.status is Status.KEPT)
+
+
+def prefill(rows):
+    """A Qwen2 whose step has as many rows, siblings laid out side by side."""
+    model = qwen2()[0].to(torch.bfloat16)
+    lay_out_siblings(model)
+    ids = torch.randint(1, 200, (1, rows), generator=torch.Generator().manual_seed(0))
+    return describe_live(model, (), {"input_ids": ids, "use_cache": False})
+
+
+def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noqa: F811
+    """The whole loop, its saved plan, and another length, which has merged GEMMs of cuBLAS and the gate's kernel behind them."""
+    verdicts(monkeypatch, keep_all)
+    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    for module in (changed_step, stage):
+        monkeypatch.setattr(module, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "is_served", lambda problem, device: problem.m > 64 and device.type == "cpu")
+    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    loaded = prefill(70)
+    with torch.no_grad():
+        expected = loaded.model(**loaded.kwargs).logits
+    run = apply_workload(loaded, replace(quick, only=("swiglu", "add_rmsnorm", "gate_up")))
+    (row,) = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert (row.id, row.kernel, row.status) == ("G1", "gate_up", Status.KEPT)
+    assert row.receipt.sites_replaced == row.receipt.launches_after == LAYERS
+    swiglu = next(fusion for fusion in run.report.fusions if fusion.kernel == "swiglu")
+    assert swiglu.status is Status.ABSORBED and "G1 gate_up took in" in swiglu.reason
+    config = GemvConfig.read(row.rendered[0].tuning)
+    assert config.form == "cuda_wgmma" and config.stages > 1
+    with torch.no_grad():
+        torch.testing.assert_close(run.fused(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
+        longer = prefill(90).kwargs
+        at_length = sites_by_title(run.fused.specialize(**longer))
+        assert at_length["swiglu"] == LAYERS and at_length["add_rmsnorm"] > LAYERS
+        before = dict(run.fused.fallbacks)
+        fused = run.fused(**longer).logits
+        run.revert()
+        torch.testing.assert_close(fused, loaded.model(**longer).logits, rtol=0.05, atol=0.05)
+    assert run.fused.fallbacks == before == {}
+    save(run, quick.run_dir)
+    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
+    with torch.no_grad(), apply_plan(loaded, load_plan(quick.run_dir)) as model:
+        torch.testing.assert_close(loaded.model(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
+        assert sites_by_title(model.specialize(**longer)) == at_length
+        torch.testing.assert_close(loaded.model(**longer).logits, fused, rtol=0.05, atol=0.05)
+        assert model.fallbacks == {}
+
+
+def sites_by_title(made):
+    """Sites of one more length, by what kernels are named after."""
+    found = Counter()
+    for name, count in made.sites.items():
+        found[name.removeprefix("fa_").rpartition("_")[0]] += count
+    return found
+
+
+def test_a_gate_on_many_rows_is_offered_where_there_are_tensor_cores_for_it(monkeypatch):
+    problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
+    monkeypatch.setattr(select_gemm, "has_cuda_core", lambda: True)
+    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert stage.is_served(problem, "cuda") is expected
+        assert stage.is_served(replace(problem, m=64), "cuda")
+        assert not stage.is_served(replace(problem, has_bias=True), "cuda")
+        assert not stage.is_served(problem, "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(select_gemm, "has_cuda_core", lambda: False)
+    assert not stage.is_served(problem, "cuda")
+
+
+def test_kinds_that_do_not_fit_into_memory_are_left_alone_and_the_others_tried(place, monkeypatch):
+    kinds = find_kinds(qwen2_bench())
+    needed = iter([None, "too large", *[None] * (len(kinds) - 2)])
+    monkeypatch.setattr(stage, "why_no_room", lambda bench, places: next(needed))
+    rows = place().fusions
+    assert [row.status for row in rows] == [Status.KEPT, Status.NOT_REPLACED, *[Status.KEPT] * (len(kinds) - 2)]
+    assert rows[1].reason == "too large" and rows[1].numerics is None
+
+
+@pytest.mark.parametrize("where", ["observe", "check"])
+def test_memory_that_runs_out_ends_a_row_and_not_the_run(place, monkeypatch, where):
+    def run_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it")
+
+    monkeypatch.setattr(stage, where, run_out)
+    kept = place()
+    assert {row.status for row in kept.fusions} == {Status.NOT_REPLACED} and kept.linears == ()
+    assert all("ran out while it was checked: CUDA out of memory" in row.reason for row in kept.fusions)
+
+    def fail(*_, **__):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(stage, where, fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        place()
+
+
+def test_what_is_computed_from_parameters_is_not_in_memory():
+    class Cast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24, 16))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.to(torch.bfloat16))
+
+    bench = Bench(capture_regions(Cast(), (torch.randn(4, 16, dtype=torch.bfloat16),), {}), on_cuda=False)
+    (kind,) = find_kinds(bench)
+    x, weight = kind.places[0].inputs
+    assert places._is_in_memory(bench, x) and not places._is_in_memory(bench, weight)
+
+
+def test_a_gate_on_many_rows_has_no_kernel_in_triton(monkeypatch):
+    monkeypatch.setattr(stage, "is_served", lambda problem, device: True)
+    problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
+    for backend, expected in ((None, True), ("cuda", True), ("triton", False)):
+        assert stage._has_kernel(problem, qwen2_bench(), ApplyOptions(backend=backend)) is expected
+        assert stage._has_kernel(replace(problem, m=1), qwen2_bench(), ApplyOptions(backend=backend))
+
+
+def test_merged_weights_are_in_memory_anyway(monkeypatch):
+    bench = qwen2_bench()
+    (first, *_) = find_kinds(bench)
+    monkeypatch.setattr(places, "memory_bytes", lambda _: (1, 2))
+    told = places.why_no_room(bench, first.places)
+    x = sum(math.prod(bench.ops[place.inputs[0]].outputs[0].shape) for place in first.places)
+    float64 = max(places._float64_elements(bench, place) for place in first.places)
+    assert f"take {2 * x + 8 * float64:,} bytes" in told
+
+
+def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):
+    kept = place(lambda name: Status.KEPT if name == "G1" else Status.SLOWER)
+    row = kept.fusions[0]
+    plan = saved.SavedPlan(
+        run_dir=tmp_path, capture=None, report=SimpleNamespace(tolerance=None), fusions=(), passes=(), gemvs=(row,)
+    )
+    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
+    kinds = find_kinds(kept.bench)
+    places.observe(kept.bench, [place for kind in kinds for place in kind.places])
+    (again,) = saved._gemvs(kept.bench, kinds, plan)
+    assert (again.id, {site.call.__name__ for site in again.sites}, len(again.sites)) == ("G1", {row.rendered[0].name}, LAYERS)
+
+    def spoiled(problem, header, config, _path, *, tuning):
+        return torch_kernel(problem, header, config, spoil=1.0)
+
+    monkeypatch.setattr(saved, "build", spoiled)
+    with pytest.raises(PlanMismatch, match="no longer pass"):
+        saved._gemvs(kept.bench, kinds, plan)
+    other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
+    with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
+        saved._gemvs(kept.bench, kinds, replace(plan, gemvs=(other,)))
+
+
+def test_no_kernels_without_a_gpu(tmp_path):
+    assert maker(tmp_path, torch.device("cpu"), backend=None, log=print) is None
+    assert maker(tmp_path, torch.device("cuda"), backend="cpp", log=print) is None
+    assert maker(tmp_path, torch.device("cuda"), backend="triton", log=print) is not None
+
+
+def test_headers_are_the_library_s_where_it_has_the_kernel():
+    assert header_of("rmsnorm_gate_up").origin == "library kernel rmsnorm_gate_up"
+    assert "from the graph" in header_of("linear_bias_residual").origin
+
+
+def test_configurations_are_read_back():
+    for config in (GemvConfig(form="cuda_mma", rows=16, warps=8, unroll=2), GemvConfig(form="triton_fma", rows=2, block_k=64)):
+        assert GemvConfig.read(f"{config.text} (measured, best of 4)") == config
+    with pytest.raises(ValueError, match="no form"):
+        GemvConfig.read("BLOCK=4")
+
+
+def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path, monkeypatch):
+    around = GemvChoice(config=GemvConfig(form="cuda_cublas"), source="measured", tried=(("cublas", 1500), ("cuda_cublas", 900)))
+    monkeypatch.setattr(stage, "choose", lambda *args, **kwargs: around)
+    make = maker(tmp_path, torch.device("cuda"), backend=None, log=lambda line: None)
+    problem = GemvProblem(m=32, n=64, k=64, dtype="bfloat16", has_norm=True)
+    answer = make(problem, header_of("rmsnorm_linear"), "G1_rmsnorm_linear")
+    assert answer.startswith("cuBLAS and the ops around it are faster") and "cuda_cublas 0.9" in answer
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    def wide():
+        config = Qwen2Config(
+            num_hidden_layers=2, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
+            vocab_size=512, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval(), {}
+
+    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "on_top", on_top(lambda _: Status.KEPT))
+    monkeypatch.setattr(stage, "choose", chosen_ours)
+    model = wide()[0].to("cuda", torch.bfloat16)
+    lay_out_siblings(model)
+    kwargs = decode_step_on(model, batch)
+    loaded = describe_live(model, (), kwargs)
+    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, backend=backend))
+    rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
+    assert [row.kernel for row in rows] == QWEN2
+    for row in rows:
+        if row.status is Status.KEPT:
+            assert row.receipt.launches_after == row.receipt.sites_found
+            assert (tmp_path / row.rendered[0].path).is_file()
+        else:
+            assert row.status is Status.SLOWER, row.reason
+    assert any(row.status is Status.KEPT for row in rows)
+    assert run.report.model_check.is_passed
+    assert run.report.step_after.method == "cuda_graph"
+
+
+def chosen_ours(problem, device, *, header, backends, **_):
+    from fusion_advisor.autotune.select_gemm import choose
+    from fusion_advisor.autotune.cache import TuningStore
+
+    return choose(problem, device, header=header, backends=backends, with_cublas=False, store=TuningStore(None))
+
+
+def decode_step_on(model, batch):
+    from fusion_advisor.workload.static_cache import cache_name, filled_cache
+
+    ids = torch.randint(1, 200, (batch, 17), generator=torch.Generator().manual_seed(0)).to("cuda")
+    cache, _ = filled_cache(model, ids[:, :-1], maximum=64, phase="decode", model_id="tiny")
+    return {"input_ids": ids[:, -1:].clone(), cache_name(model): cache, "use_cache": True}

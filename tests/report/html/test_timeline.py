@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusion_advisor.records import Report, StepProfile, Timeline
+from fusion_advisor.report.html import timeline as strip
+from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips
+from tests.report.fixtures import applied
+
+
+def with_timeline(timeline: Timeline, kernels: tuple[tuple[str, str, int, int], ...]) -> Report:
+    step = StepProfile(
+        label="eager", device_ns=sum(timeline.duration_ns), launches=2, categories=(), kernels=kernels, timeline=timeline
+    )
+    return replace(applied(), before=step, captured=None, after=None)
+
+
+TWO = (("matmul", "gemm", 1, 300), ("mul", "pointwise", 1, 100))
+
+
+def unpacked(planes: object) -> tuple[list[int], list[int], list[int]]:
+    raw = zlib.decompress(base64.b64decode(str(planes)), wbits=-15)
+    count = len(raw) // 10
+    since = np.frombuffer(raw, "<u4", count)
+    return (
+        np.cumsum(since).tolist(),
+        np.frombuffer(raw, "<u4", count, 4 * count).tolist(),
+        np.frombuffer(raw, "<u2", count, 8 * count).tolist(),
+    )
+
+
+def covered(path: str) -> int:
+    """Columns × pixels of a path of boxes."""
+    return sum(int(wide) * int(tall) for wide, tall in re.findall(r"h(\d+)v(\d+)h-", path))
+
+
+def test_the_canvas_gets_every_kernel() -> None:
+    report = applied()
+    drawn = strips(report)
+    assert drawn is not None
+    for step, side in zip((report.before, report.after), drawn.sides, strict=True):
+        assert step is not None
+        assert step.timeline is not None
+        start, duration, names = unpacked(side.data["planes"])
+        assert tuple(start) == step.timeline.start_ns
+        assert tuple(duration) == step.timeline.duration_ns
+        assert tuple(names) == step.timeline.kernel
+
+
+def test_the_drawing_has_each_categorys_share() -> None:
+    # 300 ns of GEMM, 300 ns of nothing, 100 ns of pointwise, 100 ns at the end of nothing (the other side is longer)
+    timeline = Timeline(kernel=(0, 1), start_ns=(0, 600), duration_ns=(300, 100))
+    drawn = strips(with_timeline(timeline, TWO))
+    assert drawn is not None
+    (side,) = drawn.sides
+    assert drawn.span_ns == 700
+    share = {colour: covered(path) / (COLUMNS * HEIGHT) for colour, path in side.paths}
+    assert list(share.values()) == pytest.approx([3 / 7, 1 / 7], abs=0.01)
+    assert side.width == COLUMNS
+
+
+def test_kernels_on_two_streams_never_fill_a_column_twice() -> None:
+    timeline = Timeline(kernel=(0, 1), start_ns=(0, 0), duration_ns=(1000, 1000))
+    drawn = strips(with_timeline(timeline, TWO))
+    assert drawn is not None
+    assert [covered(path) for _, path in drawn.sides[0].paths] == [COLUMNS * HEIGHT // 2] * 2
+
+
+def test_too_many_kernels_become_columns_with_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strip, "MAX_KERNELS", 100)
+    report = applied()
+    assert report.before.timeline is not None
+    drawn = strips(report)
+    assert drawn is not None
+    assert "eager, fused: more than 100 kernels" in drawn.note
+    start, duration, names = unpacked(drawn.sides[0].data["planes"])
+    assert sum(duration) == sum(report.before.timeline.duration_ns)
+    assert start == sorted(start)
+    kernels = drawn.sides[0].data["kernels"]
+    assert isinstance(kernels, list)
+    gemm = sum(ns for ns, name in zip(duration, names, strict=True) if kernels[name][1] == "gemm")
+    assert gemm == next(ns for name, _, ns in report.before.categories if name == "gemm") // 97 * 97
+
+
+def test_no_timeline_no_strip() -> None:
+    report = applied()
+    assert report.after is not None
+    bare = replace(report, before=replace(report.before, timeline=None), after=replace(report.after, timeline=None))
+    assert strips(bare) is None
+    assert strips(with_timeline(Timeline(kernel=(), start_ns=(), duration_ns=()), TWO)) is None
