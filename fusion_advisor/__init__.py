@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from fusion_advisor.fuse.live.fused_model import FusedModel
     from fusion_advisor.fuse.live.saved_plan import SavedPlan
-    from fusion_advisor.records import Report
+    from fusion_advisor.report.html.notebook import NotebookReport
 
 __all__ = ["apply", "load_plan", "load_report", "profile"]
 
 
-def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
+def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> NotebookReport:
     """Profile a live model; nothing about it is changed.
 
     Args:
@@ -35,12 +35,13 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> Report:
         CannotCapture: dynamo captured no graph of the model.
         OutOfMemory: with what to try instead.
     """
-    from fusion_advisor.fuse.plan.options import ProfileOptions
     from fusion_advisor.fuse.pipeline import profile_workload
+    from fusion_advisor.fuse.plan.options import ProfileOptions
+    from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
     report, _ = profile_workload(describe_live(model, *_call(inputs)), ProfileOptions(**options))
-    return report
+    return for_notebook(report)
 
 
 def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None, **options: Any) -> FusedModel:
@@ -52,8 +53,8 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
-        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`; with ``run_dir`` the kernels, the report and the
-            capture are kept there, and :func:`load_plan` reads them.
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`; with ``run_dir`` the kernels, the report and
+            the capture are kept there, and :func:`load_plan` reads them.
 
     Returns:
         The fused model: call it like the model; ``.report`` says what was done, ``.revert()`` (or leaving a ``with`` block)
@@ -70,10 +71,11 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from pathlib import Path
 
     from fusion_advisor.fuse.live.fused_model import take_out
-    from fusion_advisor.fuse.plan.options import ApplyOptions
-    from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.live.saved_plan import apply_plan
+    from fusion_advisor.fuse.pipeline import apply_workload
+    from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.records.serialize import write_capture, write_report
+    from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
     loaded = describe_live(model, *_call(inputs))
@@ -81,7 +83,9 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         if options:
             raise TypeError(f"a plan is put in as it was made, without {', '.join(sorted(options))}")
         take_out(model)
-        return apply_plan(loaded, plan)
+        fused = apply_plan(loaded, plan)
+        fused.report = for_notebook(plan.report)
+        return fused
     chosen = ApplyOptions(**options)
     take_out(model)
     if chosen.run_dir is not None:
@@ -92,6 +96,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     if chosen.run_dir is not None:
         write_report(run.report, chosen.run_dir / "report.json")
         write_capture(run.capture, chosen.run_dir / "capture.json.gz")
+    run.fused.report = for_notebook(run.report)
     return run.fused
 
 
@@ -109,7 +114,7 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     return saved_plan.load_plan(run_dir)
 
 
-def load_report(run: str | Path) -> Report:
+def load_report(run: str | Path) -> NotebookReport:
     """Read the report of an earlier run; no torch is imported and no device is needed.
 
     Args:
@@ -121,9 +126,10 @@ def load_report(run: str | Path) -> Report:
     from pathlib import Path
 
     from fusion_advisor.records.serialize import read_report
+    from fusion_advisor.report.html.notebook import for_notebook
 
     path = Path(run)
-    return read_report(path / "report.json" if path.is_dir() else path)
+    return for_notebook(read_report(path / "report.json" if path.is_dir() else path))
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who may import whom, read off the source; and what importing the package costs."""
+"""Imports run one way between folders, each folder is one subject, and the package costs little to import."""
 
 from __future__ import annotations
 
@@ -15,112 +15,122 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
+FOLDERS = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
+ENTRY = "entry"
+"""The package's own ``__init__`` and ``__main__``: the public functions and the command, above all folders."""
+
+
+def folder_of(module):
+    if module in ("fusion_advisor", "fusion_advisor.__main__"):
+        return ENTRY
+    path = MODULES[module]
+    folder = path.parent.relative_to(PACKAGE)
+    return "base" if folder == Path() else ".".join(folder.parts)
 
 
 def imports(module):
-    """(imported name, whether it is for type checking only) of every import in a module, nested ones included."""
+    """(imported module, whether it is for type checking only): lazy imports and ``import_module("…")`` included."""
     found = []
+
+    def add(name, inside):
+        found.append((name, inside))
 
     def walk(node, is_typing):
         for child in ast.iter_child_nodes(node):
             inside = is_typing or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
             if isinstance(child, ast.Import):
-                found.extend((alias.name, inside) for alias in child.names)
+                for alias in child.names:
+                    add(alias.name, inside)
             elif isinstance(child, ast.ImportFrom):
-                found.append((child.module or "", inside))
+                for alias in child.names:
+                    whole = f"{child.module}.{alias.name}"
+                    add(whole if whole in MODULES else child.module or "", inside)
+            elif isinstance(child, ast.Call) and getattr(child.func, "id", "") == "import_module" and child.args:
+                name = child.args[0]
+                if isinstance(name, ast.Constant):
+                    add(name.value, inside)
             walk(child, inside)
 
     walk(ast.parse(MODULES[module].read_text()), False)
     return found
 
 
-def layer(name):
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 else ""
+def folder_graph():
+    graph = {}
+    for module in MODULES:
+        own = graph.setdefault(folder_of(module), set())
+        own |= {folder_of(name) for name, _ in imports(module) if name in MODULES} - {folder_of(module)}
+    return graph
 
 
-BASE = {
-    "records", "errors", "units", "content", "serialize", "collector", "frame_stack", "inside", "regular_file", "soundness",
-}  # fmt: skip
-"""Imported by all and importing nothing of the layers."""
-ALLOWED = {
-    "records": set(),
-    "errors": set(),
-    "content": set(),
-    "units": set(),
-    "collector": set(),
-    "frame_stack": set(),
-    "inside": {"errors"},
-    "regular_file": set(),
-    "soundness": {"records", "errors", "inside"},
-    "serialize": {"records", "errors", "regular_file", "soundness"},
-    "environment": {"records", "errors", "content"},
-    "timing": BASE,
-    "capture": BASE | {"timing"},
-    "chains": BASE,
-    "library": BASE | {"chains", "capture", "timing"},
-    "bench": BASE | {"library", "capture", "timing", "environment", "report", "workload"},
-    "workload": BASE | {"environment", "capture"},
-    "fuse": BASE | {"capture", "chains", "library", "workload", "environment", "timing"},
-    "report": BASE,
-    "cli": BASE | {"report", "fuse", "library", "chains", "capture", "workload", "environment", "bench"},
-    "__main__": {"cli"},
-    "": {"fuse", "library", "records", "serialize", "workload"},
-}
+def cycle_in(graph):
+    """A path that comes back to where it began, or None."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        path.append(name)
+        for other in sorted(graph.get(name, ())):
+            if found := visit(other):
+                return found
+        done.add(path.pop())
+        return None
+
+    return next((found for name in sorted(graph) if (found := visit(name))), None)
 
 
-SHOWN_BY = "fusion_advisor.report.html.notebook"
-"""What a report imports when a notebook asks it to show itself, and only then."""
+def test_imports_run_one_way_between_all_folders():
+    graph = folder_graph()
+    assert cycle_in(graph) is None
+    graph["ir"] = graph["ir"] | {"cli"}  # the check itself: an import upward is found
+    assert cycle_in(graph) is not None
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module):
-    own = layer(module)
-    names = {name for name, _ in imports(module) if name.split(".")[0] == "fusion_advisor"}
-    others = {layer(name) for name in names - ({SHOWN_BY} if own == "records" else set())} - {own, ""}
-    assert others <= ALLOWED[own], f"{module} imports {others - ALLOWED[own]}"
+def test_base_modules_import_nothing_of_ours():
+    for module in MODULES:
+        if folder_of(module) == "base":
+            assert not [name for name, _ in imports(module) if name.startswith("fusion_advisor")], module
 
 
-def test_every_layer_has_a_rule_and_no_rule_is_a_cycle():
-    assert {layer(module) for module in MODULES} == set(ALLOWED)
-    seen = []
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_folder_is_one_subject(folder):
+    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= 15, f"{folder.name} has {len(modules)} modules"
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert docstring, folder
+    if folder != PACKAGE:
+        assert len(docstring.splitlines()) <= 12, f"{folder.name}: a few lines say what goes in and what comes out"
 
-    def visit(name, path=()):
-        assert name not in path, f"cycle: {(*path, name)}"
-        for other in ALLOWED[name]:
-            visit(other, (*path, name))
-        seen.append(name)
 
-    visit("__main__")
+def short(module):
+    return module.removeprefix("fusion_advisor.")
 
 
 def users(package, *, with_typing=False):
     return {
-        module
+        short(module)
         for module in MODULES
         if any(name.split(".")[0] == package and (with_typing or not typing) for name, typing in imports(module))
     }
 
 
+TORCH_FREE = ("base", "records", "chains", "ir", "lowering", "lowering.builder", "lowering.rules", "codegen.common", "fuse.plan",
+              "report", "report.html", "report.terminal", "report.compare")  # fmt: skip
+"""Folders that a laptop without torch can import."""
+
+
 def test_torch_stays_where_it_runs():
-    allowed = {"workload", "capture", "fuse", "timing", "bench"}
-    inner = {"library.patterns", "library.build", "library.nvrtc", "environment", "cli.doctor"}
-    inner |= {"library.accuracy", "library.check", "library.check_inputs", "library.source_of", "library.tuning"}
-    inner |= {"library.philox", "library.gemv_choose", "library.gemv_torch", "library.gemv_around", "library.resemble"}
-    inner |= {"library.gemm_cuda"}
     for module in users("torch"):
-        short = module.removeprefix("fusion_advisor.")
-        assert layer(module) in allowed or short in inner or short.startswith("library.backend_"), module
+        assert folder_of(f"fusion_advisor.{module}") not in TORCH_FREE, module
 
 
-def test_what_reads_on_a_laptop_imports_no_torch_however_far():
+def test_reading_on_a_laptop_imports_no_torch():
+    names = [module for module in MODULES if folder_of(module) in TORCH_FREE] + ["fusion_advisor.cli.app"]
     code = (
-        "import sys\n"
-        "import fusion_advisor, fusion_advisor.records, fusion_advisor.errors, fusion_advisor.units, fusion_advisor.records.serialize\n"
-        "import fusion_advisor.chains.find, fusion_advisor.chains.rank\n"
-        "import fusion_advisor.lowering.lower, fusion_advisor.library.match\n"
-        "import fusion_advisor.fuse.plan.plan, fusion_advisor.fuse.plan.options, fusion_advisor.report.shared_rows, fusion_advisor.report.html.page\n"
-        "import fusion_advisor.cli.app\n"
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
         "heavy = {'torch', 'triton', 'transformers', 'pandas'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
@@ -139,51 +149,37 @@ def test_importing_the_package_imports_nothing_of_its_parts():
 
 
 @pytest.mark.parametrize(
-    ("package", "allowed"),
+    ("package", "folders"),
     [
-        ("triton", {"library.backend_triton", "library.triton_shape", "library.gemv_triton"}),
-        ("cuda", {"library.nvrtc", "library.backend_cuda", "library.gemv_cuda", "library.gemm_cuda", "library.memsets"}),
-        ("pandas", {"fuse.steps", "chains.rank", "report.notebook", "records"}),
-        (
-            "jinja2",
-            {
-                "library.source",
-                "library.backend_triton",
-                "library.backend_cuda",
-                "library.backend_cpp",
-                "report.html",
-                "report.markdown",
-            },
-        ),
-        ("nvtx", {"capture.profile"}),
-        ("transformers", None),
+        ("triton", {"codegen.triton", "codegen.gemm"}),
+        ("cuda", {"codegen.cuda", "codegen.gemm"}),
+        ("pandas", {"fuse.decide", "chains", "report", "report.html", "records"}),
+        ("jinja2", {"codegen.common", "codegen.triton", "codegen.cuda", "codegen.cpp", "report", "report.html"}),
+        ("nvtx", {"capture"}),
+        ("transformers", {"workload"}),
+        ("typer", {"cli", "cli.commands", "cli.common"}),
+        ("rich", {"cli", "cli.commands", "cli.common", "report.terminal", "evaluate.bench"}),
     ],
 )
-def test_a_dependency_is_used_in_its_own_place(package, allowed):
-    for module in users(package):
-        short = module.removeprefix("fusion_advisor.")
-        assert layer(module) == "workload" if allowed is None else short in allowed, module
-
-
-def test_the_terminal_belongs_to_the_command_line():
-    for package in ("typer", "rich"):
-        for module in users(package, with_typing=True):
-            views = {f"fusion_advisor.{name}" for name in ("report.terminal", "report.trace_table", "bench.view")}
-            assert layer(module) == "cli" or module in views, module
+def test_a_dependency_is_used_in_its_own_folders(package, folders):
+    for module in users(package, with_typing=package in ("typer", "rich")):
+        assert folder_of(f"fusion_advisor.{module}") in folders, module
 
 
 def test_private_parts_of_torch_are_touched_in_one_file():
     for module in MODULES:
-        if module == "fusion_advisor.runtime.torch_internals":
+        if short(module) == "runtime.torch_internals":
             continue
         private = {name for name, _ in imports(module) if name.startswith("torch._")}
         assert not private, f"{module}: {private}"
 
 
-def test_records_import_nothing_but_the_standard_library():
-    found = imports("fusion_advisor.records")
-    assert {name for name, is_typing in found if not is_typing} - {SHOWN_BY} <= {"__future__", "enum", "dataclasses", "typing"}
-    assert {name for name, is_typing in found if is_typing} <= {"pandas"}
-    code = "import sys, fusion_advisor.records; print(*[n for n in sys.modules if n.startswith('fusion_advisor.report')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+def test_records_import_nothing_but_the_standard_library_and_each_other():
+    standard = {"__future__", "enum", "dataclasses", "typing", "collections.abc"}
+    for module in MODULES:
+        if folder_of(module) == "records" and short(module) != "records.serialize":
+            found = imports(module)
+            assert {
+                name for name, is_typing in found if not is_typing and not name.startswith("fusion_advisor.records")
+            } <= standard
+            assert {name for name, is_typing in found if is_typing} <= {"pandas"}

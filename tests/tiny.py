@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.capture.profile import profile_model
-from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.plan import judge_with, make_plan
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Bandwidth, Environment, Launch, RenderedKernel
-from fusion_advisor.workload.static_cache import cache_name, filled_cache
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.static_cache import cache_name, filled_cache
 from tests.kernel_cases.evaluate import evaluate
 
 BANDWIDTH = Bandwidth(copy_bytes_per_s=10**12, launch_ns=1)

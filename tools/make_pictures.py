@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fusion_advisor.cli.app import main
-from fusion_advisor.report.html.page import render_html
 from fusion_advisor.records.serialize import read_report
+from fusion_advisor.report.html.page import render_html
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[1]
 RUN = ROOT / "reports" / "examples" / "llama3.1-8b-bf16-1x512-h200"
 PICTURES = ROOT / "reports" / "examples" / "pictures"
 WIDTH = 126

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Report
-from fusion_advisor.report.baseline_rows import best_peer, best_rested_peer, own_rested
 from fusion_advisor.records.serialize import read_report
+from fusion_advisor.report.baseline_rows import best_peer, best_rested_peer, own_rested
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 _LINK = re.compile(r"\[report\]\((reports/examples/[\w.-]+)/report\.md\)")
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.evaluate.bench.plot import draw
 from fusion_advisor.evaluate.bench.records import BenchRow, BenchRun, dump_run, read_run
 from fusion_advisor.evaluate.bench.row import BenchOptions, Ceilings, bench_row
@@ -28,11 +29,10 @@ from fusion_advisor.evaluate.bench.run import bench, measure_ceilings
 from fusion_advisor.evaluate.bench.view import bench_markdown
 from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.spec import Case, KernelSpec
-from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.timing.kernel_timer import make_clock
 from tests.gpus import visible_gpus
 
-COMMITTED = Path(__file__).parent.parent.parent / "reports" / "examples" / "kernels-h200"
+COMMITTED = Path(__file__).parents[1] / "reports" / "examples" / "kernels-h200"
 Job = tuple[KernelSpec, str, Case, str]
 
 

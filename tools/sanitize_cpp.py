@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel, find_compiler
 from fusion_advisor.evaluate.check_inputs import make_inputs, planned_layouts
+from fusion_advisor.evaluate.render import header_of, named_program
+from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import kernel_patterns, lower_graph, trace_reference
-from fusion_advisor.ir.program import Program
 from fusion_advisor.lowering.rules.tables import CannotLower
-from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
-from fusion_advisor.evaluate.render import header_of, named_program
 
 ROOT = Path(__file__).resolve().parents[1]
 DRIVER = Path(__file__).with_name("sanitize_driver.cpp")

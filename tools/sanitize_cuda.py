@@ -106,8 +106,8 @@ def launch_planted(tool: str) -> None:
     import torch
     from cuda.core import Device, LaunchConfig, Stream, launch
 
-    from fusion_advisor.codegen.cuda.nvrtc import compile_loaded
     from fusion_advisor.codegen.common.interface import Rendered
+    from fusion_advisor.codegen.cuda.nvrtc import compile_loaded
 
     kernel = compile_loaded(Rendered(backend="cuda", entry=f"fa_planted_{tool}", source=PLANTED, suffix=".cu"), {})
     out = torch.empty(8, dtype=torch.int32, device="cuda")

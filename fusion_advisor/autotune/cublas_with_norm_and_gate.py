@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.autotune.tune import best_tuning
+from fusion_advisor.codegen.common.interface import Header, Launcher
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.problem import GemvProblem
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.library.discover import load_kernel
-from fusion_advisor.codegen.gemm.problem import GemvProblem
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.codegen.common.interface import Header, Launcher
-from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.autotune.cache import TuningStore
 
 _BUDGET_S = 0.3
 """For the launch parameters of each kernel: with those of the GEMV kernels beside them a choice stays under two seconds."""

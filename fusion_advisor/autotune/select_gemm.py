@@ -15,8 +15,12 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.content import content_dir
-from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher
+from fusion_advisor.autotune.tune import MUST_GAIN, time_launchers, version
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import (
     AROUND,
     CROSSOVER_ROWS,
@@ -29,13 +33,9 @@ from fusion_advisor.codegen.gemm.problem import (
     default_config,
     refusal,
 )
-from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.content import content_dir
 from fusion_advisor.ir.program import ITEM_BYTES
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
-from fusion_advisor.autotune.tune import MUST_GAIN, time_launchers, version
-from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.timing.kernel_timer import Clock, make_clock
 
 BACKENDS = ("cuda", "triton")

@@ -21,17 +21,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusion_advisor.content import content_dir
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
-from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.cuda.nvrtc import device_shared_memory
-from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
-from fusion_advisor.codegen.common.arguments import column_passes, next_power, parts_of
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Tuning
-from fusion_advisor.library.spec import KernelSpec
-from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
 from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.codegen.common.arguments import column_passes, next_power, parts_of
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Tuning
+from fusion_advisor.codegen.common.online_softmax import online_sums
+from fusion_advisor.codegen.cuda.nvrtc import device_shared_memory
+from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.content import content_dir
+from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
+from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.timing.kernel_timer import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6

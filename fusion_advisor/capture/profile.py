@@ -18,13 +18,13 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture.graph import tracer, fx_nodes
+from fusion_advisor.capture.graph import fx_nodes, tracer
 from fusion_advisor.capture.trace import profiler
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
 from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.clock_sampler import watching
 

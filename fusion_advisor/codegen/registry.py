@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion_advisor.errors import UsageError
 from fusion_advisor.codegen.common.interface import Backend
+from fusion_advisor.errors import UsageError
 
 if TYPE_CHECKING:
     from fusion_advisor.codegen.gemm.cuda import GemvCuda

@@ -26,20 +26,20 @@ from typing import Protocol
 
 import torch
 
-from fusion_advisor.verify.accuracy import Error, error_of, is_within
+from fusion_advisor.autotune.select_gemm import is_served
+from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, problem_of
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.registry import gemv_backend
 from fusion_advisor.evaluate.check_inputs import KINDS, eager, make_inputs, oracle, planned_layouts
+from fusion_advisor.evaluate.render import header_of, named_program
+from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
-from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, problem_of
-from fusion_advisor.autotune.select_gemm import is_served
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
-from fusion_advisor.ir.program import Program
-from fusion_advisor.lowering.rules.tables import CannotLower
-from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
-from fusion_advisor.evaluate.render import header_of, named_program
 from fusion_advisor.library.spec import Case, KernelSpec
+from fusion_advisor.lowering.rules.tables import CannotLower
+from fusion_advisor.verify.accuracy import Error, error_of, is_within
 
 _ARCH = 90
 _INTERPRETED_ELEMENTS = 2**19
@@ -248,8 +248,8 @@ class _Checker:
 
     def _compile_case(self, backend: str, jobs: list[_Job]) -> str:
         from fusion_advisor.codegen.cuda import backend as backend_cuda
-        from fusion_advisor.codegen.triton import backend as backend_triton
         from fusion_advisor.codegen.gemm import cuda, triton
+        from fusion_advisor.codegen.triton import backend as backend_triton
 
         for job in jobs:
             for rendered, config in self._rendered(backend, job):

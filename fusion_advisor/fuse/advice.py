@@ -15,9 +15,9 @@ import torch
 
 from fusion_advisor.capture.graph.split_bias import allows_tf32
 from fusion_advisor.capture.graph.tracer import LiveCapture
+from fusion_advisor.fuse.decide.step_profile import attention_of
 from fusion_advisor.fuse.passes.attention import mask_meanings
 from fusion_advisor.fuse.plan.plan import Plan
-from fusion_advisor.fuse.decide.step_profile import attention_of
 from fusion_advisor.records import Arg, Capture, Chain, Finding, Match, OpClass, OpNode, Ref
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE
 

@@ -18,24 +18,24 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.runtime.external_profiler import attached_profiler
-from fusion_advisor.capture.graph.tracer import LiveCapture, Region
-from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Numbers
-from fusion_advisor.runtime.environment import measure_bandwidth
+from fusion_advisor.capture.graph.tracer import LiveCapture, Region
+from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.fuse.decide.try_fusions import choose, kept_passes, try_all
 from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.fuse.decide.try_fusions import choose, kept_passes, try_all
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import OpNode
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.environment import measure_bandwidth
+from fusion_advisor.runtime.external_profiler import attached_profiler
+from fusion_advisor.runtime.fallback_warning import warn_caller
 
 _BUDGET_S = 3.0
 _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")

@@ -10,28 +10,36 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.live import bisect
-from fusion_advisor.fuse.stages import try_epilogues
-from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, ours_compiled, peers
-from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltFusion, BuiltLinear, Variant, calls_in_step, replaced_sites, step_of
-from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
-from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
-from fusion_advisor.fuse.live.cuda_graph_choice import TITLE, choose_graph, why_no_graph
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
+from fusion_advisor.fuse.decide.session import (
+    PASSES,
+    Bench,
+    BuiltFusion,
+    BuiltLinear,
+    Variant,
+    calls_in_step,
+    replaced_sites,
+    step_of,
+)
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.live import bisect
+from fusion_advisor.fuse.live.cuda_graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
-from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.passes.layout_copy import kernels_of
-from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.live.saved_plan import measure_warm_up
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
 from fusion_advisor.fuse.live.specialize import Kept, gemm_rows
+from fusion_advisor.fuse.passes.layout_copy import kernels_of
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
+from fusion_advisor.fuse.stages import try_epilogues
 from fusion_advisor.records import (
     EAGER,
     MERGED,
@@ -45,6 +53,7 @@ from fusion_advisor.records import (
     StepProfile,
     Timing,
 )
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.interleaving import TURN_S
 from fusion_advisor.workload.load import LoadedWorkload
@@ -122,7 +131,8 @@ def install(
     kept = Kept(
         fusions=tuple(built), passes=tuple(passes), rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda,
         has_merged=any(row.name == MERGED and row.status is Status.KEPT for row in report.rewrites),
-        has_gemvs=any(one.id != try_epilogues.ID for one in linears), has_epilogues=any(one.id == try_epilogues.ID for one in linears),
+        has_gemvs=any(one.id != try_epilogues.ID for one in linears),
+        has_epilogues=any(one.id == try_epilogues.ID for one in linears),
         fast_math=options.fast_math, tolerance=options.tolerance,
     )  # fmt: skip
     recorder = graph_recorder(bench) if options.graph else None

@@ -12,31 +12,31 @@ from dataclasses import replace
 
 import torch
 
+from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
-from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.chains.launch_bound import judge_launches
-from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.errors import ModelInTraining, NoTensorOutput
-from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.rebind import Kept
-from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
-from fusion_advisor.fuse.decide.exact import BitJudge
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
-from fusion_advisor.fuse.stages.try_linear_kernels import maker, place_gemvs
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.exact import BitJudge
+from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
+from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.try_fusions import FASTEST, choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import WALL_S, AppliedRun, install
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_gemms
 from fusion_advisor.fuse.live.fused_model import is_training
 from fusion_advisor.fuse.live.model_check import named_tensors
-from fusion_advisor.fuse.stages.try_slice_pushdown import leave_out_rows
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
-from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.decide.try_fusions import FASTEST, choose, kernel_dir_of, try_all
+from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
+from fusion_advisor.fuse.stages.try_linear_kernels import maker, place_gemvs
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_gemms
+from fusion_advisor.fuse.stages.try_slice_pushdown import leave_out_rows
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
+from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.workload.device import current_device, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 

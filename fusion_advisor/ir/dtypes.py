@@ -1,22 +1,12 @@
-"""What all rules share: the dtypes that kernels know, and how a rule says no."""
+"""The dtypes that kernels know, and the refusal of a chain that no kernel computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from fusion_advisor.records import Arg, OpNode
-
-if TYPE_CHECKING:
-    from fusion_advisor.ir.affine_index import Index
-    from fusion_advisor.lowering.lower import Lowering
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
-
-Rule = Callable[["Lowering", OpNode, "Index"], int]
-"""Returns the number of the SSA value that is the wanted element of an op."""
 
 
 class CannotLower(Exception):

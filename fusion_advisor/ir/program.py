@@ -79,7 +79,7 @@ class Value:
     """Number of the boolean value that says where this load may read, or where this position counts."""
     dim: int = -1
     check: str = ""
-    """Of ``inside``: whose error a position out of range raises (``codegen.common.position_checks``). Kernels are the same for all of them."""
+    """Of ``inside``: whose error a position out of range raises (``position_checks``). Kernels are the same for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fusion_advisor.codegen.common.interface import environment, identifier
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError, UsageError
-from fusion_advisor.codegen.common.interface import environment, identifier
 from fusion_advisor.library.spec import BadManifest, KernelSpec, read_spec
 
 _PREFIX, _BASELINE = "reference_", "baseline_"

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
-from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.library.match import Pattern, structure
-from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.library.spec import Input, KernelSpec
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import OpClass, Ref
 
 _SENTINEL = 0.00123456789

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.errors import AdvisorError
-from fusion_advisor.ir.program import ITEM_BYTES
-from fusion_advisor.ir.dtypes import INTEGERS
 from fusion_advisor.codegen.common.interface import Tuning, identifier
+from fusion_advisor.errors import AdvisorError
 from fusion_advisor.files.regular_file import read_regular
+from fusion_advisor.ir.dtypes import INTEGERS
+from fusion_advisor.ir.program import ITEM_BYTES
 
 _MOST_BYTES = 2**20
 BACKENDS = ("triton", "cuda", "cpp")

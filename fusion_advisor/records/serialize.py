@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 from fusion_advisor import records
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
-from fusion_advisor.records import Capture, Report
 from fusion_advisor.files.regular_file import read_regular, unpack
+from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.soundness import Unsound, check_capture, check_report
 
 REPORT_SCHEMA = "fusion-advisor/1"

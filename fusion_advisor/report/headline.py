@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fusion_advisor import units
 from fusion_advisor.records import Match, Report, Status, Timing, Training
 from fusion_advisor.report import baseline_rows, shared_rows
-from fusion_advisor.report.quality import is_unsteady
 from fusion_advisor.report.escape import plural
+from fusion_advisor.report.quality import is_unsteady
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def _compared_with(report: Report) -> tuple[str, str]:
         inside = sum(chain.share for chain in report.chains)
         matched = sum(chain.share for chain in report.chains if chain.id in with_kernel)
         text = (
-            f"{units.share(inside)} of {shared_rows.device_word(report)} time is in {plural(len(report.chains), 'fusible chain')}; "
+            f"{units.share(inside)} of {shared_rows.device_word(report)} time is in "
+            f"{plural(len(report.chains), 'fusible chain')}; "
             f"{len(with_kernel)} of them, {units.share(matched)}, have a kernel."
         )
         return "plain", text

@@ -15,8 +15,8 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
 from fusion_advisor.report import baseline_rows, quality, shared_rows
-from fusion_advisor.report.headline import headline
 from fusion_advisor.report.escape import plural, visible, visible_lines
+from fusion_advisor.report.headline import headline
 
 LIMIT = 60_000
 MAX_ROWS = 10
@@ -87,7 +87,11 @@ def fenced(source: str, language: str) -> str:
 def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
     rows, kernels_left, _ = shared_rows.kernel_rows(report, MAX_KERNELS)
     with_kernel = [chain for chain in report.chains if shared_rows.kernel_cell(report, chain)[0]]
-    without = [(chain, shared_rows.kernel_cell(report, chain)[1]) for chain in report.chains if not shared_rows.kernel_cell(report, chain)[0]]
+    without = [
+        (chain, shared_rows.kernel_cell(report, chain)[1])
+        for chain in report.chains
+        if not shared_rows.kernel_cell(report, chain)[0]
+    ]
     removed = [fusion for fusion in report.fusions if fusion.status is not Status.KEPT]
     # What a rewrite that was timed has gained stands in its row; of the others it does not say why.
     untimed = [row for row in report.rewrites if row.status is not Status.KEPT and row.step_delta_ns is None]

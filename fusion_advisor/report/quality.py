@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion_advisor import units
 from fusion_advisor.records import Report, Timing
-from fusion_advisor.report import clocks, baseline_rows, shared_rows
+from fusion_advisor.report import baseline_rows, clocks, shared_rows
 from fusion_advisor.report.escape import plural, visible
 
 MOST_SPREAD = 0.1

@@ -25,7 +25,7 @@ from fusion_advisor.records import (
     StepProfile,
     Timing,
 )
-from fusion_advisor.report import clocks, baseline_rows
+from fusion_advisor.report import baseline_rows, clocks
 from fusion_advisor.report.escape import plural, visible
 
 

@@ -137,7 +137,9 @@ def _sites(report: Report) -> Table:
 
 def _kernels(report: Report) -> Table:
     columns = ("kernel", "category", "before_count", "before_ns", "after_count", "after_ns")
-    rows, _, _ = shared_rows.kernel_rows(report, limit=len(report.before.kernels) + len(report.after.kernels if report.after else ()))
+    rows, _, _ = shared_rows.kernel_rows(
+        report, limit=len(report.before.kernels) + len(report.after.kernels if report.after else ())
+    )
     is_compared = report.after is not None
 
     def after(row: shared_rows.KernelRow) -> tuple[Cell, Cell]:

@@ -176,8 +176,8 @@ def _replay_ns(action: Callable[[], object], count: int) -> float:
     torch.cuda.synchronize()
     best = float("inf")
     for _ in range(_REPEATS):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         stop.record()

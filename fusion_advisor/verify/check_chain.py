@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from fusion_advisor.verify import special_values
-from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
-from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
+from fusion_advisor.verify import special_values
+from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
 _MODEL_FACTOR = 1.5
 SCALES = (1.0, 1.0, 32.0, 1e-3)
@@ -68,7 +68,11 @@ def _with_special(
     fast_math: bool,
 ) -> Numerics:
     """Add what special values show to what a second call did; nothing further is called where the numbers are wrong."""
-    sets = [] if fast_math or not numerics.is_passed else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
+    sets = (
+        []
+        if fast_math or not numerics.is_passed
+        else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
+    )
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
         oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))

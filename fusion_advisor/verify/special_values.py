@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
-from fusion_advisor.verify.accuracy import limit_for, unit_of
 from fusion_advisor.records import Tolerance
+from fusion_advisor.verify.accuracy import limit_for, unit_of
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
 CLASSES = (
     "zeros", "negative zeros", "one NaN", "all NaN", "one +Inf", "one -Inf", "all +Inf", "all -Inf", "largest finite numbers",

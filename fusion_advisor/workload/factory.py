@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.errors import AdvisorError, BadFactory, BadInputFunction, FactoryFailed
+from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.workload.device import is_out_of_memory
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.runtime.call_tensors import copied
 from fusion_advisor.errors import NoStaticCache
+from fusion_advisor.runtime.call_tensors import copied
 from fusion_advisor.workload.static_cache import cache_name, why_no_cache
 
 

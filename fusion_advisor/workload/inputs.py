@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.errors import NoExampleInputs, SequenceTooLong, UsageError
 from fusion_advisor.records import TensorMeta
+from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.workload.architecture import max_positions
-from fusion_advisor.workload.static_cache import cache_name, filled_cache
 from fusion_advisor.workload.request import WorkloadRequest
+from fusion_advisor.workload.static_cache import cache_name, filled_cache
 
 _LONG_TOKENS = 512
 _SHORT_TOKENS = 128

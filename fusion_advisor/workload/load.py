@@ -12,7 +12,6 @@ from torch import nn
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import TensorMeta, Workload
-from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from fusion_advisor.workload.architecture import auto_class, cut_layers, total_layers
 from fusion_advisor.workload.device import (
     TORCH_DTYPES,
@@ -28,6 +27,7 @@ from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.inputs import NEW_TOKENS, ExampleInputs, input_metas, make_inputs, move
 from fusion_advisor.workload.request import WorkloadRequest
 from fusion_advisor.workload.resolve import resolve_source
+from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
 
 

@@ -57,7 +57,7 @@ def lay_out_siblings(model: nn.Module) -> int:
 def leave_room(model: nn.Module) -> int:
     """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
 
-    A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (see ``fuse.passes.odd_width_gemm``) all seven.
+    A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (``odd_width_gemm``) all seven.
     Tied weights stay tied: every module that held the parameter gets the new one, and parameters that share their memory stay
     where they are. The further rows are zeros.
 

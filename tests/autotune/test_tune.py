@@ -6,18 +6,18 @@ import json
 import multiprocessing
 from dataclasses import replace
 
-from tests.kernel_cases import programs
 import pytest
 import torch
 
 from fusion_advisor.autotune import tune as tuning_module
+from fusion_advisor.autotune.cache import SCHEMA, TuningStore
+from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, is_faster_in_cuda, tuning_key
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.layout_copy import rows_copy
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.codegen.common.interface import Header, Tuning
-from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
-from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, is_faster_in_cuda, tuning_key
-from fusion_advisor.autotune.cache import SCHEMA, TuningStore
+from tests.kernel_cases import programs
 
 HEADER = Header(title="rmsnorm", summary="a test", origin="a test")
 CUDA = torch.device("cuda", 0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fusion_advisor.capture import profile
-from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.profile import _quality, profile_model, profile_regions, reconcile
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Launch
 from fusion_advisor.workload.load import describe_live

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.graph.op_classes import class_of
+from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.trace.profiler import module_ranges, read_events, record
 from fusion_advisor.capture.training import MEAN_LOSS, OWN_LOSS, TrainingStep, in_training, join_modules, loss_of
 from fusion_advisor.errors import NotTrainable

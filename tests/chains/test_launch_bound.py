@@ -8,8 +8,8 @@ import pytest
 
 from fusion_advisor.chains.launch_bound import IDLE_LIMIT_SHARE, busy_ns, judge_launches
 from fusion_advisor.records import Launch, Match, Timing
-from fusion_advisor.report import shared_rows
 from fusion_advisor.records.serialize import dump_report, load_report
+from fusion_advisor.report import shared_rows
 from tests.report import fixtures
 from tests.tiny import planned, profiled
 

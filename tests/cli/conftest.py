@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_advisor.cli.common import core
 from fusion_advisor.cli.app import main
+from fusion_advisor.cli.common import core
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Report
 from fusion_advisor.records.serialize import load_record

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_advisor.cli.common import core
 from fusion_advisor.cli.commands import doctor
-from fusion_advisor.cli.common.console import build_console, stream_width, wants_color
 from fusion_advisor.cli.commands.explain import error_classes, explanation
+from fusion_advisor.cli.common import core
+from fusion_advisor.cli.common.console import build_console, stream_width, wants_color
 from fusion_advisor.cli.common.explanations import TEXTS, TITLES
 from fusion_advisor.records.serialize import read_report
 from tests.cli.conftest import CLEARED, Ran

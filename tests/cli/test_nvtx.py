@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.runtime.external_profiler import nsys_profile
 from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.runtime.external_profiler import nsys_profile
 
 ROOT = Path(__file__).parents[2]
 RECORDER = ROOT / "tests" / "data" / "nvtx_recorder.c"

@@ -11,14 +11,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.codegen.cuda import backend as backend_cuda
-from fusion_advisor.codegen.triton import backend as backend_triton
-from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.library.discover import list_kernels, load_references
-from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
-from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.codegen.common.interface import Tuning
+from fusion_advisor.codegen.cuda import backend as backend_cuda
+from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
+from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.triton import backend as backend_triton
 from fusion_advisor.evaluate.render import header_of, named_program, render_kernel
+from fusion_advisor.library.discover import list_kernels, load_references
+from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]

@@ -8,23 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.kernel_cases import cuda_on_host
 import pytest
 import torch
-from tests.kernel_cases.lowered import check, lower_function
 
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
-from fusion_advisor.codegen.triton import backend as backend_triton
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.codegen.cuda.backend import CudaBackend
 from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.triton import backend as backend_triton
+from fusion_advisor.ir.program import dropout_constants, layout_key
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.match import find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.library.philox_dropout import seeded_dropout
-from fusion_advisor.ir.program import dropout_constants, layout_key
-from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.records import OpClass
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases.lowered import check, lower_function
 
 HEADER = Header(title="mask", summary="which elements are kept", origin="a test")
 SEED = torch.tensor([2**40 + 7])

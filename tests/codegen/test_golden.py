@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.evaluate.render import render_kernel
+from fusion_advisor.library.discover import list_kernels, load_kernel
 
 GOLDEN = Path(__file__).parent / "golden"
 CLUSTERED = [(name, "cluster", "bfloat16") for name in ("groupnorm_silu", "log_softmax")]

@@ -9,19 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 
-from tests.kernel_cases import overflow
 import pytest
 import torch
-from tests.kernel_cases.on_device import HEADER, LAYOUTS, SHAPES, laid_out, like, site
 
+from fusion_advisor.autotune.tune import is_faster_in_cuda
+from fusion_advisor.codegen.common.interface import Tuning
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.evaluate.check import check_kernel
 from fusion_advisor.evaluate.check_inputs import make_inputs
 from fusion_advisor.library.discover import list_kernels, load_references
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.library.spec import Case
-from fusion_advisor.autotune.tune import is_faster_in_cuda
+from tests.kernel_cases import overflow
+from tests.kernel_cases.on_device import HEADER, LAYOUTS, SHAPES, laid_out, like, site
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,14 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.kernel_cases import cuda_on_host
-from tests.kernel_cases import overflow
 import pytest
 import torch
-from tests.kernel_cases.cpp_at_once import build_all
 
-from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.registry import backend as backend_of
+from tests.kernel_cases import cuda_on_host, overflow
+from tests.kernel_cases.cpp_at_once import build_all
 
 HERE = Path(__file__).parents[1] / "kernel_cases"
 HEADER = Header(title="case", summary="a test", origin="a test")

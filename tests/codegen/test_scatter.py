@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import shutil
 
-from tests.kernel_cases import cuda_on_host
 import pytest
 import torch
-from tests.kernel_cases.gathered import gathered
-from tests.kernel_cases.lowered import lower_function
 
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.codegen.cuda.backend import CudaBackend
+from fusion_advisor.ir.program import layout_key, nests
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.match import find_match
 from fusion_advisor.library.patterns import kernel_patterns
-from fusion_advisor.ir.program import layout_key, nests
 from fusion_advisor.lowering.rules.tables import CannotLower
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases.gathered import gathered
+from tests.kernel_cases.lowered import lower_function
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 CACHE, AT, ROWS = torch.zeros(3, 9, 16), torch.tensor([4, 0]), torch.randn(3, 2, 16)

@@ -10,16 +10,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.kernel_cases import cuda_on_host
-from tests.kernel_cases import programs as p
 import pytest
-from tests.kernel_cases import softmax_rows
 import torch
-from tests.kernel_cases.cpp_at_once import build_all
 
-from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.codegen.common.online_softmax import online_sums
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.common.online_softmax import online_sums
+from fusion_advisor.codegen.registry import backend as backend_of
+from tests.kernel_cases import cuda_on_host, softmax_rows
+from tests.kernel_cases import programs as p
+from tests.kernel_cases.cpp_at_once import build_all
 
 HERE = Path(__file__).parents[1] / "kernel_cases"
 HEADER = Header(title="case", summary="a test", origin="a test")

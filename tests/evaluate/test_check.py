@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.content import content_dir
 from fusion_advisor.codegen.cpp import backend
-from fusion_advisor.evaluate import check, check_inputs
 from fusion_advisor.codegen.triton.backend import TritonBackend
+from fusion_advisor.content import content_dir
+from fusion_advisor.evaluate import check, check_inputs
 from fusion_advisor.library.discover import BadReference, load_kernel, scaffold
 from fusion_advisor.library.spec import Case
 

@@ -17,20 +17,18 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from fusion_advisor.capture.graph import retrace
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
-from fusion_advisor.fuse.stages import try_epilogues, gemm_sites
-from fusion_advisor.verify import check_chain
+from fusion_advisor.codegen.common.interface import Tuning
+from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.session import PASSES, Bench, replaced_sites
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
 from fusion_advisor.fuse.passes import gemm_epilogue
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.codegen.registry import backend
+from fusion_advisor.fuse.stages import gemm_sites, try_epilogues
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.library.philox_dropout import seeded_dropout
-from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.records import (
     Bandwidth,
     Capture,
@@ -43,6 +41,8 @@ from fusion_advisor.records import (
     RenderedKernel,
     Timing,
 )
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.verify import check_chain
 from fusion_advisor.workload.architecture import auto_class
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.preset import find_preset

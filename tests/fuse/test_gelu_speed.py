@@ -15,10 +15,10 @@ import math
 import pytest
 import torch
 
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.timing.interleaving import interleave
 
 SHAPE = (1, 1024, 3072)

@@ -11,9 +11,9 @@ import torch
 import fusion_advisor
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import UsageError
-from fusion_advisor.fuse.decide import keep_rule
 from fusion_advisor.fuse import finish, pipeline
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide import keep_rule
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call

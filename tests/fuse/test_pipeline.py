@@ -13,20 +13,20 @@ import torch
 
 import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.capture.graph import retrace
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse import finish, pipeline
 from fusion_advisor.fuse.decide import trial
-from fusion_advisor.fuse.decide.session import BIASES, PASSES, Bench
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
-from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
-from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
-from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.decide.session import BIASES, PASSES, Bench
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
+from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.records import Match, Status, Timing, Tolerance
-from fusion_advisor.report.shared_rows import caveats
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
+from fusion_advisor.report.shared_rows import caveats
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
 

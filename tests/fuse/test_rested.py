@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.keep_rule import Decision
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.finish import _method_notes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.records import Status
 from fusion_advisor.report import baseline_rows
 from fusion_advisor.timing import interleaving
-from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
+from fusion_advisor.timing.wall_timer import as_timing
 from tests.tiny import profiled
 
 

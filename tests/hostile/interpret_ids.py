@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.kernel_cases.evaluate import allocate
 from id_cases import CASES, WRONG, answer, inputs
-from tests.kernel_cases.lowered import lower_function
 
-from fusion_advisor.codegen.triton.backend import TritonBackend
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.triton.backend import TritonBackend
+from tests.kernel_cases.evaluate import allocate
+from tests.kernel_cases.lowered import lower_function
 
 
 def _run(name, kernel, lowered, ops, position):

@@ -16,26 +16,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
+
+from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.codegen.common.horizontal_fusion import nests
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cpp.arguments import Layout
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.triton.backend import TritonBackend
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.lowering.lower import lower
+from fusion_advisor.verify.check_chain import check_chain, layout_of
+from fusion_advisor.verify.subgraph_oracle import original_chain
 from tests.kernel_cases.cpp_at_once import build_all
 from tests.kernel_cases.cuda_on_host import _PRELUDE, Launch, _unit
-
-from fusion_advisor.capture.graph.tracer import Region, describe
-from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.verify.subgraph_oracle import original_chain
-from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.verify.check_chain import check_chain, layout_of
-from fusion_advisor.codegen.triton.backend import TritonBackend
-from fusion_advisor.codegen.common.horizontal_fusion import nests
-from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.cpp.arguments import Layout
-from fusion_advisor.lowering.lower import lower
-from fusion_advisor.codegen.common.interface import Header, Tuning
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 

@@ -94,7 +94,8 @@ class Program:
         return "\n".join(
             [
                 f"# seed {self.seed}", "import torch", "from torch.nn import functional", "", "import fusion_advisor as fa",
-                "from fusion_advisor.library.philox_dropout import seeded_dropout", "from tests.hostile.programs import tensor", "", "",
+                "from fusion_advisor.library.philox_dropout import seeded_dropout",
+                "from tests.hostile.programs import tensor", "", "",
                 "class Model(torch.nn.Module):", f"    {method}", "", "", *makes, f"inputs = ({names})",
                 "fused = fa.apply(Model().eval(), inputs, keep=\"verified\", min_share=0.0)", "print(fused(*inputs))",
             ]

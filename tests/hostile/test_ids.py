@@ -9,17 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.kernel_cases import cuda_on_host
 import pytest
 import torch
-from tests.kernel_cases.cpp_at_once import build_all
-from tests.kernel_cases.lowered import lower_function
 
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.codegen.cuda.backend import CudaBackend
 from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
-from fusion_advisor.codegen.common.interface import Header, Tuning
 from tests.hostile.id_cases import CASES, WRONG, answer, inputs
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases.cpp_at_once import build_all
+from tests.kernel_cases.lowered import lower_function
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 ALL = [(name, key) for name in CASES for key in ("right", *WRONG)]

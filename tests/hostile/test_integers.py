@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernel_cases.lowered import lower_function, run
 
 from fusion_advisor.lowering.rules.tables import CannotLower
+from tests.kernel_cases.lowered import lower_function, run
 
 DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64")}
 OPS = {

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_advisor.files import private_folder
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Rendered, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend, find_compiler
+from fusion_advisor.files import private_folder
 from fusion_advisor.files.kept_code import KeptCode
 from fusion_advisor.files.private_folder import cache_folder, why_not_private
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Rendered, Tuning
 from tests.kernel_cases.programs import gelu_tanh
 
 HEADER = Header(title="chain", summary="A test.", origin="test")

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from tests.kernel_cases.lowered import lower_function
 
-from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cpp.backend import CppBackend
+from tests.kernel_cases.lowered import lower_function
 
 FUNCTIONS = {"std": lambda x: x.std(-1), "norm": lambda x: x.norm(dim=-1)}
 

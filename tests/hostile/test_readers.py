@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from fusion_advisor.capture.trace.chrome_trace import TraceFile
-from fusion_advisor.cli.common import config, core
-from fusion_advisor.cli.app import main
-from fusion_advisor.content import content_dir
-from fusion_advisor.errors import AdvisorError, UnreadableReport, UnsafeName
-from fusion_advisor.files.safe_name import path_inside, why_unsafe
-from fusion_advisor.codegen.common.interface import Tuning
-from fusion_advisor.library.spec import read_spec
 from fusion_advisor.autotune.cache import SCHEMA as TUNING_SCHEMA
 from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.cli.app import main
+from fusion_advisor.cli.common import config, core
+from fusion_advisor.codegen.common.interface import Tuning
+from fusion_advisor.content import content_dir
+from fusion_advisor.errors import AdvisorError, UnreadableReport, UnsafeName
 from fusion_advisor.files.regular_file import MOST_BYTES, unpack
+from fusion_advisor.files.safe_name import path_inside, why_unsafe
+from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records.serialize import load_capture, load_report, read_report
 from fusion_advisor.records.soundness import Unsound, check_plan
 from tests.report.make_fixtures import DIRECTORY
@@ -271,8 +271,8 @@ def test_a_planted_pyc_does_not_run(tmp_path):
     import importlib.util
     import py_compile
 
-    from fusion_advisor.codegen.triton.backend import load_source
     from fusion_advisor.codegen.common.interface import Rendered
+    from fusion_advisor.codegen.triton.backend import load_source
 
     pytest.importorskip("triton")
     path, evil = tmp_path / "kernels" / "F1.py", tmp_path / "evil.py"

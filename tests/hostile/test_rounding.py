@@ -11,12 +11,12 @@ import random
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.lowering import lower as lowering
-from fusion_advisor.codegen.cpp.backend import CppBackend
-from fusion_advisor.lowering.lower import lower
+from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cpp.backend import CppBackend
+from fusion_advisor.lowering import lower as lowering
+from fusion_advisor.lowering.lower import lower
 
 _HALVES = (torch.bfloat16, torch.float16)
 _JUMPS = {

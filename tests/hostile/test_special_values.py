@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
+
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cpp.backend import CppBackend
+from tests.hostile.special_cases import BINARY, DTYPES, UNARY, function, inputs, problem
 from tests.kernel_cases.cpp_at_once import build_all
 from tests.kernel_cases.lowered import lower_function
-
-from fusion_advisor.codegen.cpp.backend import CppBackend
-from fusion_advisor.codegen.common.interface import Header, Tuning
-from tests.hostile.special_cases import BINARY, DTYPES, UNARY, function, inputs, problem
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")

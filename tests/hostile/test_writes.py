@@ -14,23 +14,23 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import fusion_advisor.fuse.decide.rebind as stage
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import dynamo_backend
-from fusion_advisor.fuse.decide.session import FROZEN, PASSES, Bench
 from fusion_advisor.fuse.decide.keep_rule import Verdict
-from fusion_advisor.fuse.rewrite.derived_tensors import Held
-from fusion_advisor.fuse.stages.try_merged_gemms import TITLE as MERGED
+from fusion_advisor.fuse.decide.session import FROZEN, PASSES, Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.plan import make_plan
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.rewrite.derived_tensors import Held
+from fusion_advisor.fuse.stages.try_merged_gemms import TITLE as MERGED
 from fusion_advisor.records import Status
 from fusion_advisor.report.shared_rows import caveats
-from fusion_advisor.workload.weight_packing import lay_out_siblings
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.live.test_saved_plan import save
+from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import BANDWIDTH, evaluated, llama, patterns, profile_live
 
 WIDTH, ROWS = 16, 6

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernel_cases.lowered import check, lower_function
 
 from fusion_advisor.ir.affine_index import CutLoop, Place, loop, reshaped
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.lowering.rules.tables import CannotLower
+from tests.kernel_cases.lowered import check, lower_function
 
 
 def rand(*shape):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import shutil
 
-from tests.kernel_cases import cuda_on_host
 import pytest
 import torch
-from tests.kernel_cases.lowered import check, lower_function
 
-from fusion_advisor.codegen.triton.backend import compile_for
-from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.library.match import find_match, structure
-from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.triton.backend import compile_for
+from fusion_advisor.ir.causal_mask import order_of
+from fusion_advisor.library.match import find_match, structure
+from fusion_advisor.library.patterns import library_patterns
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases.lowered import check, lower_function
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 INF = float("inf")

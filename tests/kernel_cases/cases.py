@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.kernel_cases import programs as p
 import torch
+
+from tests.kernel_cases import programs as p
 from tests.kernel_cases.evaluate import allocate
 from tests.kernel_cases.gathered import NAMES, gathered
 

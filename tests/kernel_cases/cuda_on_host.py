@@ -16,9 +16,9 @@ from math import ceil
 import torch
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
+from fusion_advisor.codegen.common.interface import Rendered
 from fusion_advisor.codegen.cuda.tiling import form_of, pack_width, shared_bytes_of
 from fusion_advisor.ir.program import Program
-from fusion_advisor.codegen.common.interface import Rendered
 
 _PRELUDE = """
 #include <cmath>

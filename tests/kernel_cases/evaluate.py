@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.library.philox_dropout import philox4x32
 from fusion_advisor.ir.program import nests
+from fusion_advisor.library.philox_dropout import philox4x32
 
 _BINARY = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from tests.kernel_cases.lowered import lower_function
 from torch.nn import functional as f
+
+from tests.kernel_cases.lowered import lower_function
 
 
 def _floats(*shape, dtype=torch.float32, seed=0):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.verify.accuracy import error_of, is_within
-from fusion_advisor.codegen.gemm.problem import GemvProblem
 from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.codegen.gemm.problem import GemvProblem
+from fusion_advisor.verify.accuracy import error_of, is_within
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 EPILOGUES = {

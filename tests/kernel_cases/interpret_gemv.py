@@ -10,11 +10,11 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from tests.kernel_cases.gemv_cases import HEADER, complaint, problems, surrounded, tensors
 
-from fusion_advisor.codegen.gemm.problem import around, candidates
 from fusion_advisor.autotune.select_gemm import launcher_for
+from fusion_advisor.codegen.gemm.problem import around, candidates
 from fusion_advisor.codegen.gemm.triton import GemvTriton
+from tests.kernel_cases.gemv_cases import HEADER, complaint, problems, surrounded, tensors
 
 
 def main(folder):

@@ -14,12 +14,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
 
-from fusion_advisor.verify.accuracy import error_of, is_within
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.triton.backend import TritonBackend
 from fusion_advisor.evaluate.check_inputs import eager, make_inputs, oracle, planned_layouts
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph, trace_reference
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.verify.accuracy import error_of, is_within
 
 SMALL = 5000
 """Elements of the cases that run; of the larger ones only rows wider than the registers hold."""

@@ -11,11 +11,11 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
+
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.triton.backend import TritonBackend
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
-
-from fusion_advisor.codegen.triton.backend import TritonBackend
-from fusion_advisor.codegen.common.interface import Header, Tuning
 
 MANY_ROWS = 70
 """A launch of many programs whose last tile is cut: each takes the interpreter 10 ms."""

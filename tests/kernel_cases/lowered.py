@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tests.kernel_cases.evaluate import evaluate
 
-from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.lowering.lower import lower
 from fusion_advisor.records import OpClass, Ref
+from tests.kernel_cases.evaluate import evaluate
 
 
 def records(function, *inputs, roles=None, names=None):

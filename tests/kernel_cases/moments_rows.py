@@ -14,14 +14,14 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from tests.kernel_cases.on_device import plain
 from torch.nn import functional
 
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.verify.accuracy import error_of, unit_of
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.library.patterns import lower_graph
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.verify.accuracy import error_of, unit_of
+from tests.kernel_cases.on_device import plain
 
 COLS = 16408
 """Wider than registers hold, and no multiple of a step: some lanes have a number less."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.verify.check_chain import error_of, is_within
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.evaluate.check_inputs import eager, oracle
 from fusion_advisor.library.patterns import lower_graph
-from fusion_advisor.codegen.common.interface import Header, Tuning
-from fusion_advisor.autotune.tune import best_tuning
+from fusion_advisor.verify.check_chain import error_of, is_within
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 

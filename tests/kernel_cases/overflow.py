@@ -14,14 +14,14 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from tests.kernel_cases.on_device import plain
 from torch.nn import functional
 
 from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import lower_graph
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from tests.kernel_cases.on_device import plain
 
 EDGES = [0.0, -0.0, 1e-30, 80.0, 87.3, 88.0, 88.7, 88.73, 89.0, 90.0, 100.0, 103.9, 104.1, 120.0, 127.9, 128.1, 130.0, 709.0,
          710.0, 1e3, 1e4]  # fmt: skip

@@ -63,10 +63,9 @@ def make_inputs(name, dtype):
 
 
 def main(folder):
-    from tests.kernel_cases.lowered import lower_function
-
-    from fusion_advisor.codegen.triton.backend import TritonBackend
     from fusion_advisor.codegen.common.interface import Header, Tuning
+    from fusion_advisor.codegen.triton.backend import TritonBackend
+    from tests.kernel_cases.lowered import lower_function
 
     header = Header(title="case", summary="a test", origin="a test")
     for name in INTERPRETED:

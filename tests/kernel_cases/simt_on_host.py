@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tests.kernel_cases.cuda_on_host import without_approximations
 
 from fusion_advisor.codegen.common.interface import Rendered
+from tests.kernel_cases.cuda_on_host import without_approximations
 
 _PRELUDE = r"""
 #include <cmath>

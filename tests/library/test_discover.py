@@ -11,8 +11,8 @@ import torch
 from fusion_advisor.errors import UsageError
 from fusion_advisor.library.discover import BadReference, UnknownKernel, list_kernels, load_kernel, scaffold
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.library.spec import BadManifest, Case
+from fusion_advisor.lowering.rules.tables import CannotLower
 
 NAMES = [spec.name for spec in list_kernels()]
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tests.kernel_cases.lowered import lower_function
 from torch.nn import functional
 
 from fusion_advisor.library.match import find_match, structure
 from fusion_advisor.library.patterns import library_patterns
+from tests.kernel_cases.lowered import lower_function
 
 X, Y, W, B = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8), torch.randn(8)
 

@@ -11,8 +11,8 @@ import torch
 from fusion_advisor.library.discover import list_kernels, load_references, scaffold
 from fusion_advisor.library.match import find_match
 from fusion_advisor.library.patterns import example, kernel_patterns, library_patterns, lower_reference
-from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.library.spec import Input
+from fusion_advisor.lowering.rules.tables import CannotLower
 
 SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}
 

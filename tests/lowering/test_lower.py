@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernel_cases.lowered import check, lower_function, records
 from torch.nn import functional
 
-from fusion_advisor.lowering.lower import lower
 from fusion_advisor.ir.program import nests
+from fusion_advisor.lowering.lower import lower
 from fusion_advisor.lowering.rules.tables import CannotLower
+from tests.kernel_cases.lowered import check, lower_function, records
 
 
 def program(function, *inputs, **kind):

@@ -11,9 +11,9 @@ import torch
 import fusion_advisor.lowering.memo as alike
 from fusion_advisor.chains.find import inputs_of
 from fusion_advisor.fuse.plan.plan import make_plan
-from fusion_advisor.lowering.memo import lower_sites
-from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.ir.dtypes import CannotLower
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.records import OpClass
 from tests.tiny import LAYERS, decode_step, llama, patterns, planned, profile_live, profiled, region_of
 

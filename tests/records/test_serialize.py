@@ -219,7 +219,7 @@ def test_reading_needs_no_torch() -> None:
         f"read_report(__import__('pathlib').Path({str(DIRECTORY / 'applied.json')!r}))\n"
         "assert not {'torch', 'triton', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_report_type_is_what_the_hint_says() -> None:

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from fusion_advisor.records import EAGER, OURS, Baseline, Clocks, ClockSample
+from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import clocks, quality, shared_rows
+from fusion_advisor.report.baseline_rows import prediction_line
 from fusion_advisor.report.compare.comparison import compare
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.baseline_rows import prediction_line
 from fusion_advisor.report.terminal.result import details
-from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report.fixtures import applied, on_cpu, profiled
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from rich.console import Console
 
 from fusion_advisor.records import Finding
+from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import quality, shared_rows
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.result import result_table
-from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report.fixtures import HOSTILE, profiled
 
 TF32 = Finding(

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor.records import GraphBreak, Report
+from fusion_advisor.records.serialize import dump_report, load_report
+from fusion_advisor.report.html.notebook import for_notebook
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.redact import PARTS, has_source, redact
 from fusion_advisor.report.tables import csv_text, tables
-from fusion_advisor.records.serialize import dump_report, load_report
 from tests.report.fixtures import applied, hostile, real, with_a_copy
 
 SECRET = "/home/ada/secret project/model.py"  # a space: only a known path can be found whole
@@ -36,7 +37,7 @@ def with_paths() -> Report:
 
 
 def every_view(report: Report) -> str:
-    parts = [dump_report(report), render_html(report), render_markdown(report), report._repr_html_()]
+    parts = [dump_report(report), render_html(report), render_markdown(report), for_notebook(report)._repr_html_()]
     return "\n".join([*parts, *map(csv_text, tables(report).values())])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_advisor import units
 from fusion_advisor.records import Report
-from fusion_advisor.report import tables, shared_rows
+from fusion_advisor.report import shared_rows, tables
 from fusion_advisor.report.html.page import render_html
 from tests.report.fixtures import ALL, HOSTILE, applied, hostile, profiled, real
 

@@ -7,8 +7,8 @@ import linecache
 import pytest
 import torch
 
-from fusion_advisor.fuse.dynamo_backend import fusion_advisor
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.dynamo_backend import fusion_advisor
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.tiny import Toy, fuse, toy
 

@@ -9,7 +9,7 @@ import torch
 
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.records import Clocks, ClockSample
-from fusion_advisor.timing import interleaving, nvml, wall_timer, clock_sampler
+from fusion_advisor.timing import clock_sampler, interleaving, nvml, wall_timer
 from fusion_advisor.timing.clock_sampler import Watch, is_at_power_limit, watching
 
 
@@ -220,7 +220,9 @@ def test_each_way_of_calling_the_model_gets_its_own_clocks(monkeypatch):
         return contextlib.nullcontext(seen)
 
     monkeypatch.setattr(step_profile, "watching", watched)
-    one, other = step_profile.walls([lambda: None, lambda: None], on_cuda=False, runs=6, budget_s=0.0, rewind=lambda: rewound.append(1))
+    one, other = step_profile.walls(
+        [lambda: None, lambda: None], on_cuda=False, runs=6, budget_s=0.0, rewind=lambda: rewound.append(1)
+    )
     assert [len(side.clocks.samples) for side in (one, other)] == [4, 4]
     assert not {sample.sm_mhz for sample in one.clocks.samples} & {sample.sm_mhz for sample in other.clocks.samples}
     assert (

@@ -6,8 +6,8 @@ import html
 import re
 from xml.etree import ElementTree
 
-from fusion_advisor.report.headline import headline
 from fusion_advisor.records.serialize import read_report
+from fusion_advisor.report.headline import headline
 from tools.make_pictures import PICTURES, ROOT, RUN
 
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
+from fusion_advisor.library.discover import list_kernels
 from tools import sanitize, sanitize_cuda
 
 CLEAN = "========= ERROR SUMMARY: 0 errors"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from fusion_advisor.cli.common.core import dump_request, make_request
-from tests.fuse.test_pipeline import keep_all, loaded, pytestmark, quick, verdicts  # noqa: F401
 from tests.fuse.live.test_saved_plan import another, saved_run
+from tests.fuse.test_pipeline import keep_all, loaded, pytestmark, quick, verdicts  # noqa: F401
 from tools import saved_plan
 
 

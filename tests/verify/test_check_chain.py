@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.verify.check_chain import check_calls, check_chain, check_model, count_ulps, error_of, layout_of
 from fusion_advisor.records import ULP_ENDS, TensorMeta, Tolerance
+from fusion_advisor.verify.check_chain import check_calls, check_chain, check_model, count_ulps, error_of, layout_of
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from tests.tiny import EvaluatedKernel, planned, profiled, region_of
 
 

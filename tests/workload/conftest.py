@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.workload.hub_server import FakeHub
 from huggingface_hub import constants
+
+from tests.workload.hub_server import FakeHub
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.workload.hub_server import write_config
 
 from fusion_advisor.errors import BadInputFunction, FactoryFailed, UsageError
 from fusion_advisor.workload import load as load_module
 from fusion_advisor.workload.device import out_of_memory
-from fusion_advisor.workload.smoke_run import first_call
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
+from fusion_advisor.workload.smoke_run import first_call
+from tests.workload.hub_server import write_config
 
 CODE = """
 import torch

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fusion_advisor.errors import NoExampleInputs, NoStaticCache, SequenceTooLong, UsageError
-from fusion_advisor.workload.static_cache import cache_name
 from fusion_advisor.workload.inputs import move
 from fusion_advisor.workload.load import LoadedWorkload, load_workload
 from fusion_advisor.workload.request import WorkloadRequest
+from fusion_advisor.workload.static_cache import cache_name
 from tests.tiny import cache_in
 
 

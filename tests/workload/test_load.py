@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.workload.hub_server import SHA, FakeHub, write_config
 from torch import nn
 
 from fusion_advisor.errors import (
@@ -27,6 +26,7 @@ from fusion_advisor.workload.architecture import cut_layers
 from fusion_advisor.workload.load import LoadedWorkload, describe_live, load_workload
 from fusion_advisor.workload.preset import find_preset
 from fusion_advisor.workload.request import WorkloadRequest
+from tests.workload.hub_server import SHA, FakeHub, write_config
 
 
 def load(model_id: object, **changes: object) -> LoadedWorkload:

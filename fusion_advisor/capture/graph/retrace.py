@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
+from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
+from fusion_advisor.runtime import torch_internals
 
 _aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphM
 
 
 def retrace(graph_module: GraphModule) -> GraphModule:
-    """Retrace a dynamo graph into ATen ops that keep their module paths and source lines (see also ``capture.graph.split_bias``)."""
+    """Retrace a dynamo graph into ATen ops that keep their module paths and source lines; see also ``split_bias``."""
     traced = retrace_distinct(graph_module)
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.errors import NotRepeatable
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
-from fusion_advisor.errors import NotRepeatable
 
 _COPIED_BYTES = 1 << 20
 """Of a parameter: larger ones are told by torch's own count of writes alone, and a call that writes to one is refused."""

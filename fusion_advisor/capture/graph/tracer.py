@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.runtime.call_tensors import tensors_in
-from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.fx_nodes import module_path, relative_path, source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
-from fusion_advisor.runtime.gc_pause import collector_paused
 from fusion_advisor.errors import CannotCapture
-from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.call_tensors import tensors_in
+from fusion_advisor.runtime.deep_stack import in_one_piece
+from fusion_advisor.runtime.gc_pause import collector_paused
 
 
 @dataclass(slots=True)

@@ -105,9 +105,9 @@ def _write(shown: Comparison, wanted: tuple[str, ...], directory: Path) -> list[
     """Write the views that were asked for, and return their paths."""
     if not wanted:
         return []
+    from fusion_advisor.records.serialize import dump_record, write_atomic
     from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
     from fusion_advisor.report.html.compare_page import render_compare_html, render_compare_markdown
-    from fusion_advisor.records.serialize import dump_record, write_atomic
 
     if directory.exists() and not directory.is_dir():
         raise UsageError(detail=f"--output {directory} is a file", help="pass a directory")
@@ -128,8 +128,8 @@ def _write(shown: Comparison, wanted: tuple[str, ...], directory: Path) -> list[
 
 def _print(settings: Settings, shown: Comparison, written: list[Path], hint: str, *, as_json: bool) -> None:
     if as_json:
-        from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
         from fusion_advisor.records.serialize import dump_record
+        from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
 
         write_result(dump_record(shown, COMPARE_SCHEMA))
         return

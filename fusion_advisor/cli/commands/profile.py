@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.common import completion, core, options, run_dir
 from fusion_advisor.cli.commands import trace
+from fusion_advisor.cli.common import completion, core, options, run_dir
 
 
 def profile(

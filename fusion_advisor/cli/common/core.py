@@ -85,7 +85,9 @@ def profile_workload(loaded: Loaded, options: ProfileOptions, progress: Progress
 
 def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport:
     """Rank what a trace holds, without its model."""
-    report: TraceReport = import_module("fusion_advisor.fuse.modes.trace_profile").profile_trace(path, progress=progress, **options)
+    report: TraceReport = import_module("fusion_advisor.fuse.modes.trace_profile").profile_trace(
+        path, progress=progress, **options
+    )
     return report
 
 

@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 import typer
 
-from fusion_advisor.runtime.external_profiler import nsys_profile
 from fusion_advisor.cli.common import core, gates, run_dir
 from fusion_advisor.cli.common.console import Settings, open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
 from fusion_advisor.errors import CompileFailed, FusionIsForInference, NothingReplaced, NumericsFailed
-from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.files.safe_name import path_inside
+from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
+from fusion_advisor.records.serialize import dump_report, read_report, write_atomic, write_capture
 from fusion_advisor.report.compare import gate_rules
 from fusion_advisor.report.compare.comparison import compare
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.shared_rows import is_unchanged, reasons
-from fusion_advisor.records.serialize import dump_report, read_report, write_atomic, write_capture
+from fusion_advisor.runtime.external_profiler import nsys_profile
 
 INTERRUPTED = 130
 
@@ -63,7 +63,9 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
     _show(settings, report, directory, output, _after_profile(report, _named(directory, output)))
 
 
-def run_apply(settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate_rules.Rule, ...] = ()) -> None:
+def run_apply(
+    settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate_rules.Rule, ...] = ()
+) -> None:
     """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed.
 
     Raises:

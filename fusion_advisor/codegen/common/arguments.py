@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from fusion_advisor.codegen.common.welford import Moments
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
+from fusion_advisor.codegen.common.welford import Moments
 from fusion_advisor.ir.program import (
     ADDRESSED,
     ITEM_BYTES,

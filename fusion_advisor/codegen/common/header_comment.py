@@ -9,9 +9,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
 from fusion_advisor.codegen.common.arguments import Schedule
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
 
 
 def heading(plans: Sequence[Schedule], header: Header, *, fast_math: bool, notes: tuple[str, ...] = ()) -> list[str]:

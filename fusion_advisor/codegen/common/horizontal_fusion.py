@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.ir.program import Program, layout_key, nests
 from fusion_advisor.codegen.common.arguments import Schedule, pointer_names, schedule
+from fusion_advisor.ir.program import Program, layout_key, nests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

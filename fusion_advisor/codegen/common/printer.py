@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fusion_advisor.codegen.common.arguments import Access, Numbering, Schedule
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import REDUCTIONS, Value, reader_of
-from fusion_advisor.codegen.common.arguments import Access, Numbering, Schedule
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
 """How tightly an expression holds together. Comparisons and logic are LOOSE: Python and C disagree about them."""

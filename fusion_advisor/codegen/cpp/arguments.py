@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion_advisor.codegen.cpp.ops import C_TYPES
-from fusion_advisor.codegen.cpp.names import Names
 from fusion_advisor.codegen.common.position_checks import checks_of
+from fusion_advisor.codegen.cpp.names import Names
+from fusion_advisor.codegen.cpp.ops import C_TYPES
 from fusion_advisor.ir.program import Program, Store, Value, find_pairs, reader_of
 
 

@@ -24,15 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.cpp.body import Kernel
-from fusion_advisor.codegen.cpp.ops import C_TYPES, computed_in
-from fusion_advisor.codegen.cpp.arguments import Layout
-from fusion_advisor.codegen.cpp.names import Names
 from fusion_advisor.codegen.common.header_comment import dropout_notes, wrap
-from fusion_advisor.files.kept_code import KeptCode
-from fusion_advisor.codegen.common.position_checks import checks_of, error_of
-from fusion_advisor.files.private_folder import cache_folder
-from fusion_advisor.ir.program import Program, layout_key, nests
 from fusion_advisor.codegen.common.interface import (
     Header,
     KernelBuildFailed,
@@ -43,6 +35,14 @@ from fusion_advisor.codegen.common.interface import (
     entry_name,
     environment,
 )
+from fusion_advisor.codegen.common.position_checks import checks_of, error_of
+from fusion_advisor.codegen.cpp.arguments import Layout
+from fusion_advisor.codegen.cpp.body import Kernel
+from fusion_advisor.codegen.cpp.names import Names
+from fusion_advisor.codegen.cpp.ops import C_TYPES, computed_in
+from fusion_advisor.files.kept_code import KeptCode
+from fusion_advisor.files.private_folder import cache_folder
+from fusion_advisor.ir.program import Program, layout_key, nests
 
 # No -ffast-math: NaN and Inf must come out as torch's do. The two that are here only drop errno and exception flags, without
 # which floor, sqrt and selects do not vectorise. GCC contracts across statements if left to itself: x·c − max(x·c) is then not 0

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal, operation
+from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.codegen.cpp.arguments import Layout
 from fusion_advisor.codegen.cpp.names import describe
+from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal, operation
 from fusion_advisor.codegen.cpp.scope import Scope
-from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Program, Store
 
 CACHED_FROM = 10

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fusion_advisor.codegen.cpp.arguments import Layout, View
+from fusion_advisor.codegen.cpp.names import describe
 from fusion_advisor.codegen.cpp.ops import (
     C_TYPES,
     COMPARE,
@@ -16,8 +18,6 @@ from fusion_advisor.codegen.cpp.ops import (
     literal,
     operation,
 )
-from fusion_advisor.codegen.cpp.arguments import Layout, View
-from fusion_advisor.codegen.cpp.names import describe
 from fusion_advisor.ir.program import Store, Value, dropout_constants
 
 FOLDED = 44

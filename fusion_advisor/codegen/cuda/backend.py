@@ -22,9 +22,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fusion_advisor.codegen.common.arguments import late_loads, pointer_names
+from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
+from fusion_advisor.codegen.common.interface import (
+    Header,
+    KernelBuildFailed,
+    Launcher,
+    Rendered,
+    Tuning,
+    body_of,
+    entry_name,
+    environment,
+)
+from fusion_advisor.codegen.common.printer import Unsupported
 from fusion_advisor.codegen.cuda.body import body, ordered
+from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
 from fusion_advisor.codegen.cuda.ops import SCALARS, CudaWriter, vector_width
+from fusion_advisor.codegen.cuda.shared_memory import (
+    SharedMemory,
+    shared_memory_of,
+)
 from fusion_advisor.codegen.cuda.tiling import (
     BLOCK,
     divisors,
@@ -34,17 +53,7 @@ from fusion_advisor.codegen.cuda.tiling import (
     pack_width,
     shared_bytes_of,
 )
-from fusion_advisor.codegen.common.printer import Unsupported
-from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
-from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory, compile_cubin, compile_loaded, device_shared_memory
 from fusion_advisor.ir.program import Program
-from fusion_advisor.codegen.common.arguments import late_loads, pointer_names
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
-from fusion_advisor.codegen.cuda.shared_memory import (
-    SharedMemory,
-    shared_memory_of,
-)
 from fusion_advisor.records.serialize import write_atomic
 
 

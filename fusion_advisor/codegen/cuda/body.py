@@ -7,19 +7,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fusion_advisor.codegen.cuda.ops import (
-    COMPUTE,
-    SCALARS,
-    CudaWriter,
-    moves_with_p,
-    shared_by_rows,
-    shared_loads,
-    split_quotient,
-)
-from fusion_advisor.codegen.cuda.register_reuse import Carried, Hidden, carried, hidden
-from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, Text
-from fusion_advisor.codegen.common.welford import Moments
-from fusion_advisor.codegen.common.online_softmax import OnlineSum
 from fusion_advisor.codegen.common.arguments import (
     Access,
     Pass,
@@ -30,6 +17,19 @@ from fusion_advisor.codegen.common.arguments import (
     needed_in_columns,
     split_index,
 )
+from fusion_advisor.codegen.common.online_softmax import OnlineSum
+from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, Text
+from fusion_advisor.codegen.common.welford import Moments
+from fusion_advisor.codegen.cuda.ops import (
+    COMPUTE,
+    SCALARS,
+    CudaWriter,
+    moves_with_p,
+    shared_by_rows,
+    shared_loads,
+    split_quotient,
+)
+from fusion_advisor.codegen.cuda.register_reuse import Carried, Hidden, carried, hidden
 from fusion_advisor.codegen.cuda.shared_memory import looped_passes, packs_of, staged_packs
 
 _HELPERS_IN_ORDER = (

@@ -12,8 +12,8 @@ import ctypes
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fusion_advisor.codegen.cuda.nvrtc import compile_loaded, has_cuda_core
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
+from fusion_advisor.codegen.cuda.nvrtc import compile_loaded, has_cuda_core
 
 if TYPE_CHECKING:
     import torch

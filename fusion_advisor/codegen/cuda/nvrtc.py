@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fusion_advisor.files.kept_code import KeptCode
-from fusion_advisor.files.private_folder import cache_folder
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
+from fusion_advisor.files.kept_code import KeptCode
+from fusion_advisor.files.private_folder import cache_folder
 
 _log = logging.getLogger(__name__)
 

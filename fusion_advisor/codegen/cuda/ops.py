@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import (
     ATOM,
     COMPARE,
@@ -24,7 +25,6 @@ from fusion_advisor.codegen.common.printer import (
 )
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
-from fusion_advisor.codegen.common.arguments import Access, Schedule
 
 SCALARS = {
     "float64": "double", "float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits", "int64": "long long",

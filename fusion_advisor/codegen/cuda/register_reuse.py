@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fusion_advisor.codegen.common.arguments import Pass, Schedule
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED
-from fusion_advisor.codegen.common.arguments import Pass, Schedule
 
 _COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "erfc", "sigmoid", "tanh"})
 

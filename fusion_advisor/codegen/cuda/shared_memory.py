@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.cuda.ops import CudaWriter
-from fusion_advisor.codegen.common.welford import moments
-from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.ir.program import REDUCTIONS
 from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes
+from fusion_advisor.codegen.common.online_softmax import online_sums
+from fusion_advisor.codegen.common.welford import moments
+from fusion_advisor.codegen.cuda.ops import CudaWriter
+from fusion_advisor.ir.program import REDUCTIONS
 
 _KIB = 1024
 _ALIGNED_COLS = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
-from fusion_advisor.ir.program import ITEM_BYTES
 from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, next_power
 from fusion_advisor.codegen.common.interface import Rendered, Tuning
+from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory, pack_bytes, staged_cols
+from fusion_advisor.ir.program import ITEM_BYTES
 
 BLOCK = 256
 _HALVES_BLOCK = 128

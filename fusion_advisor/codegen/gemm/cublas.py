@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusion_advisor.codegen.gemm.problem import GemvProblem
 from fusion_advisor.codegen.common.interface import Launcher
+from fusion_advisor.codegen.gemm.problem import GemvProblem
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.gemm import hopper_gated
+from fusion_advisor.codegen.common.header_comment import comment
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
 from fusion_advisor.codegen.cuda.backend import CudaLaunch, launcher_of
+from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, compile_loaded, target_of
+from fusion_advisor.codegen.gemm import hopper_gated
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import (
     FORMS,
     GemvConfig,
@@ -22,11 +26,7 @@ from fusion_advisor.codegen.gemm.problem import (
     refusal,
     token_tiles,
 )
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.codegen.common.header_comment import comment
-from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, compile_loaded, target_of
 from fusion_advisor.ir.program import ITEM_BYTES
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
 from fusion_advisor.records.serialize import write_atomic
 
 _TYPES = {"float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits"}

@@ -18,6 +18,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from fusion_advisor.codegen.common.header_comment import comment
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
+from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import (
     TILE_COLUMNS,
     TILE_TOKENS,
@@ -28,10 +32,6 @@ from fusion_advisor.codegen.gemm.problem import (
     heading_lines,
     stage_bytes,
 )
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.codegen.common.header_comment import comment
-from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
 
 _THREADS = 384
 _MOST_BOUND = 1024

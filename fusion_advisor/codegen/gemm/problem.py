@@ -15,8 +15,8 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from fusion_advisor.ir.program import ITEM_BYTES
 from fusion_advisor.codegen.common.interface import Header, identifier
+from fusion_advisor.ir.program import ITEM_BYTES
 from fusion_advisor.library.spec import Case, KernelSpec
 
 Form = Literal["cuda_fma", "cuda_mma", "cuda_wgmma", "triton_fma", "triton_dot", "cublas", "cuda_cublas", "triton_cublas"]

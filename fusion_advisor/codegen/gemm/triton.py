@@ -6,10 +6,18 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.triton.backend import TritonLauncher, compile_options, compile_source, has_cuda, load_source
-from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, default_config, entry_of, heading_lines, refusal, token_tiles
 from fusion_advisor.codegen.common.header_comment import comment
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
+from fusion_advisor.codegen.gemm.problem import (
+    GemvConfig,
+    GemvProblem,
+    default_config,
+    entry_of,
+    heading_lines,
+    refusal,
+    token_tiles,
+)
+from fusion_advisor.codegen.triton.backend import TritonLauncher, compile_options, compile_source, has_cuda, load_source
 
 
 class GemvTriton:

@@ -22,21 +22,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
-from fusion_advisor.codegen.common.printer import Unsupported
-from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
-from fusion_advisor.codegen.triton.interpreted import for_interpreter, is_interpreted
-from fusion_advisor.ir.program import Program
 from fusion_advisor.codegen.common.arguments import (
     Schedule,
     parts_of,
     pointer_names,
 )
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, Tuning, body_of, entry_name, environment
+from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
+from fusion_advisor.codegen.common.interface import (
+    Header,
+    KernelBuildFailed,
+    Launcher,
+    Rendered,
+    Tuning,
+    body_of,
+    entry_name,
+    environment,
+)
+from fusion_advisor.codegen.common.printer import Unsupported
 from fusion_advisor.codegen.triton.body import looped, rows_stay_cached, straight
+from fusion_advisor.codegen.triton.interpreted import for_interpreter, is_interpreted
 from fusion_advisor.codegen.triton.ops import TritonWriter
 from fusion_advisor.codegen.triton.tiling import Shape, choose_shapes, walks_columns
+from fusion_advisor.ir.program import Program
 from fusion_advisor.records.serialize import write_atomic
 
 _POINTER_TYPES = {

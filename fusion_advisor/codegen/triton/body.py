@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fusion_advisor.codegen.common.welford import moments
-from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.ir.program import REDUCTIONS
 from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes, kept, late_loads, split_index
+from fusion_advisor.codegen.common.online_softmax import online_sums
+from fusion_advisor.codegen.common.welford import moments
 from fusion_advisor.codegen.triton.ops import LOWEST, TritonWriter, identity
+from fusion_advisor.ir.program import REDUCTIONS
 
 _COLUMN_MASKS = [
     "col_mask = col < cols", "mask = row_mask & col_mask",

@@ -11,10 +11,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fusion_advisor.codegen.common.printer import ATOM, LOOSE, PRODUCT, ROUNDERS, SUM, UNARY, Text, Unsupported, Writer, has_inverse
+from fusion_advisor.codegen.common.arguments import Access, Schedule, parts_of
+from fusion_advisor.codegen.common.printer import (
+    ATOM,
+    LOOSE,
+    PRODUCT,
+    ROUNDERS,
+    SUM,
+    UNARY,
+    Text,
+    Unsupported,
+    Writer,
+    has_inverse,
+)
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ITEM_BYTES, Value, dropout_constants
-from fusion_advisor.codegen.common.arguments import Access, Schedule, parts_of
 
 _PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
           "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",

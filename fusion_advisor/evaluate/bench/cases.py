@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fusion_advisor.evaluate.bench.row import BenchOptions
 from fusion_advisor.errors import UsageError
+from fusion_advisor.evaluate.bench.row import BenchOptions
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.spec import BACKENDS, Case, KernelSpec
 from fusion_advisor.workload.device import resolve_device

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list
-from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, GemvProblem
+from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.select_gemm import BACKENDS, choose, launcher_for
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.lowering.lower import Lowered
+from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.codegen.common.interface import Header, Launcher
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, GemvProblem
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list
 from fusion_advisor.evaluate.render import header_of
 from fusion_advisor.library.spec import KernelSpec
-from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.lowering.lower import Lowered
 from fusion_advisor.timing.kernel_timer import Call
 
 Reference = Callable[..., Any]

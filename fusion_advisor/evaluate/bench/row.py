@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.codegen.gemm.problem import problem_of
 from fusion_advisor.evaluate.bench import peers
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like
 from fusion_advisor.evaluate.bench.records import BenchRow, Entrant, judged, limit_ns
-from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.verify.accuracy import error_of
 from fusion_advisor.evaluate.check_inputs import in_float64
 from fusion_advisor.library.discover import load_references
-from fusion_advisor.codegen.gemm.problem import problem_of
 from fusion_advisor.library.patterns import example, lower_reference
-from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.library.spec import Case, KernelSpec
-from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import Bandwidth
 from fusion_advisor.timing.kernel_timer import Clock, Rotation, free_bytes, interleaved, plan_rotation
 from fusion_advisor.timing.wall_timer import as_timing
+from fusion_advisor.verify.accuracy import error_of
 
 ERROR_FACTOR = 2.0
 """A contender's error against fp64 may be so many times the reference's own: all round differently, none may be wrong."""

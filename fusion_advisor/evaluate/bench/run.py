@@ -18,10 +18,10 @@ import torch
 from fusion_advisor.evaluate.bench import peers
 from fusion_advisor.evaluate.bench.records import BenchRun
 from fusion_advisor.evaluate.bench.row import ERROR_FACTOR, BenchOptions, Ceilings, bench_row, makers, set_up
-from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.library.discover import load_references
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.records import Bandwidth
+from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.timing.kernel_timer import cache_bytes, make_clock
 from fusion_advisor.workload.device import current_device
 

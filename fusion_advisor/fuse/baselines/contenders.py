@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 from fusion_advisor.capture.trace import profiler
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse.rewrite import device_memory
-from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
 from fusion_advisor.timing.wall_timer import nothing
-from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.workload.load import LoadedWorkload
 
 _log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.baselines.liger import NotAvailable
-from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
 from fusion_advisor.fuse.passes.layout_copy import PlainCopy
+from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
+from fusion_advisor.runtime import torch_internals
 
 _NAMESPACE = "fusion_advisor_rest"
 

@@ -13,13 +13,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.split_bias import allows_tf32
-from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
-from fusion_advisor.verify.subgraph_oracle import extent
-from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing.interleaving import CannotRecord
+from fusion_advisor.verify.subgraph_oracle import extent
 
 Outputs = Literal["clone", "static"]
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]

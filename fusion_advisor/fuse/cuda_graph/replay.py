@@ -42,13 +42,21 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
-from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, saved_inputs, writes_of
-from fusion_advisor.fuse.cuda_graph.recording import Outputs, Recorder, Recording, backend_flags, layout_of, results_of, static_copy
+from fusion_advisor.fuse.cuda_graph.recording import (
+    Outputs,
+    Recorder,
+    Recording,
+    backend_flags,
+    layout_of,
+    results_of,
+    static_copy,
+)
+from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
+from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.fallback_warning import warn_caller
 from fusion_advisor.timing.interleaving import CannotRecord
 
 MOST_RECORDINGS = 8

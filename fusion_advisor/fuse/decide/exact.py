@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_advisor.fuse.decide.result_bits import has_same_bits, results_of
 from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.result_bits import has_same_bits, results_of
 from fusion_advisor.fuse.decide.try_fusions import kept_passes
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, storages, tensors_of, written_storages
-from fusion_advisor.fuse.decide.session import Step
+from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
+from fusion_advisor.fuse.decide.session import Step
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.wall_timer import median_interval
 from fusion_advisor.workload.device import is_out_of_memory

@@ -8,7 +8,7 @@ Rewrites that are faster by their whole interval and still short of a threshold 
 of what was kept, against the same two thresholds: four that save 1 % each of a step that differs from itself by 2 % stay or go as
 one. One alone gets its second chance too.
 
-Where the power limit holds the step down, all of this is timed after rests (:mod:`fusion_advisor.timing.interleaving`): back to back,
+Where the power limit holds the step down, all of this is timed after rests (``timing.interleaving``): back to back,
 at the clock that the limit leaves, a step of Llama-3.1-8B (512 tokens, H200) differed from itself by 1.1 %, and a SwiGLU that
 saves 0.24 ms of 14.2 was lost in that. What the kept rewrites save there together is told by the table of baselines.
 
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.records import Status, Timing
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
-from fusion_advisor.timing.wall_timer import as_timing, median_interval
 from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
 """How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain; on a CPU more
@@ -352,7 +352,9 @@ class StepRunner:
         try:
             around = torch_internals.own_gemm_workspace
             finish = self._memsets.replace  # as the fused model's own graph is recorded
-            return [interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain]
+            return [
+                interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain
+            ]
         except interleaving.CannotRecord:
             self.method = "cuda_events"
             return plain

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
-from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed, on_top
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
-from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed, on_top
 from fusion_advisor.fuse.decide.replan import changed_bench, relocate
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import try_fusion
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
 

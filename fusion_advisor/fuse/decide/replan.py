@@ -14,11 +14,11 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
-from fusion_advisor.lowering.memo import lower_sites
-from fusion_advisor.lowering.lower import Lowered
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.ir.program import Program
+from fusion_advisor.lowering.lower import Lowered
+from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.records import Site
 
 

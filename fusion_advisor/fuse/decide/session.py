@@ -11,18 +11,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.tracer import LiveCapture, describe
-from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
-from fusion_advisor.fuse.passes.split_bias import split_gemm_biases
+from fusion_advisor.codegen.common.interface import BuiltKernel
 from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
-from fusion_advisor.fuse.passes.foreach_counters import batch_counters
 from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen
+from fusion_advisor.fuse.passes.cse import share_values
+from fusion_advisor.fuse.passes.foreach_counters import batch_counters
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import patches_as_gemm
-from fusion_advisor.fuse.passes.cse import share_values
+from fusion_advisor.fuse.passes.split_bias import split_gemm_biases
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
-from fusion_advisor.codegen.common.interface import BuiltKernel
 from fusion_advisor.records import OpNode, RenderedKernel
+from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
 
 BIASES = "split_gemm_biases"
 """The pass whose ops are not in the trace before it: how long a GEMM takes with its bias is timed."""
@@ -60,7 +60,7 @@ class BuiltFusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltLinear:
-    """Calls that compute linears with what stands around them; see ``fuse.stages.try_linear_kernels`` and ``fuse.stages.try_epilogues``."""
+    """Calls that compute linear layers with the ops around them; see the modules of ``fuse.stages``."""
 
     id: str
     sites: tuple[SiteRewrite, ...]

@@ -11,17 +11,17 @@ from typing import Any
 import pandas
 import torch
 
+from fusion_advisor.capture.graph.fx_nodes import module_path
+from fusion_advisor.capture.graph.op_classes import attention_backend
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import Step, median_step
-from fusion_advisor.capture.graph.op_classes import attention_backend
 from fusion_advisor.capture.trace.kernels import kernel_class
-from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.capture.graph.fx_nodes import module_path
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
+from fusion_advisor.timing.clock_sampler import is_held_down, watching
 from fusion_advisor.timing.interleaving import REST, TURN_S, interleave, is_known
 from fusion_advisor.timing.wall_timer import as_timing, nothing
-from fusion_advisor.timing.clock_sampler import is_held_down, watching
 
 _KNOWN = 0.01
 """Share of a step's time to which its median is to be known."""

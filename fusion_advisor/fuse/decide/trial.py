@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.profile import named_range
-from fusion_advisor.verify import check_chain
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
-from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
 from fusion_advisor.timing import interleaving
+from fusion_advisor.verify import check_chain
 
 _SOURCE_CONTEXT = 3
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion_advisor import units
-from fusion_advisor.fuse.decide.session import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
-from fusion_advisor.fuse.decide.result_bits import inexact_passes
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.fuse.decide.result_bits import inexact_passes
+from fusion_advisor.fuse.decide.session import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
+from fusion_advisor.fuse.decide.trial import Trial, try_fusion
 from fusion_advisor.fuse.passes.constant_folding import frozen_bytes, held_bytes
+from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.decide.trial import Trial, try_fusion
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.ir.program import Program
-from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 
 FASTEST = "fastest"

@@ -14,8 +14,8 @@ from fusion_advisor.fuse.decide.keep_rule import PATIENCE, Verdict, is_unclear, 
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import interleaving
-from fusion_advisor.timing.wall_timer import median_interval, nothing
 from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing.wall_timer import median_interval, nothing
 
 TITLE = GRAPHED
 

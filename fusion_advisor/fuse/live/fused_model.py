@@ -19,19 +19,19 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch.fx import GraphModule
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, CannotCopy
-from fusion_advisor.runtime.fallback_warning import warn_caller
-from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
-from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
-from fusion_advisor.fuse.live.specialize import Kept, Specialised, specialise
-from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.fuse.live.code_guard import WatchedCode
+from fusion_advisor.fuse.live.specialize import Kept, Specialised, specialise
+from fusion_advisor.fuse.rewrite.frozen_values import held_calls
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.records import Report
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.fallback_warning import warn_caller
 
 
 @dataclass(slots=True, eq=False)
@@ -150,11 +150,13 @@ class FusedModel:
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
-        if self.report is None:
+        show = getattr(self.report, "_repr_html_", None)
+        if show is None:
             return None
         lines = ["What was kept is in place." if self.is_applied else "Nothing is in place: the model runs its own ops."]
         lines += [f"{count} of its calls ran the original ops: {reason}." for reason, count in self.fallbacks.items()]
-        return self.report._repr_html_(*lines)
+        shown: str = show(*lines)
+        return shown
 
     # ------------------------------------------------------------------ the call
 

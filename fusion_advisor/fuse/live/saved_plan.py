@@ -16,33 +16,30 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
-from fusion_advisor.runtime.gc_pause import collector_paused
-from fusion_advisor.errors import AdvisorError, PlanMismatch, UnreadableReport
-from fusion_advisor.runtime.deep_stack import in_one_piece
-from fusion_advisor.fuse.stages import try_epilogues
-from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltFusion, BuiltLinear
-from fusion_advisor.fuse.decide.rebind import CannotMove, on_changed_graphs
-from fusion_advisor.fuse.stages.try_linear_kernels import Kind, build, check_first, find_kinds, header_of, install
-from fusion_advisor.fuse.live.cuda_graph_choice import TITLE as GRAPH_TITLE
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
-from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.stages.try_slice_pushdown import narrow_all
-from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
-from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
-from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
-from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.fuse.live.specialize import FEW_ROWS, Kept, gemm_rows
-from fusion_advisor.verify.check_chain import check_calls, layout_of
-from fusion_advisor.files.safe_name import path_inside
-from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
+from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.errors import AdvisorError, PlanMismatch, UnreadableReport
+from fusion_advisor.files.safe_name import path_inside
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.rebind import CannotMove, on_changed_graphs
+from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.live.cuda_graph_choice import TITLE as GRAPH_TITLE
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.specialize import FEW_ROWS, Kept, gemm_rows
+from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
+from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.stages.try_linear_kernels import Kind, build, check_first, find_kinds, header_of, install
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.stages.try_slice_pushdown import narrow_all
 from fusion_advisor.records import (
     EPILOGUE,
     MERGED,
@@ -60,6 +57,9 @@ from fusion_advisor.records import (
 )
 from fusion_advisor.records.serialize import read_capture, read_report, write_capture, write_report
 from fusion_advisor.records.soundness import Unsound, check_plan
+from fusion_advisor.runtime.deep_stack import in_one_piece
+from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.verify.check_chain import check_calls, layout_of
 from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 

@@ -18,20 +18,20 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
 from fusion_advisor.chains.find import Group, find_groups
-from fusion_advisor.errors import CannotSpecialize
-from fusion_advisor.fuse.stages import try_epilogues
-from fusion_advisor.verify import check_chain
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
-from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
-from fusion_advisor.fuse.decide.replan import changed_bench
-from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
-from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.common.header_comment import tuning_of
-from fusion_advisor.lowering.lower import Lowered, lower
-from fusion_advisor.library.match import names_in, with_names
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.errors import CannotSpecialize
+from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
+from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 from fusion_advisor.ir.program import Program, layout_key
+from fusion_advisor.library.match import names_in, with_names
+from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
+from fusion_advisor.verify import check_chain
 
 FEW_ROWS = 16
 """A GEMM of up to so many rows reads its weights and hardly computes: another regime, which has a plan of its own."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.fuse import pipeline
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.finish import WALL_S, AppliedRun, reverted
@@ -22,6 +21,7 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.records import Capture, GenerationCheck, Report
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing.wall_timer import as_timing, wall_times
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fusion_advisor.capture.trace.chrome_trace import TraceFile
 from fusion_advisor.capture.trace.kernels import Work, device_work, missing_kernels
 from fusion_advisor.capture.trace.profiler import Trace, is_step, read_events
-from fusion_advisor.capture.trace.chrome_trace import TraceFile
-from fusion_advisor.chains.trace_repeats import find_repeats
 from fusion_advisor.chains.trace_bytes import Inputs, floor_bytes, moved_bytes
-from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.chains.trace_repeats import find_repeats
 from fusion_advisor.errors import MissingKernels, UnreadableTrace
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.library.trace_hints import library_sequences, resemblance
 from fusion_advisor.records import OpClass, TraceChain, TraceKernel, TraceReport
+from fusion_advisor.runtime.gc_pause import collector_paused
 
 MISSING_LIMIT_SHARE = 0.01
 """Above this share of launches without a kernel nothing is ranked; a few at the edges of a window are common."""

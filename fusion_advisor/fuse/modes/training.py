@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import torch
 
-from fusion_advisor.capture.trace import profiler
-from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, attached_profiler, recorded_by
-from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.profile import named_range, numbered, seen_by_nsys, warm_up
+from fusion_advisor.capture.trace import profiler
+from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
-from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.errors import AdvisorError, MissingKernels, NotTrainable, ProfilerAttached
-from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.finish import WALL_S
-from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.pipeline import on_device
+from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.records import Capture, DataQuality, Report
+from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, attached_profiler, recorded_by
 from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.clock_sampler import watching
 from fusion_advisor.workload.device import is_out_of_memory

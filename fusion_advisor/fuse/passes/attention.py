@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
-from fusion_advisor.verify.subgraph_oracle import extent
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes
+from fusion_advisor.runtime import torch_internals
+from fusion_advisor.verify.subgraph_oracle import extent
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

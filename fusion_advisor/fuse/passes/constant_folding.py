@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 
 HELD_LIMIT_BYTES = 256 << 20

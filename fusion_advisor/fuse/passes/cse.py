@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import Region
 
 
 def share_values(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:

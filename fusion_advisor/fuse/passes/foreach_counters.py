@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.runtime import torch_internals
 
 MOST_ELEMENTS = 64
 """Above, an addition is no counter's: it has work of its own to do, and moving it up keeps its result in memory for long."""

@@ -28,16 +28,16 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.autotune.tune import best_tuning
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.codegen.layout_copy import permuted_copy, rows_copy
+from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.launch_count import tally_of
-from fusion_advisor.verify.check_chain import layout_of
-from fusion_advisor.codegen.registry import backend as backend_named
-from fusion_advisor.codegen.layout_copy import permuted_copy, rows_copy
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.ir.program import Program
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
-from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.records import RenderedKernel, TensorMeta
+from fusion_advisor.verify.check_chain import layout_of
 
 _PADS, _PATCHES = "pad_linears", "patches_as_gemm"
 _ROWS = Header(

@@ -2,7 +2,7 @@
 
 At up to 64 rows a linear's time is that of reading its weight, and every small kernel around it is a launch of its own. On more
 rows cuBLAS is at the limit, but a gate reads what it has written: there a linear and its gate alone are such a place. This finds
-them in a graph; which kernel is written into them, and whether one pays, is ``fuse.stages.try_linear_kernels``' business. It looks at
+them in a graph; which kernel is written into them, and whether one pays, ``fuse.stages.try_linear_kernels`` decides. It looks at
 graphs whose GEMMs were merged: a gate and its up projection are one linear then, and a norm that fed three linears feeds one.
 
 A decoder layer is four such places: norm → q/k/v, attention's output → + residual, norm → gate and up → silu · mul, and

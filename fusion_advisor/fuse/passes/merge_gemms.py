@@ -1,7 +1,7 @@
 """GEMM merging: linears that read one input (q/k/v, gate/up) become one GEMM whose output is read in slices.
 
 One GEMM of 4608 columns fills the device better than three of 3584, 512 and 512, and at batch 1 one GEMV reads the same bytes in
-one launch. The merged weight is a view where the weights already lie one after the other in memory (``workload.weight_packing`` lays
+one launch. The merged weight is a view where the weights already lie one after the other in memory (``weight_packing`` lays
 them so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a
 copy, which is made only under ``--freeze``: it stays in memory, and writes through ``tensor.data`` do not reach it.
 
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined, lie_together
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
+from fusion_advisor.runtime import torch_internals
 
 _LINEAR = torch.ops.aten.linear.default
 _SLICE = torch.ops.aten.slice.Tensor

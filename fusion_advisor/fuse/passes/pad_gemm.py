@@ -4,11 +4,11 @@ GPT-2's vocabulary has 50,257 rows. In 16 bits no vector load or store fits an o
 a kernel for elements aligned to nothing: on an H200 a head of 4,096 tokens takes 3.37 of a bf16 step's 6.43 ms. With seven more
 rows it runs on the tensor cores' own kernels, and a copy of the columns that were asked for gives the caller the tensor that the
 model gives: a kernel of ours, because ATen's takes twice as long. The rows are read from the memory behind the weight, where
-``workload.weight_packing`` left room for them: no weight is copied, and what is written to a weight is seen. A weight with no room
+``weight_packing`` left room for them: no weight is copied, and what is written to a weight is seen. A weight with no room
 behind it is left alone.
 
 That copy still writes and reads the result once more (217 of the 2,380 µs of GPT-2's bf16 step of 8 x 512 tokens, H200). Where
-there are rows enough, the result can be stored where it belongs at once: see ``fuse.passes.odd_width_gemm``. A linear with a bias stays
+there are rows enough, the result can be stored where it belongs at once: see ``odd_width_gemm``. A linear with a bias stays
 padded: ``addmm`` into strided memory first writes the bias to each row and has its GEMM read that, which is a copy again.
 """
 
@@ -22,9 +22,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.rewrite.derived_tensors import extended
-from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
 from fusion_advisor.fuse.passes.layout_copy import put_copy
+from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.rewrite.derived_tensors import extended
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
 
 _LINEAR = torch.ops.aten.linear.default

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
+from fusion_advisor.runtime import torch_internals
 
 _ATEN = torch.ops.aten
 _SELECT, _SLICE = _ATEN.select.int, _ATEN.slice.Tensor

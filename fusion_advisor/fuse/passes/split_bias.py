@@ -1,6 +1,6 @@
 """Biases apart: what small GEMMs in fp32 take from an epilogue is added by an op of its own, where no chain takes the addition.
 
-See ``capture.graph.split_bias`` for why the epilogue is the slower way, and for how the additions come to stand in the captured graph.
+See ``capture.graph.split_bias`` for why the epilogue is the slower way, and for how the additions come into the captured graph.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
-from fusion_advisor.fuse.plan.options import MIN_SHARE
-from fusion_advisor.lowering.memo import lower_sites
-from fusion_advisor.lowering.lower import Lowered, lower
-from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
-from fusion_advisor.ir.program import Program, layout_key
-from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.fuse.plan.options import MIN_SHARE
+from fusion_advisor.ir.program import Program, layout_key
+from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
+from fusion_advisor.lowering.lower import Lowered, lower
+from fusion_advisor.lowering.memo import lower_sites
+from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode
 
 _NAME_OPS = 6

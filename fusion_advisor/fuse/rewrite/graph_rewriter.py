@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.split_bias import join_bias
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
-from fusion_advisor.verify.subgraph_oracle import has_strides
-from fusion_advisor.verify.special_values import guarded
-from fusion_advisor.fuse.rewrite.launch_count import Tally, mark
 from fusion_advisor.codegen.common.interface import Launcher
+from fusion_advisor.fuse.rewrite.launch_count import Tally, mark
 from fusion_advisor.records import TensorMeta
+from fusion_advisor.verify.special_values import guarded
+from fusion_advisor.verify.subgraph_oracle import has_strides
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""

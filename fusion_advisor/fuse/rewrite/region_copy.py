@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.runtime import torch_internals
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
-from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from fusion_advisor.records import Fusion, OpClass, Ref, Status, Timing
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.wall_timer import as_timing
+from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from fusion_advisor.workload.device import memory_bytes
 
 _FLOAT64_BYTES = 8

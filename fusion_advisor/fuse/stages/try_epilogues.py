@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltLinear, step_of
-from fusion_advisor.fuse.decide.rebind import Kept, not_replaced
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.rebind import Kept, not_replaced
+from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
 from fusion_advisor.fuse.passes.gemm_epilogue import find_epilogue_sites
-from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
+from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
 from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.workload.device import is_out_of_memory
 
 TITLE = EPILOGUE

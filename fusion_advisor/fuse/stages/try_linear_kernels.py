@@ -16,14 +16,21 @@ from pathlib import Path
 
 import torch
 
+from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
+from fusion_advisor.codegen.registry import gemv_backend
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
-from fusion_advisor.verify.subgraph_oracle import OriginalChain
-from fusion_advisor.fuse.decide.rebind import Kept
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
+from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.decide.trial import source_around
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
 from fusion_advisor.fuse.passes.linear_sites import GemvSite, find_gemv_sites
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
 from fusion_advisor.fuse.stages.gemm_sites import (
     Place,
     compare_alone,
@@ -34,17 +41,10 @@ from fusion_advisor.fuse.stages.gemm_sites import (
     why_no_room,
     without_taken,
 )
-from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.fuse.decide.trial import source_around
-from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
-from fusion_advisor.codegen.registry import gemv_backend
-from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
-from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from fusion_advisor.workload.device import is_out_of_memory
 
 _DTYPES = ("float16", "bfloat16")

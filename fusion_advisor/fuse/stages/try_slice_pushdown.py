@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.decide.rebind import CannotMove, Kept, judged, mover, not_replaced, on_changed
-from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
+from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.passes.slice_pushdown import narrow_rows
+from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.records import NARROWED
 
 TITLE = NARROWED

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index, Place
 from fusion_advisor.ir.causal_mask import guard_masked_loads
+from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value, depends_on, with_dims
 from fusion_advisor.lowering.builder.loop_order import share_rows
-from fusion_advisor.ir.dtypes import CannotLower
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
     from fusion_advisor.records import OpNode
 
 _MOST_DIMS = 5

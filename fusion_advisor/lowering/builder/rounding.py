@@ -22,7 +22,7 @@ from fusion_advisor.ir.program import ROUNDINGS, Program, Value, nests
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 JUMPS = frozenset(
     ["ceil", "floor", "round", "trunc", "sign", "eq", "ne", "lt", "le", "gt", "ge", "threshold", "isnan", "isinf", "isfinite",

@@ -6,12 +6,13 @@ import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import ORIGIN, Index
-from fusion_advisor.ir.dtypes import CannotLower, Rule, argument_of
+from fusion_advisor.ir.dtypes import CannotLower, argument_of
+from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.rules.view import shifted
 from fusion_advisor.records import Arg, OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def _silu(lowering: Lowering, op: OpNode, where: Index) -> int:

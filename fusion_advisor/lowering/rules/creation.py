@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index
-from fusion_advisor.ir.causal_mask import compared_places
-from fusion_advisor.ir.dtypes import CannotLower, Rule, argument_of, compute_dtype
+from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
+from fusion_advisor.lowering.builder.builder import Rule
+from fusion_advisor.lowering.builder.causal_compare import compared_places
 from fusion_advisor.records import OpNode
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def _constant(fill: float | None) -> Rule:

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import ORIGIN, Index, Place, reshaped
-from fusion_advisor.ir.causal_mask import place_of
+from fusion_advisor.ir.dtypes import INTEGERS, CannotLower, argument_of, compute_dtype
 from fusion_advisor.ir.program import Value
-from fusion_advisor.ir.dtypes import INTEGERS, CannotLower, Rule, argument_of, compute_dtype
+from fusion_advisor.lowering.builder.builder import Rule
+from fusion_advisor.lowering.builder.causal_compare import place_of
 from fusion_advisor.lowering.rules.reduction import mean_of
 from fusion_advisor.records import Arg, OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def _ref(op: OpNode, position: int) -> int:

@@ -6,16 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index
-from fusion_advisor.ir.causal_mask import compared
+from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
+from fusion_advisor.lowering.builder.builder import Rule
+from fusion_advisor.lowering.builder.causal_compare import compared
 from fusion_advisor.lowering.builder.rounding import common_dtype, rounded_scalar
-from fusion_advisor.ir.dtypes import CannotLower, Rule, argument_of, compute_dtype
 from fusion_advisor.lowering.rules.activation import ACTIVATIONS
 from fusion_advisor.lowering.rules.creation import PLACES
 from fusion_advisor.lowering.rules.random import RANDOM
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def _operands_dtype(lowering: Lowering, op: OpNode) -> str:

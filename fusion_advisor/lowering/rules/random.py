@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index, Place
+from fusion_advisor.ir.dtypes import CannotLower, argument_of
 from fusion_advisor.ir.program import Value, dropout_constants
-from fusion_advisor.ir.dtypes import CannotLower, Rule, argument_of
+from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def _seeded_dropout(lowering: Lowering, op: OpNode, where: Index) -> int:

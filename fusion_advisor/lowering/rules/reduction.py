@@ -6,12 +6,13 @@ import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index, loop
+from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
 from fusion_advisor.ir.program import Value
-from fusion_advisor.ir.dtypes import CannotLower, Rule, argument_of, compute_dtype
+from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.records import Arg, OpNode, Ref, TensorMeta
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 _EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07}
 """What ``rms_norm`` adds when it is told nothing: the epsilon of the dtype that it computes in."""

@@ -17,7 +17,7 @@ from fusion_advisor.lowering.rules.gather import ids_at, inside
 from fusion_advisor.records import OpNode, Ref
 
 if TYPE_CHECKING:
-    from fusion_advisor.lowering.lower import Lowering
+    from fusion_advisor.lowering.builder.builder import Lowering
 
 
 def rows_of(op: OpNode) -> int:

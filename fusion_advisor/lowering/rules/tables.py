@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from fusion_advisor.ir.affine_index import Index
 from fusion_advisor.ir.dtypes import DTYPES, FLOATS, INTEGERS, CannotLower, compute_dtype
+from fusion_advisor.lowering.builder.builder import RuleTables
 from fusion_advisor.lowering.rules.gather import GATHERS, GROUPED
 from fusion_advisor.lowering.rules.pointwise import POINTWISE
 from fusion_advisor.lowering.rules.reduction import SPECIAL as _ROWS
+from fusion_advisor.lowering.rules.scatter import rows_of, scattered, written_shape
 from fusion_advisor.lowering.rules.view import RESHAPES, VIEWS, piece_rule, repeat_rule
 
 __all__ = [
-    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "SPECIAL", "VIEWS", "CannotLower", "Index",
+    "DTYPES", "FLOATS", "INTEGERS", "LOWERABLE", "POINTWISE", "RESHAPES", "RULES", "SPECIAL", "VIEWS", "CannotLower", "Index",
     "compute_dtype", "piece_rule", "repeat_rule",
 ]  # fmt: skip
 
 SPECIAL = {**_ROWS, **GATHERS, **GROUPED}
 LOWERABLE = frozenset(POINTWISE) | frozenset(SPECIAL) | frozenset(VIEWS) | RESHAPES | {"repeat_interleave"}
 """Base names of the ATen ops that some kernel can compute."""
+RULES = RuleTables(
+    pointwise=POINTWISE,
+    special=SPECIAL,
+    views=VIEWS,
+    reshapes=RESHAPES,
+    views_too=frozenset(VIEWS) | RESHAPES | {"repeat_interleave"},
+    piece=piece_rule,
+    repeat=repeat_rule,
+    scattered=scattered,
+    rows_of=rows_of,
+    written_shape=written_shape,
+)
+"""What the builder asks."""

@@ -182,7 +182,11 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
         ),
         caveats=tuple(
             dict.fromkeys(
-                (*shared_rows.caveats(a), *shared_rows.caveats(b), *(() if is_blocked else (*_drift(a, b, noise), *_clocks(a_step, b_step))))
+                (
+                    *shared_rows.caveats(a),
+                    *shared_rows.caveats(b),
+                    *(() if is_blocked else (*_drift(a, b, noise), *_clocks(a_step, b_step))),
+                )
             )
         ),
     )

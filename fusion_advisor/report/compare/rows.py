@@ -18,8 +18,8 @@ from fusion_advisor.report.compare.comparison import (
     TimeChange,
     Verdict,
 )
-from fusion_advisor.report.headline import Headline
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.headline import Headline
 
 
 def title(shown: Comparison) -> str:
@@ -166,7 +166,9 @@ def _rewrite_verdict(row: RewriteChange) -> shared_rows.Verdict:
         kept = " and ".join(label for label, status in (("A", row.a_status), ("B", row.b_status)) if status is Status.KEPT)
         return shared_rows.Verdict("–", f"kept in {kept or 'neither'}", "plain")
     if row.a_status is row.b_status:
-        return shared_rows.Verdict("!", "other gain", "warn") if row.is_changed else shared_rows.Verdict("~", "no change", "plain")
+        return (
+            shared_rows.Verdict("!", "other gain", "warn") if row.is_changed else shared_rows.Verdict("~", "no change", "plain")
+        )
     if row.a_status is Status.KEPT:
         return shared_rows.Verdict("✗", "not kept in B", "loss")
     if row.b_status is Status.KEPT:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from fusion_advisor.report.compare import rows, gate_rules
-from fusion_advisor.report.html import page as html
 from fusion_advisor.report import markdown
+from fusion_advisor.report.compare import gate_rules, rows
 from fusion_advisor.report.compare.comparison import Comparison
+from fusion_advisor.report.html import page as html
 
 MAX_ROWS = 30
 """Changed rows of a table in markdown."""

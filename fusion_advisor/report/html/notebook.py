@@ -7,14 +7,15 @@ through the report's own autoescaping environment.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Fusion, GraphRewrite, Report
-from fusion_advisor.report import baseline_rows, quality, tables, shared_rows
-from fusion_advisor.report.terminal import result
+from fusion_advisor.report import baseline_rows, quality, shared_rows, tables
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import environment
+from fusion_advisor.report.terminal import result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,34 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 20
 _MOST_WARNINGS = 5
+
+
+class NotebookReport(Report):
+    """A report that shows itself in a notebook and gives its rows as pandas frames; made by :func:`for_notebook`."""
+
+    __slots__ = ()
+
+    def to_frame(self, name: str | None = None) -> pandas.DataFrame:
+        """Return the report's rows as a pandas frame; whole numbers are ``Int64``, and NA is what was not measured.
+
+        Args:
+            name: ``rewrites``, ``chains``, ``sites``, ``kernels``, ``categories``, ``steps``, ``baselines`` or ``modules``; when
+                left out, the table that the terminal prints: rewrites where any was tried, modules of a training step, else
+                chains. Units are in the columns' names.
+
+        Raises:
+            UsageError: there is no such table.
+        """
+        return to_frame(self, name)
+
+    def _repr_html_(self, *notes: str) -> str:
+        """Return what Jupyter shows; ``notes`` are sentences that the report does not know."""
+        return to_html(self, *notes)
+
+
+def for_notebook(report: Report) -> NotebookReport:
+    """Return the same report as one that a notebook can show."""
+    return NotebookReport(**{field.name: getattr(report, field.name) for field in fields(report)})
 
 
 def to_html(report: Report, *notes: str) -> str:
@@ -58,7 +87,7 @@ def to_html(report: Report, *notes: str) -> str:
 
 
 def to_frame(report: Report, name: str | None = None) -> pandas.DataFrame:
-    """Return a table of a report as a pandas frame; see :meth:`fusion_advisor.records.Report.to_frame`."""
+    """Return a table of a report as a pandas frame; see :meth:`NotebookReport.to_frame`."""
     import pandas
 
     chosen = tables.result_name(report) if name is None else name

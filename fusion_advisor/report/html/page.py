@@ -19,15 +19,15 @@ from markupsafe import Markup
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
-from fusion_advisor.report.html import charts, timeline
-from fusion_advisor.report import baseline_rows, quality, redact, shared_rows
-from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
-from fusion_advisor.report.html.embed_traces import EmbeddedTrace
-from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
-from fusion_advisor.report.headline import headline
-from fusion_advisor.report.html.roofline import roofline
-from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.records.serialize import dump_report
+from fusion_advisor.report import baseline_rows, quality, redact, shared_rows
+from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.headline import headline
+from fusion_advisor.report.html import charts, timeline
+from fusion_advisor.report.html.embed_traces import EmbeddedTrace
+from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
+from fusion_advisor.report.html.roofline import roofline
 
 MAX_KERNELS = 500
 MAX_MODULES = 200
@@ -84,7 +84,13 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         baselines=baseline_rows.baseline_rows(report),
         has_rested=baseline_rows.has_rested(report),
         run_lines=[
-            line for line in (baseline_rows.prediction_line(report), baseline_rows.warm_up_line(report), baseline_rows.cost_line(report)) if line
+            line
+            for line in (
+                baseline_rows.prediction_line(report),
+                baseline_rows.warm_up_line(report),
+                baseline_rows.cost_line(report),
+            )
+            if line
         ],
         predicted=baseline_rows.predicted,
         steps=shared_rows.steps(report),

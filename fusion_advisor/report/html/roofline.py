@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import Bandwidth, Chain, Fusion, Report, Status
-from fusion_advisor.report.html.charts import COLOURS, WIDTH
 from fusion_advisor.report.escape import visible
+from fusion_advisor.report.html.charts import COLOURS, WIDTH
 
 DATASHEET_BYTES_PER_S = {
     "NVIDIA H200": 4_800_000_000_000,

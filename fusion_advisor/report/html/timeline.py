@@ -18,8 +18,8 @@ import numpy.typing as npt
 from fusion_advisor import units
 from fusion_advisor.records import Report, StepProfile, Timeline
 from fusion_advisor.report import shared_rows
-from fusion_advisor.report.html.charts import COLOURS, Tick, colour_name, round_values
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.report.html.charts import COLOURS, Tick, colour_name, round_values
 
 COLUMNS = 600
 HEIGHT = 48

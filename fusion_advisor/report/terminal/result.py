@@ -15,12 +15,12 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, Gate, GraphRewrite, Match, Report, Site, Training
-from fusion_advisor.report import clocks, baseline_rows, quality, shared_rows
-from fusion_advisor.report.compare import rows as compare_tables
+from fusion_advisor.report import baseline_rows, clocks, quality, shared_rows
 from fusion_advisor.report.compare import gate_rules as gates
+from fusion_advisor.report.compare import rows as compare_tables
 from fusion_advisor.report.compare.comparison import Comparison
-from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.escape import plural, visible, visible_lines
+from fusion_advisor.report.headline import headline, kept_count
 
 TONES = {"gain": "green", "loss": "red", "warn": "yellow", "plain": ""}
 _GAP = 2
@@ -110,7 +110,9 @@ def apply_table(report: Report, console: Console) -> RenderableType:
         words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
         lines.append(_line(words, console, "" if check.is_passed else "red"))
     lines += _launches(report, console)
-    lines += [_line(text, console) for text in (baseline_rows.prediction_line(report), baseline_rows.warm_up_line(report)) if text]
+    lines += [
+        _line(text, console) for text in (baseline_rows.prediction_line(report), baseline_rows.warm_up_line(report)) if text
+    ]
     return Group(*lines, *_baselines(report, console), *gate_lines(report.gates, console))
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, join_bias, leave_gemm_biases_apart, split_bias
 from fusion_advisor.capture.graph.tracer import Region, describe
-from fusion_advisor.capture.graph.retrace import trace
+from fusion_advisor.runtime import torch_internals
 
 CASES = {
     "1d": (lambda x, w, b: F.conv1d(x, w, b).transpose(1, 2), (2, 6, 9), (4, 6, 3)),

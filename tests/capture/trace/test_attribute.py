@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.graph.op_classes import attention_backend
+from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.trace.profiler import read_events, record
 from tests.capture.trace.test_profiler import event
 

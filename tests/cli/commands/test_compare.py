@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
 from fusion_advisor.records.serialize import read_report, write_report
+from fusion_advisor.report.compare.comparison import COMPARE_SCHEMA
 from tests.cli.conftest import Core, Ran
 from tests.report.fixtures import applied, hostile, profiled, timing
 

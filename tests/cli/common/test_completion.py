@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fusion_advisor import __main__ as program
-from fusion_advisor.cli.common import completion
 from fusion_advisor.cli.app import main
+from fusion_advisor.cli.common import completion
 from fusion_advisor.workload.preset import preset_ids
 from tests.cli.test_commands import ROOT, put_run
 

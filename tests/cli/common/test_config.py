@@ -11,7 +11,7 @@ import pytest
 from fusion_advisor.cli.commands import doctor
 from tests.cli.conftest import Core, Ran
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 Run = Callable[..., Ran]
 
 

@@ -6,17 +6,17 @@ import re
 import shutil
 from dataclasses import replace
 
-from tests.kernel_cases import cuda_on_host
-from tests.kernel_cases import programs as p
 import pytest
 import torch
 
+from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.library.discover import list_kernels, load_kernel
-from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.library.patterns import lower_reference
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases import programs as p
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

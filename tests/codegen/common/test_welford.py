@@ -10,16 +10,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.kernel_cases import moments_rows
-from tests.kernel_cases import programs as p
 import pytest
-from tests.kernel_cases import simt_on_host
 import torch
 
-from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.codegen.common.welford import moments
 from fusion_advisor.codegen.common.arguments import schedule
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.common.welford import moments
+from fusion_advisor.codegen.registry import backend as backend_of
+from tests.kernel_cases import moments_rows, simt_on_host
+from tests.kernel_cases import programs as p
 
 HERE = Path(__file__).parents[2] / "kernel_cases"
 CASES, COLS = moments_rows.CASES, moments_rows.COLS

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
+from fusion_advisor.codegen.cpp.backend import CppBackend
+from fusion_advisor.ir.program import Operand, Program, Store, Value
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate
 from tests.kernel_cases.evaluate import evaluate as evaluate_nests
-
-from fusion_advisor.codegen.cpp.backend import CppBackend
-from fusion_advisor.ir.program import Operand, Program, Store, Value
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 

@@ -9,21 +9,21 @@ import shutil
 import subprocess
 from dataclasses import replace
 
-from tests.kernel_cases import cuda_on_host
-from tests.kernel_cases import programs as p
 import pytest
 import torch
+
+from fusion_advisor.codegen.common.arguments import schedule
+from fusion_advisor.codegen.common.header_comment import tuning_of
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
+from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
+from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, find_nvcc, has_cuda_core
+from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
+from fusion_advisor.codegen.cuda.tiling import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases import programs as p
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
-
-from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of
-from fusion_advisor.codegen.cuda.tiling import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
-from fusion_advisor.codegen.common.header_comment import tuning_of
-from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, find_nvcc, has_cuda_core
-from fusion_advisor.codegen.common.arguments import schedule
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
-from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 
 NO_TUNING = Tuning()
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")

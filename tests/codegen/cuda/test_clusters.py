@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import shutil
 
-from tests.kernel_cases import moments_rows
-from tests.kernel_cases import programs as p
 import pytest
-from tests.kernel_cases import simt_on_host
-from tests.kernel_cases import softmax_rows
 import torch
+
+from fusion_advisor.codegen.common.arguments import schedule
+from fusion_advisor.codegen.common.header_comment import tuning_of
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
+from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.codegen.cuda.tiling import form_for, form_of, launch_shape, pack_width
+from tests.kernel_cases import moments_rows, simt_on_host, softmax_rows
+from tests.kernel_cases import programs as p
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
-
-from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
-from fusion_advisor.codegen.cuda.tiling import form_for, form_of, launch_shape, pack_width
-from fusion_advisor.codegen.common.header_comment import tuning_of
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from fusion_advisor.codegen.common.arguments import schedule
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 
 CASES = cases()
 HEADER = Header(title="case", summary="a test", origin="a test")

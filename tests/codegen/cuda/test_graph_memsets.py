@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.cuda import graph_memsets
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 
 needs_cuda_core = pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core: pip install '.[cuda]'")
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shutil
 
-from tests.kernel_cases import programs as p
 import pytest
+
+from fusion_advisor.autotune.tune import candidates
+from fusion_advisor.codegen.common.arguments import schedule
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of
+from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cuda.backend import CudaBackend
+from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
+from fusion_advisor.codegen.cuda.tiling import form_of, launch_shape
+from tests.kernel_cases import programs as p
 from tests.kernel_cases import simt_on_host
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
-
-from fusion_advisor.codegen.cuda.backend import CudaBackend
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of
-from fusion_advisor.codegen.cuda.tiling import form_of, launch_shape
-from fusion_advisor.codegen.common.arguments import schedule
-from fusion_advisor.codegen.common.interface import Header, Tuning
-from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
-from fusion_advisor.autotune.tune import candidates
 
 CASES = cases()
 NARROW = (

@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from tests.kernel_cases.gemv_cases import complaint, tensors
 
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm import hopper_gated
 from fusion_advisor.codegen.gemm.problem import GATED_TILES, GemvProblem, stage_bytes
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from tests.kernel_cases.gemv_cases import complaint, tensors
 
 PROBLEM = GemvProblem(m=300, n=136, k=72, dtype="bfloat16", is_gated=True)
 CONFIG = GATED_TILES[0]

@@ -14,14 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.kernel_cases import simt_on_host
 import torch
-from tests.kernel_cases.gemv_cases import EPILOGUES, HEADER, complaint, gated_on_many_rows, problems, surrounded, tensors
 
 from fusion_advisor.autotune import select_gemm, tune
+from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.autotune.select_gemm import choose, launcher_for, operands, tensors_refusal
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.codegen.gemm import cuda, triton
-from fusion_advisor.evaluate.check import check_kernel
-from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.cuda import GemvCuda
 from fusion_advisor.codegen.gemm.problem import (
     CROSSOVER_ROWS,
     CUBLAS,
@@ -36,13 +38,11 @@ from fusion_advisor.codegen.gemm.problem import (
     refusal,
     stage_bytes,
 )
-from fusion_advisor.autotune.select_gemm import choose, launcher_for, operands, tensors_refusal
-from fusion_advisor.codegen.gemm.cuda import GemvCuda
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.triton import GemvTriton
-from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
-from fusion_advisor.autotune.cache import TuningStore
+from fusion_advisor.evaluate.check import check_kernel
+from fusion_advisor.library.discover import load_kernel
+from tests.kernel_cases import simt_on_host
+from tests.kernel_cases.gemv_cases import EPILOGUES, HEADER, complaint, gated_on_many_rows, problems, surrounded, tensors
 
 HERE = Path(__file__).parents[2] / "kernel_cases"
 PROBLEMS = problems()

@@ -10,18 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.kernel_cases import programs as p
 import pytest
 import torch
+
+from fusion_advisor.codegen.common.horizontal_fusion import calls_of
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
+from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for, compile_for
+from fusion_advisor.codegen.triton.tiling import choose_shape, choose_shapes
+from fusion_advisor.ir.program import Program, Store
+from tests.kernel_cases import programs as p
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
 from tests.kernel_cases.lowered import lower_function
-
-from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for, compile_for
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of
-from fusion_advisor.ir.program import Program, Store
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
-from fusion_advisor.codegen.triton.tiling import choose_shape, choose_shapes
 
 HERE = Path(__file__).parents[2] / "kernel_cases"
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tests.kernel_cases.lowered import lower_function
 
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.triton.backend import TritonBackend
 from fusion_advisor.codegen.triton.interpreted import for_interpreter
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from tests.kernel_cases.lowered import lower_function
 
 
 def test_the_rounding_that_is_printed_is_the_one_that_is_replaced():

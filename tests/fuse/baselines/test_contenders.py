@@ -11,21 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.fuse.baselines import contenders as baselines
 from fusion_advisor.fuse import finish
-from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.baselines import contenders as baselines
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, named, ours_compiled, peers
-from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable
-from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Clocks, ClockSample, StepProfile
+from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing.wall_timer import as_timing, nothing
-from fusion_advisor.workload.weight_packing import leave_room
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.weight_packing import leave_room
 from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import bench_of, patterns, profile_live
 

@@ -12,13 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.cuda_graph import replay
-from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.rewrite.frozen_values import held_calls
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
-from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.cuda_graph.capturable import host_work
 from fusion_advisor.fuse.cuda_graph.recording import backend_flags
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.call_signature import signature
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.timing.interleaving import CannotRecord
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.tiny import Toy, gpt2, toy

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.fuse.cuda_graph.test_replay import Counter
 from tests.tiny import Toy, gpt2

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.cuda_graph import tail, replay
+from fusion_advisor.fuse.cuda_graph import replay, tail
+from fusion_advisor.fuse.cuda_graph.recording import Recording
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph
-from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_ROWS, OddRows
-from fusion_advisor.fuse.cuda_graph.recording import Recording
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.cuda_graph.test_replay import graphed_model

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusion_advisor.fuse.decide.graph_diff_cost as stage
 from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
+from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 from fusion_advisor.fuse.stages.try_slice_pushdown import narrow_all
-from fusion_advisor.fuse.decide.replan import changed_bench
-from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from tests.fuse.stages.test_try_merged_gemms import gated
 from tests.fuse.stages.test_try_slice_pushdown import classifier

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph import retrace
-from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
+from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.records import GraphRewrite, Launch, OpClass, Status
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.report.fixtures import applied, chain, timing

@@ -13,8 +13,8 @@ from fusion_advisor.fuse import dynamo_backend
 from fusion_advisor.fuse.decide import exact
 from fusion_advisor.fuse.decide.result_bits import has_same_bits
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.verify.accuracy import count_bit_equal
 from fusion_advisor.report import shared_rows
+from fusion_advisor.verify.accuracy import count_bit_equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

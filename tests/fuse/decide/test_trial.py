@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.trial import original_source, try_fusion
-from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
 from fusion_advisor.records import Status, Timing
 from tests.tiny import EvaluatedKernel, bench_of, planned, profiled
 

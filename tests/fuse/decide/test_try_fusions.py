@@ -9,12 +9,12 @@ import torch
 
 import fusion_advisor as fa
 import fusion_advisor.fuse.decide.try_fusions as selection
+from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.fuse.decide.trial import Trial
+from fusion_advisor.fuse.decide.try_fusions import FASTEST, backends_of, faster_of, try_all
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.decide.try_fusions import FASTEST, backends_of, faster_of, try_all
-from fusion_advisor.fuse.decide.trial import Trial
 from fusion_advisor.library.discover import load_kernel
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.library.patterns import lower_reference
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status
 from tests.report.fixtures import applied, timing

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fusion_advisor.fuse import finish
+from fusion_advisor.fuse.decide.try_fusions import kept_passes
 from fusion_advisor.fuse.live.cuda_graph_choice import TITLE, choose_graph, why_no_graph
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
 from fusion_advisor.records import GraphBreak, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.timing import interleaving

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.live.fused_model as model_module
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.runtime import torch_internals
 from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
 

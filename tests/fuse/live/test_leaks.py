@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
-from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.tiny import cache_in, decode_step, qwen2

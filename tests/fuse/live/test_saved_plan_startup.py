@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
@@ -16,6 +15,7 @@ from fusion_advisor.fuse.plan.plan import make_plan, recall
 from fusion_advisor.ir.program import layout_key
 from fusion_advisor.records import Match
 from fusion_advisor.records.serialize import decode, encode
+from fusion_advisor.runtime import torch_internals
 from tests.tiny import Toy, patterns, planned, profiled
 
 

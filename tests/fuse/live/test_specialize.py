@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 
-from fusion_advisor.errors import CannotSpecialize
-from fusion_advisor.fuse.live import specialize as specialising
-from fusion_advisor.fuse.decide import trial
-from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.codegen.cpp import backend
+from fusion_advisor.errors import CannotSpecialize
+from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.live import specialize as specialising
+from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.workload.load import describe_live
 from tests.fuse.test_pipeline import keep_all, quick, verdicts  # noqa: F401
 from tests.tiny import Toy, qwen2, toy

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.runtime.call_tensors import copied
-from fusion_advisor.capture.graph.tracer import writes_to_inputs
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import writes_to_inputs
+from fusion_advisor.fuse.cuda_graph.capturable import saved_inputs
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.session import PASSES
 from fusion_advisor.fuse.live.fused_model import FusedModel, HalfWritten
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.plan.plan import make_plan
-from fusion_advisor.fuse.cuda_graph.capturable import saved_inputs
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.records import Match, Status
-from fusion_advisor.workload.static_cache import cache_name
+from fusion_advisor.runtime.call_tensors import copied
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.static_cache import cache_name
 from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
 from tests.tiny import LAYERS, bench_of, cache_in, decode_step, evaluated, gpt2, llama, patterns, profile_live, qwen2
 

@@ -11,8 +11,8 @@ import torch
 from fusion_advisor.capture import profile
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.fuse.modes import training
-from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.modes.training import profile_training
+from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import load_workload
 from fusion_advisor.workload.request import WorkloadRequest

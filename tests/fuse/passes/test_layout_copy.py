@@ -13,21 +13,20 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
-from fusion_advisor.fuse.passes import layout_copy
-from fusion_advisor.fuse.cuda_graph.tail import left_out
-from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
-from fusion_advisor.fuse.passes import pad_gemm
-from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
-from fusion_advisor.verify.check_chain import layout_of
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
+from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
 from fusion_advisor.codegen.layout_copy import permuted_copy
 from fusion_advisor.codegen.layout_copy import rows_copy as rows_copy_program
-from fusion_advisor.codegen.cuda.nvrtc import find_nvcc
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
+from fusion_advisor.fuse.cuda_graph.tail import left_out
+from fusion_advisor.fuse.passes import layout_copy, pad_gemm
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
+from fusion_advisor.verify.check_chain import layout_of
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.fuse.passes.test_pad_gemm import Head, X
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEADER = Header(title="case", summary="a test", origin="a test")
 SHAPES = [(5, 13, 16), (8, 251, 256), (1, 7, 9), (16, 8, 11), (3, 1, 4)]
 """Rows, columns, distance of the rows; counts that packs divide and others, rows shorter than a pack."""

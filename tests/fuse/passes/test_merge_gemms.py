@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
-from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.decide.rebind import CannotMove, on_changed
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.merge_gemms import merge_linears
 from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.tiny import bench_of, evaluated, patterns, profile_live, qwen2
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
-from fusion_advisor.fuse.passes import odd_width_gemm
-from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
+from fusion_advisor.fuse.decide.predict import price_passes
+from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.passes import odd_width_gemm
 from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_ROWS, OddRows, period_of
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
-from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
 from fusion_advisor.records import GraphRewrite, Status
 from fusion_advisor.workload.weight_packing import leave_room, roomy_rows

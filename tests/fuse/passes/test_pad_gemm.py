@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import PASSES, Bench
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears
-from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
 from fusion_advisor.records import GraphRewrite, Launch, Status
 from fusion_advisor.workload.weight_packing import leave_room

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.capture.graph.split_bias import split_bias
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.fuse import finish
-from fusion_advisor.fuse.passes import layout_copy
-from fusion_advisor.fuse.decide.session import PASSES, Bench
-from fusion_advisor.fuse.passes.patch_conv_to_gemm import CONVOLUTIONS, patches_as_gemm
-from fusion_advisor.fuse.passes.layout_copy import PlainCopy, build, is_permuted
 from fusion_advisor.fuse.decide.predict import price_passes
+from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.passes import layout_copy
+from fusion_advisor.fuse.passes.layout_copy import PlainCopy, build, is_permuted
+from fusion_advisor.fuse.passes.patch_conv_to_gemm import CONVOLUTIONS, patches_as_gemm
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
 from fusion_advisor.records import GraphRewrite, Launch, Status
+from fusion_advisor.runtime import torch_internals
 from tests.tiny import profile_live
 
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.session import PASSES, replaced_sites
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import TensorMeta

@@ -10,17 +10,17 @@ from torch.nn import functional
 
 import fusion_advisor.fuse.stages.try_epilogues as stage
 from fusion_advisor.errors import CannotSpecialize, PlanMismatch
-from fusion_advisor.fuse.stages import try_epilogues, gemm_sites
 from fusion_advisor.fuse.decide.keep_rule import Verdict
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
 from fusion_advisor.fuse.passes import gemm_epilogue
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.stages import gemm_sites, try_epilogues
 from fusion_advisor.records import EPILOGUE, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
-from tests.fuse.test_pipeline import keep_all, verdicts
 from tests.fuse.live.test_saved_plan import saved_run
+from tests.fuse.test_pipeline import keep_all, verdicts
 
 quick, pytestmark = test_pipeline.quick, test_pipeline.pytestmark
 WIDTH = 32

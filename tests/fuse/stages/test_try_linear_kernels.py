@@ -13,36 +13,36 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.decide.rebind as changed_step
-import fusion_advisor.fuse.stages.try_linear_kernels as stage
-import fusion_advisor.fuse.pipeline as pipeline
 import fusion_advisor.fuse.live.saved_plan as saved
+import fusion_advisor.fuse.pipeline as pipeline
+import fusion_advisor.fuse.stages.try_linear_kernels as stage
 from fusion_advisor import units
+from fusion_advisor.autotune import select_gemm
+from fusion_advisor.autotune.select_gemm import GemvChoice
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.stages import gemm_sites as places
-from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.decide.rebind import Kept
+from fusion_advisor.fuse.decide.replan import changed_bench
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.stages import gemm_sites as places
 from fusion_advisor.fuse.stages.try_linear_kernels import Made, find_kinds, header_of, maker, place_gemvs
 from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
-from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.fuse.decide.replan import changed_bench
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
-from fusion_advisor.autotune import select_gemm
-from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
-from fusion_advisor.autotune.select_gemm import GemvChoice
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.records import RenderedKernel, Status
-from fusion_advisor.report import baseline_rows
 from fusion_advisor.records.serialize import dump_report, load_report
+from fusion_advisor.report import baseline_rows
 from fusion_advisor.timing.wall_timer import as_timing
-from fusion_advisor.workload.weight_packing import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.live.test_saved_plan import save
+from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import LAYERS, cache_in, decode_step, gpt2, llama, qwen2
 
 QWEN2 = ["rmsnorm_gate_up", "rmsnorm_linear_bias", "rmsnorm_linear", "linear_residual", "linear_residual"]
@@ -561,8 +561,8 @@ def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
 
 
 def chosen_ours(problem, device, *, header, backends, **_):
-    from fusion_advisor.autotune.select_gemm import choose
     from fusion_advisor.autotune.cache import TuningStore
+    from fusion_advisor.autotune.select_gemm import choose
 
     return choose(problem, device, header=header, backends=backends, with_cublas=False, store=TuningStore(None))
 

@@ -11,15 +11,15 @@ from torch.nn import functional as F  # noqa: N812
 import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.decide.keep_rule import Verdict
-from fusion_advisor.fuse.stages.try_merged_gemms import TITLE
-from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.stages.try_merged_gemms import TITLE
 from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
-from fusion_advisor.workload.weight_packing import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.live.test_saved_plan import saved_run
+from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 
 
 class Gated(torch.nn.Module):

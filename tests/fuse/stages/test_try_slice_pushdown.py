@@ -10,20 +10,20 @@ from torch.nn import functional
 
 import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.stages import try_merged_gemms, try_slice_pushdown
-from fusion_advisor.fuse.live import saved_plan
-from fusion_advisor.fuse.decide.rebind import CannotMove
 from fusion_advisor.fuse.decide.keep_rule import Verdict
+from fusion_advisor.fuse.decide.rebind import CannotMove
+from fusion_advisor.fuse.live import saved_plan
+from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
 from fusion_advisor.fuse.passes import slice_pushdown
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.stages import try_merged_gemms, try_slice_pushdown
 from fusion_advisor.records import MERGED, NARROWED, Status
 from fusion_advisor.records.serialize import dump_report, load_report
-from fusion_advisor.workload.weight_packing import lay_out_siblings
 from fusion_advisor.workload.load import describe_live
+from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse import test_pipeline
-from tests.fuse.test_pipeline import keep_all, verdicts
 from tests.fuse.live.test_saved_plan import saved_run
+from tests.fuse.test_pipeline import keep_all, verdicts
 from tests.tiny import qwen2
 
 quick, pytestmark = test_pipeline.quick, test_pipeline.pytestmark

@@ -9,21 +9,21 @@ import sys
 from math import prod
 from pathlib import Path
 
-from tests.kernel_cases import cuda_on_host
 import pytest
 import torch
-from tests.kernel_cases.evaluate import evaluate
-from tests.kernel_cases.lowered import check, lower_function
-from tests.kernel_cases.programs import Build
-from tests.kernel_cases.row_order_cases import CASES, make_inputs
 
-from fusion_advisor.codegen.triton.backend import compile_for
+from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.triton.backend import compile_for
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.match import find_match, structure
 from fusion_advisor.library.patterns import kernel_patterns
 from fusion_advisor.lowering.builder.loop_order import share_rows
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from tests.kernel_cases import cuda_on_host
+from tests.kernel_cases.evaluate import evaluate
+from tests.kernel_cases.lowered import check, lower_function
+from tests.kernel_cases.programs import Build
+from tests.kernel_cases.row_order_cases import CASES, make_inputs
 
 HERE = Path(__file__).parents[2] / "kernel_cases"
 HEADER = Header(title="case", summary="a test", origin="a test")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernel_cases.lowered import check, lower_function, run
 from torch.nn import functional
 
 from fusion_advisor.lowering.rules.tables import LOWERABLE, POINTWISE, RESHAPES, SPECIAL, VIEWS, CannotLower, compute_dtype
+from tests.kernel_cases.lowered import check, lower_function, run
 
 SHAPES = [(3, 5), (1, 7), (4, 1), (1, 1), (2, 3, 4), (6,)]
 

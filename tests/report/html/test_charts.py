@@ -7,10 +7,10 @@ import pytest
 
 from fusion_advisor import units
 from fusion_advisor.records import GRAPHED, MERGED, GraphRewrite, Report, Status, Timing
+from fusion_advisor.report.escape import shortened
 from fusion_advisor.report.html import charts
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.html.roofline import points, roofline
-from fusion_advisor.report.escape import shortened
 from tests.report.fixtures import applied, profiled, real
 
 

@@ -9,15 +9,16 @@ import pytest
 
 from fusion_advisor.errors import UsageError
 from fusion_advisor.records import Report
-from fusion_advisor.report import tables, shared_rows
+from fusion_advisor.report import shared_rows, tables
 from fusion_advisor.report.headline import headline
+from fusion_advisor.report.html.notebook import for_notebook
 from tests.report.fixtures import ALL, applied, failed_numbers, hostile, profiled, real
 from tests.report.html.test_page import Page
 
 
 @pytest.mark.parametrize("make", [*ALL.values(), real])
 def test_the_view_is_whole_html_that_runs_and_fetches_nothing(make: Callable[[], Report]) -> None:
-    html = make()._repr_html_()
+    html = for_notebook(make())._repr_html_()
     page = Page(html)
     tags = {tag for tag, _ in page.seen}
     assert tags - {"style"} <= {
@@ -43,7 +44,7 @@ def test_the_view_is_whole_html_that_runs_and_fetches_nothing(make: Callable[[],
 
 def test_it_says_what_the_other_views_say() -> None:
     report = real()
-    words = Page(report._repr_html_()).words
+    words = Page(for_notebook(report)._repr_html_()).words
     assert headline(report).text in words
     for row in shared_rows.comparisons(report):
         assert f"{row.before} {row.after} {row.change} {row.speedup}" in re.sub(r"\s+", " ", words)
@@ -53,14 +54,14 @@ def test_it_says_what_the_other_views_say() -> None:
 
 
 def test_a_profile_shows_its_chains_and_a_failure_comes_first() -> None:
-    words = Page(profiled()._repr_html_()).words
+    words = Page(for_notebook(profiled())._repr_html_()).words
     assert "Chains" in words and profiled().chains[0].ops[0] in words
-    assert "The numbers changed" in Page(failed_numbers()._repr_html_()).words
-    assert "<img" not in hostile()._repr_html_()
+    assert "The numbers changed" in Page(for_notebook(failed_numbers())._repr_html_()).words
+    assert "<img" not in for_notebook(hostile())._repr_html_()
 
 
 def test_the_colours_of_its_bars_can_be_told_from_white_and_black() -> None:
-    style = " ".join(Page(applied()._repr_html_()).raw["style"])
+    style = " ".join(Page(for_notebook(applied())._repr_html_()).raw["style"])
     assert "background" not in style  # text keeps the page's own two colours
     colours = set(re.findall(r"border(?:-left)?(?:-color)?: (?:\dpx solid )?(#[0-9a-f]{6})", style))
     assert len(colours) == 4
@@ -74,7 +75,7 @@ def test_the_colours_of_its_bars_can_be_told_from_white_and_black() -> None:
 @pytest.mark.parametrize("name", tables.NAMES)
 def test_a_frame_holds_the_table_exactly(name: str) -> None:
     report = applied()
-    table, frame = tables.table(report, name), report.to_frame(name)
+    table, frame = tables.table(report, name), for_notebook(report).to_frame(name)
     assert tuple(frame.columns) == table.columns
     assert len(frame) == len(table.rows)
     for at, row in enumerate(table.rows):
@@ -84,17 +85,17 @@ def test_a_frame_holds_the_table_exactly(name: str) -> None:
 
 
 def test_whole_numbers_stay_whole_where_some_are_missing() -> None:
-    frame = applied().to_frame()
+    frame = for_notebook(applied()).to_frame()
     assert str(frame["step_delta_ns"].dtype) == "Int64" and frame["step_delta_ns"].isna().any()
     assert str(frame["is_passed"].dtype) == "boolean"
     assert frame["fused_rel_l2"].isin([math.inf]).sum() == 1
 
 
 def test_the_default_is_the_table_that_the_terminal_prints() -> None:
-    assert list(applied().to_frame()["id"]) == ["R1", "R2", "F1", "F2", "F3", "F4"]
-    assert list(profiled().to_frame()["id"]) == [chain.id for chain in profiled().chains]
+    assert list(for_notebook(applied()).to_frame()["id"]) == ["R1", "R2", "F1", "F2", "F3", "F4"]
+    assert list(for_notebook(profiled()).to_frame()["id"]) == [chain.id for chain in profiled().chains]
     with pytest.raises(UsageError, match="no table `fusions`"):
-        applied().to_frame("fusions")
+        for_notebook(applied()).to_frame("fusions")
 
 
 def test_a_report_at_a_prompt_is_one_line() -> None:

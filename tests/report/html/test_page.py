@@ -16,13 +16,13 @@ import pytest
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Timeline
+from fusion_advisor.records.serialize import load_report
 from fusion_advisor.report import shared_rows
-from fusion_advisor.report.html.highlight import panel
+from fusion_advisor.report.escape import visible
 from fusion_advisor.report.headline import headline
+from fusion_advisor.report.html.highlight import panel
 from fusion_advisor.report.html.page import MAX_KERNELS, SECTIONS, render_html
 from fusion_advisor.report.redact import redact
-from fusion_advisor.report.escape import visible
-from fusion_advisor.records.serialize import load_report
 from tests.report.fixtures import ALL, HOSTILE, LONG, applied, empty, failed_numbers, hostile, on_cpu, profiled, real, with_a_copy
 
 VOID = {"meta", "link", "br", "wbr", "input", "img", "hr"}
@@ -292,8 +292,8 @@ def test_only_our_own_text_is_marked_safe() -> None:
         assert "autoescape" not in text, path
         assert " style=" not in text, path
     package = Path(shared_rows.__file__).parent
-    marked = [path.name for path in package.glob("*.py") if "Markup(" in path.read_text(encoding="utf-8")]
-    assert sorted(marked) == ["code.py", "html.py"]
+    marked = [path.name for path in package.rglob("*.py") if "Markup(" in path.read_text(encoding="utf-8")]
+    assert sorted(marked) == ["highlight.py", "page.py"]
 
 
 def test_hostile_is_in_the_fixture() -> None:

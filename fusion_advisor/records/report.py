@@ -1,0 +1,80 @@
+"""The report of a run: everything above."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusion_advisor.records.chain import Chain, Match, NoMatch
+from fusion_advisor.records.rewrite import Finding, FrozenValue, Fusion, GraphRewrite, Tolerance
+from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timing, Workload
+from fusion_advisor.records.step import Baseline, Gate, GenerationCheck, LaunchVerdict, ModelCheck, StepProfile, Training, WarmUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The truth of a run; views compute nothing."""
+
+    run_id: str
+    config_hash: str
+    status: str
+    """``profiled``, ``applied``, ``interrupted`` or ``failed``."""
+    command: str
+    workload: Workload
+    environment: Environment
+    quality: DataQuality
+    bandwidth: Bandwidth
+    before: StepProfile
+    captured: StepProfile | None
+    after: StepProfile | None
+    chains: tuple[Chain, ...]
+    answers: tuple[Match | NoMatch, ...]
+    fusions: tuple[Fusion, ...] = ()
+    rewrites: tuple[GraphRewrite, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What would be faster without any kernel of ours."""
+    model_check: ModelCheck | None = None
+    tolerance: Tolerance | None = None
+    """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
+    frozen: tuple[FrozenValue, ...] = ()
+    """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
+    keep: str = "paying"
+    """``verified``: what stays has passed its checks and was not chosen by time."""
+    is_exact: bool = False
+    """Set by ``--exact``."""
+    noise_share: float | None = None
+    """A/A: half-width of the interval of a step compared with itself, over the step."""
+    step_before: Timing | None = None
+    """The keep rule's own measurement: the captured step without any rewrite …"""
+    step_after: Timing | None = None
+    """… and with all kept ones, interleaved with it."""
+    baseline: str = "eager"
+    """What the headline compares with: ``eager``, ``compile`` or ``both``."""
+    baselines: tuple[Baseline, ...] = ()
+    """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
+    warm_up: WarmUp | None = None
+    """Of a plan that was kept."""
+    launch_cost_ns: int = 0
+    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
+    most what the smallest kernel takes with its launch."""
+    copy_cost_share: float = 1.0
+    """In reports of before steps were timed after rests: what the step took longer for a nanosecond of copies in it, measured at
+    the device's power limit. What memory-bound kernels save was expected to count for so much."""
+    short_launch_cost_share: float = 1.0
+    """As that, for launches of the smallest kernel."""
+    generation: GenerationCheck | None = None
+    """The whole call of ``generate``; the rest of the report then is of its decode step."""
+    training: Training | None = None
+    """Of phase ``train``: then there are no chains, for nothing is fused."""
+    launch_verdict: LaunchVerdict | None = None
+    """None on a CPU."""
+    gates: tuple[Gate, ...] = ()
+    """What ``--fail-on`` asked for, judged."""
+    durations_s: tuple[tuple[str, float], ...] = ()
+    """Seconds per phase of the run."""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    """How it was measured, in sentences."""
+
+    def __repr__(self) -> str:
+        """One line: the whole holds every raw time."""
+        return f"<Report {self.run_id}: {self.workload.model_id!r}, {self.status}, {len(self.chains)} chains>"

@@ -1,0 +1,215 @@
+"""Rewrites: kernels, their numbers, their verdicts."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from fusion_advisor.records.run import Timing
+
+
+class Status(enum.StrEnum):
+    """What became of a rewrite. A timing may exist only where numbers passed."""
+
+    PLANNED = "planned"
+    KEPT = "kept"
+    WITHIN_NOISE = "within noise"
+    TOO_LITTLE = "too little"
+    """Faster for certain, by less than the least gain that was asked for."""
+    SLOWER = "slower"
+    WRONG_NUMBERS = "wrong numbers"
+    BUILD_FAILED = "build failed"
+    NOT_MATCHED = "not matched"
+    NOT_REPLACED = "not replaced"
+    ABSORBED = "absorbed"
+    """It was kept, and then a kernel that computes more took its place."""
+
+
+ULP_ENDS = (0, 1, 2, 4, 16, 256)
+"""Upper ends of the bins in which distances are counted, in units in the last place; a last bin holds all beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """A limit on errors that the user set, in place of the one that eager's own error sets."""
+
+    rtol: float
+    """Times the oracle's magnitude …"""
+    atol: float
+    """… and this much more."""
+
+    def __str__(self) -> str:
+        return f"|error| ≤ {self.atol:g} + {self.rtol:g} × |oracle| for every element (--atol, --rtol)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
+
+    oracle: str
+    """``float64`` or ``float32``."""
+    fused_max_abs: float
+    eager_max_abs: float
+    fused_rel_l2: float
+    """‖out − oracle‖ / ‖oracle‖."""
+    eager_rel_l2: float
+    elements: int
+    limit: str
+    """The rule in words, with its figures."""
+    is_passed: bool
+    nonfinite_mismatches: int = 0
+    """Positions where exactly one of fused and oracle is NaN or Inf."""
+    inputs: str = ""
+    """What was tried: ``the site's own tensors; random ×3``."""
+    fused_ulps: tuple[int, ...] = ()
+    """Elements by distance from the oracle rounded to their own dtype, in the bins of :data:`ULP_ENDS`; what is NaN or infinite
+    on either side is in none. Empty for integers and in reports that were written before they were counted."""
+    eager_ulps: tuple[int, ...] = ()
+    """The same of the original ops."""
+    faults: tuple[str, ...] = ()
+    """What special values, a second call or guarded memory showed, one sentence each; any of them refuses the kernel."""
+    declared: tuple[str, ...] = ()
+    """Differences from the original ops on special values that do not refuse it, one sentence each."""
+    bit_equal_elements: int = 0
+    """Of ``elements``, how many have eager's own bits; a NaN answers any NaN. 0 in reports that were written before."""
+    differs_by: str = ""
+    """With --exact: why others differ, as far as the kernel's ops tell."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every element that was compared has eager's bits."""
+        return 0 < self.elements == self.bit_equal_elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a fusion did to the live model: the answer to "it silently did nothing"."""
+
+    sites_found: int
+    sites_matched: int
+    sites_replaced: int
+    launches_before: int
+    launches_after: int
+    """Seen in the after-trace under the kernel's name; 0 where nothing was kept."""
+    refusals: tuple[str, ...] = ()
+    """One sentence for each site that was found and not replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedKernel:
+    """A kernel's source as it was built."""
+
+    name: str
+    """Entry point, ``fa_<kernel>_<hash>``."""
+    backend: str
+    """``triton``, ``cuda`` or ``cpp``."""
+    path: str
+    """Relative to the run directory."""
+    source: str
+    origin: str
+    """``library: gelu_tanh`` or ``generated from the chain``."""
+    build_ns: int = 0
+    tuning: str = ""
+    fast_math: bool = False
+    """Whether it may approximate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """One rewrite of kind "chain": from its plan to its verdict."""
+
+    id: str
+    """``F1`` …"""
+    chain_id: str
+    kernel: str
+    status: Status
+    reason: str
+    """Why this status, in one sentence."""
+    receipt: Receipt
+    rendered: tuple[RenderedKernel, ...] = ()
+    numerics: Numerics | None = None
+    chain_before: Timing | None = None
+    """One site: the original ops, alone."""
+    chain_after: Timing | None = None
+    """One site: the fused kernel, alone."""
+    step_delta_ns: int | None = None
+    """Measured, cumulative: the step with this rewrite minus the step before it. Negative is a gain."""
+    step_delta_ci_ns: tuple[int, int] | None = None
+    predicted_saving_ns: int | None = 0
+    """device_ns of the chain, plus its launches × the step's own cost of one (``Report.launch_cost_ns``), minus what its kernel
+    took alone × sites. Of a linear's kernel, which has no chain: what the ops and kernels that it stands in for took alone beyond
+    what it did, all sites in a row; None where they cannot run so."""
+    original_source: tuple[tuple[int, str], ...] = ()
+    """Lines of the model's own source around the chain: (line number, text)."""
+    kernel_bytes: int | None = None
+    """What its kernel has to move at one site, weights among it; None where its chain tells."""
+
+    def __post_init__(self) -> None:
+        passed = self.numerics is not None and self.numerics.is_passed
+        if (self.chain_after is not None or self.step_delta_ns is not None) and not passed:
+            raise ValueError(f"{self.id}: a timing may exist only where numbers passed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRewrite:
+    """One rewrite that replaces no chain: constant folding, attention masks, merged GEMMs, the CUDA graph around the step."""
+
+    id: str
+    """``R1`` …"""
+    name: str
+    status: Status
+    reason: str
+    sites: int
+    step_delta_ns: int | None = None
+    step_delta_ci_ns: tuple[int, int] | None = None
+    held_bytes: int = 0
+    """Memory that stays occupied while the rewrite is in place: folded constants, copies of merged weights, a graph's pool."""
+    predicted_saving_ns: int | None = None
+    """What the launches that it takes away were expected to cost; of the CUDA graph what a step launch by launch takes beyond the
+    device's own time; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
+    rendered: tuple[RenderedKernel, ...] = ()
+    """Kernels that it put in: copies of what a GEMM reads and gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenValue:
+    """A value made of weights and buffers once, under ``--freeze``: no write to them is seen that torch does not count."""
+
+    name: str
+    """In the graph's code."""
+    sources: tuple[str, ...]
+    """Qualified names of the weights and buffers."""
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that costs time and needs no kernel of ours to mend: a setting, a built-in, a mask."""
+
+    id: str
+    """``N1`` …, by gain."""
+    title: str
+    reason: str
+    """What was seen, with its figures."""
+    change: str
+    """One line of code, or one sentence where no line does it."""
+    gain_ns: int
+    """Device time of one step that it would save."""
+    is_measured: bool
+    """False: ``gain_ns`` is an upper bound."""
+    share: float
+    """gain_ns over the captured step's device time."""
+
+
+GRAPHED = "CUDA graph around the step"
+"""Name of the rewrite that is judged by wall time."""
+
+
+NARROWED, MERGED = "rows that nobody reads are not computed", "linears that read one input run as one GEMM"
+
+
+EPILOGUE = "activations run in the GEMM that they follow"
+
+
+ON_TOP = (NARROWED, MERGED, EPILOGUE)
+"""Names of the rewrites that are judged on top of the fusions, in that order."""

@@ -1,0 +1,204 @@
+"""Profiles of whole steps, before and after, and of the other ways to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_advisor.records.run import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When each kernel of one traced step ran, in order of start: lists of one length, one entry for each launch.
+
+    The profiler slows the host down, so gaps between kernels are somewhat longer here than in a step that is not watched.
+    """
+
+    kernel: tuple[int, ...]
+    """Position of the kernel in :attr:`StepProfile.kernels`."""
+    start_ns: tuple[int, ...]
+    """Since the first kernel of the step."""
+    duration_ns: tuple[int, ...]
+    call_start_ns: tuple[int, ...] = ()
+    """Start of the launching call on the same clock; empty where no calls were seen (on a CPU)."""
+    call_ns: tuple[int, ...] = ()
+    """How long the launching call took; empty with ``call_start_ns``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """One side of the comparison."""
+
+    label: str
+    """``eager``, ``captured`` or ``fused``."""
+    device_ns: int
+    """Sum of raw kernel events of one step."""
+    launches: int
+    categories: tuple[tuple[str, int, int], ...]
+    """(category, kernels, ns), largest first."""
+    kernels: tuple[tuple[str, str, int, int], ...]
+    """(kernel name, category, count, ns), largest first."""
+    wall: Timing | None = None
+    """Un-profiled wall time of the step as the user calls it."""
+    rested: Timing | None = None
+    """As that, of single runs after rests; only where the power limit holds steps down that run again and again."""
+    device: Timing | None = None
+    """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
+    peak_memory_bytes: int = 0
+    attention: tuple[tuple[str, int, int], ...] = ()
+    """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
+    timeline: Timeline | None = None
+    """None in reports that were written before it was kept."""
+
+
+EAGER, OURS, OURS_COMPILED, COMPILED = "eager", "ours", "ours + torch.compile", "torch.compile "
+"""Names of baselines; those of torch.compile's modes begin with the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One way to run the step, timed in turn with all others of its table."""
+
+    name: str
+    """``eager``, ``torch.compile reduce-overhead``, ``ours`` …"""
+    step: StepProfile | None = None
+    """With its wall time and its peak memory; None where it could not be run."""
+    first_call_s: float | None = None
+    """Seconds until it gave its first result, in a process that has run the eager model."""
+    note: str = ""
+    """Why there are no figures, or what they hold for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """From a saved plan to the first fused step, in a process in which the model lies ready and eager has run."""
+
+    phases_s: tuple[tuple[str, float], ...]
+    """Seconds by phase, in order; together they are the whole."""
+    build_s: float
+    """What compiling the kernels took when they were first built; not part of the whole, for compilers keep what they made."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole."""
+        return sum(taken for _, taken in self.phases_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchVerdict:
+    """Whether the eager step waits for its launches, and the wall time that no remedy can beat."""
+
+    wall_ns: int
+    """Median of un-profiled runs."""
+    busy_ns: int
+    """Time of one step in which at least one kernel ran."""
+    idle_ns: int
+    """wall − busy: launch gaps, and the host's work before the first kernel."""
+    launches: int
+    launches_fused: int
+    """Left when every chain that has a kernel is one launch."""
+    limit_share: float
+    """Idle share above which a step is called launch-bound."""
+    is_launch_bound: bool
+    graph_floor_ns: int
+    """A CUDA graph alone: the kernels stay as they are."""
+    fusion_floor_ns: int
+    """Fusion alone: kernels at their byte floors, and in a launch-bound step the host's cost of the launches that are left."""
+    both_floor_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCheck:
+    """Whole-model numerics: fused and eager outputs against a higher-precision run of the original."""
+
+    oracle: str
+    """``float64 copy``, ``float32 copy``, or ``eager`` where no copy fits."""
+    outputs: tuple[str, ...]
+    fused_rel_l2: float
+    eager_rel_l2: float
+    fused_max_abs: float
+    eager_max_abs: float
+    fused_vs_eager_max_abs: float
+    cosine: float
+    argmax_agreement: float | None
+    """Share of positions where fused and eager choose the same token; None for non-logits."""
+    top5_agreement: float | None = None
+    """Share of positions where their five likeliest tokens are the same five, in any order; None as above."""
+    nonfinite_mismatches: int
+    limit: str
+    is_passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCheck:
+    """A whole call of ``generate``, eager and fused: its two steps, its time, its tokens."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_before_ns: int
+    """Median wall time of the eager prefill step."""
+    decode_before_ns: int
+    """Median wall time of the first eager decode step."""
+    before: Timing
+    """Wall time of the eager call."""
+    prefill_after_ns: int = 0
+    """0 where the prefill was left as it was, or not applied to."""
+    decode_after_ns: int = 0
+    after: Timing | None = None
+    """Wall time of the fused call; None where nothing was applied."""
+    original_calls: int = 0
+    """Steps of one fused call that ran the original ops."""
+    first_divergence: int | None = None
+    """Number of the first new token (from 0) that is not eager's; None when all are."""
+    logit_gap: float | None = None
+    """Eager's logit of its own token there minus that of the other one."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all tokens are eager's."""
+        return self.first_divergence is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """Kernels of a training step that serve one module, or the same module of several layers."""
+
+    path: str
+    """``model.layers.*.mlp.act_fn``; empty for what belongs to no submodule."""
+    modules: int
+    """How many modules the row stands for."""
+    launches: int
+    forward_ns: int
+    """Kernel time of the forward pass, all of them together."""
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training step by its parts: kernel time of the traced step."""
+
+    loss: str
+    """What the backward pass begins at, in words."""
+    forward_ns: int
+    """The loss included."""
+    backward_ns: int
+    modules: tuple[ModuleTime, ...]
+    """Dearest first; together they are the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """A limit that ends the command with exit code 10 when a figure is past it."""
+
+    rule: str
+    """As it was asked for: ``speedup<1.05``, ``regression>2%``, ``step>15ms``, ``numerics``."""
+    state: str
+    """``passed``, ``failed``, or ``not judged`` where the figure was not measured."""
+    reason: str
+    """One sentence with the figures."""
+    unit: str = ""
+    """Of the figures below: ``ratio``, ``share`` or ``ns``; empty for numerics."""
+    limit: float | None = None
+    value: float | None = None
+    ci: tuple[float, float] | None = None
+    """Fails only if the whole interval is past the limit."""
