@@ -215,7 +215,8 @@ def test_kernel_paths_cannot_leave_the_run(run: Run, fake: Core, tmp_path: Path)
     report = applied()
     kernel = replace(report.fusions[0].rendered[0], path="../../../escaped.py")
     fake.report = replace(report, fusions=(replace(report.fusions[0], rendered=(kernel,)),))
-    assert run("apply", "org/m").code == 0
+    ran = run("apply", "org/m")
+    assert (ran.code, "error[FA501]" in ran.err) == (9, True)
     assert not list(tmp_path.rglob("escaped.py"))
     assert not (tmp_path.parent / "escaped.py").exists()
 

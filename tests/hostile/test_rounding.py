@@ -15,7 +15,7 @@ from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
-from fusion_advisor.lowering import lower as lowering
+from fusion_advisor.lowering.builder import builder
 from fusion_advisor.lowering.lower import lower
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ def test_a_scalar_that_a_16_bit_value_is_compared_with_is_rounded(tmp_path):
 @pytest.mark.parametrize("planted", ["cast", "jump"])
 def test_one_rounding_left_out_is_caught(tmp_path, monkeypatch, planted):
     """The tests above see a lowering that forgets to round."""
-    monkeypatch.setattr(lowering, "rounded", lambda _lowering, number, _dtype: number)
+    monkeypatch.setattr(builder, "rounded", lambda _lowering, number, _dtype: number)
 
     def cast(x, y):
         return (x * 1.3).to(torch.bfloat16).to(torch.float32) * 0.7 + y

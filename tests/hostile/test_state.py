@@ -97,7 +97,7 @@ def test_a_generator_that_is_passed_goes_on_where_it_was(model):
 def test_the_first_call_inside_torch_compile_draws_what_eager_draws(monkeypatch):
     from fusion_advisor.fuse import dynamo_backend
 
-    def optimise(region):
+    def optimise(region, _options):
         torch.rand(5), random.random()  # what timing draws
         return region.original.forward
 

@@ -108,7 +108,7 @@ def test_the_line_of_a_control_character_is_the_files_own(tmp_path, monkeypatch)
 def test_a_missing_file_is_a_mistake_of_the_users(tmp_path):
     with pytest.raises(UnreadableTrace, match="No such file"):
         list(TraceFile(tmp_path / "none.json"))
-    with pytest.raises(UnreadableTrace, match="directory"):
+    with pytest.raises(UnreadableTrace, match="folder"):
         list(TraceFile(tmp_path))
 
 
