@@ -111,7 +111,7 @@ def test_under_nsys_the_timed_step_is_marked_and_torchs_profiler_is_not_started(
     monkeypatch.setattr(torch.cuda.profiler, "start", start)
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profile.timeline, "record", lambda *_, **__: pytest.fail("torch.profiler was started"))
+    monkeypatch.setattr(profile.profiler, "record", lambda *_, **__: pytest.fail("torch.profiler was started"))
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     with pytest.raises(ProfilerAttached, match="nsys is attached") as error:
         profile_model(

@@ -84,7 +84,7 @@ def test_an_unknown_option_is_refused():
 def test_a_saved_plan_is_put_in_again_checked_and_not_timed(tmp_path, monkeypatch):
     # What the clock would say is planted: this is about what a plan carries from one run to the next.
     monkeypatch.setattr(
-        trial.measure, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
+        trial.interleaving, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
     )
     verdicts(monkeypatch, keep_all)
     model, inputs = wide_mlp()
@@ -126,7 +126,7 @@ def test_a_transformers_model_is_profiled_with_its_cache_on_as_by_default():
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_a_second_apply_takes_the_place_of_the_first_and_measures_the_models_own_ops(monkeypatch):
     monkeypatch.setattr(
-        trial.measure, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
+        trial.interleaving, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
     )
     verdicts(monkeypatch, keep_all)
     model, (x,) = toy()

@@ -82,7 +82,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
     timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
     faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
-    monkeypatch.setattr(trial.measure, "compare_alone", lambda *_, **__: (timing, faster))
+    monkeypatch.setattr(trial.interleaving, "compare_alone", lambda *_, **__: (timing, faster))
     return ApplyOptions(warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x")
 
 
@@ -100,7 +100,7 @@ def verdicts(monkeypatch, status_of):
         return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
 
     monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(finish.steps, "walls", lambda calls, **_: [TIMING] * len(calls))
+    monkeypatch.setattr(finish.step_profile, "walls", lambda calls, **_: [TIMING] * len(calls))
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
@@ -216,7 +216,7 @@ def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
         asked.append(least_s)
         return [TIMING] * len(calls)
 
-    monkeypatch.setattr(finish.steps, "walls", walls)
+    monkeypatch.setattr(finish.step_profile, "walls", walls)
     apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
     assert set(asked) == {0.03}
     for side in ("before", "after"):
@@ -325,7 +325,7 @@ def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick, mon
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, slower])
+    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
     report = apply_workload(loaded, quick).report
     assert loaded.model.__dict__ == before
@@ -383,7 +383,7 @@ def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypat
     with torch.no_grad():
         expected = model(x)
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
     run = apply_workload(describe_live(model, (x,)), quick)
     report = run.report
     assert run.capture.region_runs == (3, 3)
@@ -411,7 +411,7 @@ def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkey
             return x + 1.0
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, after])
+    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, after])
     run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
     report = run.report
     assert run.fused.is_applied == stays
@@ -451,7 +451,7 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
             return torch.erfc(x)
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.steps, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
     report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [

@@ -48,7 +48,7 @@ def ran(monkeypatch):
             found.append(counted.ops)
         return [[1000 * len(ops)] * 6 for ops in found[-2:]]
 
-    monkeypatch.setattr(stage.measure, "interleave", interleave)
+    monkeypatch.setattr(stage.interleaving, "interleave", interleave)
     monkeypatch.setattr(stage, "_LEAST_OPS", 1)
     return found
 
@@ -319,9 +319,9 @@ def failing(error):
 def test_without_memory_there_is_no_figure_and_other_failures_are_not_swallowed(monkeypatch):
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
-    monkeypatch.setattr(stage.measure, "interleave", failing(torch.OutOfMemoryError("CUDA out of memory.")))
+    monkeypatch.setattr(stage.interleaving, "interleave", failing(torch.OutOfMemoryError("CUDA out of memory.")))
     assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
-    monkeypatch.setattr(stage.measure, "interleave", failing(RuntimeError("an illegal memory access was encountered")))
+    monkeypatch.setattr(stage.interleaving, "interleave", failing(RuntimeError("an illegal memory access was encountered")))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         stage.saving_alone_ns(StepRunner(bench), before, after)
 

@@ -85,14 +85,14 @@ def test_another_regime_is_another_plan(applied):
 
 
 def test_wrong_numbers_are_refused(applied, monkeypatch):
-    real = specialising.verify.check_chain
+    real = specialising.check_chain.check_chain
 
     def wrong(*args, **options):
         from dataclasses import replace
 
         return replace(real(*args, **options), is_passed=False)
 
-    monkeypatch.setattr(specialising.verify, "check_chain", wrong)
+    monkeypatch.setattr(specialising.check_chain, "check_chain", wrong)
     with torch.no_grad(), pytest.raises(CannotSpecialize, match="relative error"):
         applied.specialize(torch.randn(100, 32))
 

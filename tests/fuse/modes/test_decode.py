@@ -282,7 +282,7 @@ def test_a_count_in_python_is_part_of_what_was_verified():
 def test_apply_puts_the_cache_back_as_it_was_and_a_saved_plan_goes_in_again(tmp_path, monkeypatch):
     # What the clock would say is planted: this is about numbers and state.
     faster = replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50)
-    monkeypatch.setattr(trial.measure, "compare_alone", lambda *_, **__: (TIMING, faster))
+    monkeypatch.setattr(trial.interleaving, "compare_alone", lambda *_, **__: (TIMING, faster))
     verdicts(monkeypatch, keep_all)
     model, _ = qwen2()
     kwargs = decode_step(model)

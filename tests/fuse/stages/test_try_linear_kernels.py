@@ -131,7 +131,7 @@ TIMES = as_timing([100] * 6, "wall"), as_timing([50] * 6, "wall")
 @pytest.fixture
 def place(monkeypatch):
     """Return a function that places kernels of torch's ops in a decode step whose other rewrites were left out."""
-    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
     monkeypatch.setattr(stage, "saving_alone_ns", lambda _, before, after: 70 if before.variant is not after.variant else 0)
     decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
 
@@ -277,7 +277,7 @@ def test_only_and_skip_name_these_kernels_too(place):
 def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
     monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
     monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
@@ -357,7 +357,7 @@ def prefill(rows):
 def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noqa: F811
     """The whole loop, its saved plan, and another length, which has merged GEMMs of cuBLAS and the gate's kernel behind them."""
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(places.measure, "compare_alone", lambda *_, **__: TIMES)
+    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
     for module in (changed_step, stage):
         monkeypatch.setattr(module, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "is_served", lambda problem, device: problem.m > 64 and device.type == "cpu")
