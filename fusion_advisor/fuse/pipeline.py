@@ -37,7 +37,7 @@ from fusion_advisor.fuse.stages.try_slice_pushdown import leave_out_rows
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
-from fusion_advisor.workload.device import current_device, is_out_of_memory, memory_bytes, out_of_memory
+from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
@@ -79,6 +79,7 @@ def apply_workload(
         ModelInTraining: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
+        KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     if is_training(loaded.model):
         raise ModelInTraining(model_id=loaded.record.model_id)
@@ -246,6 +247,9 @@ def on_device(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
         with current_device(torch.device(loaded.record.device)):
             yield
     except (RuntimeError, MemoryError) as error:
+        # After a fault on the GPU whatever puts tensors back fails too: the first error says more than these.
+        if (fault := first_fault(error)) is not None:
+            raise fault from fault.__cause__
         if is_out_of_memory(error):
             device = torch.device(loaded.record.device)
             raise out_of_memory(stage=stage, device=device, request=loaded.request, error=error) from error

@@ -3,14 +3,14 @@
 Many cases lie in one set of inputs, each in rows of its own, so that large tensors need few further runs. The fused result is
 compared with eager's own on the same inputs: NaN where eager has NaN, an infinity of the same sign, the same error limit row by
 row. Where eager overflows in its own dtype and fp64 does not, a kernel may have fp64's number: that is a declared exception, as
-are subnormal numbers that one of the two flushes to zero, and the sign of a zero. All are counted and reported.
+are subnormal numbers that one of the two flushes to zero, and the sign of a zero behind a sum. All are counted and reported.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,12 @@ WORDS = (
     "indices; every call twice, into guarded memory"
 )
 BEHAVIOUR = "every call twice, into guarded memory; no special values with --fast-math, which assumes that there are none"
+ROW_CLASSES = (
+    "one NaN", "zeros", "alternating signs", "one -Inf", "all NaN", "a constant", "the last column alone", "one +Inf",
+    "smallest normal numbers", "negative zeros", "the first column alone", "large numbers",
+)  # fmt: skip
+"""For activations that are multiplied by weights: no numbers so large that the order of a sum decides whether it overflows."""
+ROWS = "rows of activations with NaN, ±Inf, zeros, constants, single columns, large and tiny numbers"
 _MOST_RUNS = 4
 _UNITS = 8
 """Times the limit's units, of the largest number in a row: a row of one number and zeros, layer-normed, was 12 units off in fp32
@@ -88,6 +94,33 @@ def special_inputs(roots: Sequence[torch.Tensor], seed: int, *, is_in_place: boo
     return found
 
 
+def special_rows(
+    roots: Sequence[torch.Tensor], seed: int, *, rows: Collection[int], most_runs: int = _MOST_RUNS
+) -> list[tuple[str, list[torch.Tensor]]]:
+    """Return sets of inputs of which some hold special rows, and the others what the site has: weights are as they are.
+
+    Args:
+        roots: the site's tensors.
+        seed: of the ordinary numbers.
+        rows: numbers of the roots that get special rows. With ``most_runs`` × rows fewer than :data:`ROW_CLASSES`, the classes
+            are spread over what there is.
+        most_runs: sets at most.
+    """
+    count = max((_rows(roots[number]) for number in rows if roots[number].is_floating_point()), default=0)
+    if not count:
+        return []
+    runs = min(most_runs, math.ceil(len(ROW_CLASSES) / count))
+    step = math.ceil(len(ROW_CLASSES) / runs)
+    found = []
+    for run in range(runs):
+        made = [
+            _rows_of_classes(root, seed + run, run * step, is_main=number in rows, classes=ROW_CLASSES)
+            for number, root in enumerate(roots)
+        ]
+        found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
+    return found
+
+
 def compare(
     title: str,
     result: torch.Tensor,
@@ -97,6 +130,7 @@ def compare(
     *,
     nearby: torch.Tensor | None = None,
     tolerance: Tolerance | None = None,
+    has_sums: bool = False,
 ) -> None:
     """Compare one result on special values, row by row; what is found is added to ``findings``.
 
@@ -109,6 +143,8 @@ def compare(
         nearby: the oracle of :func:`perturbed` inputs. A layer norm of a constant row divides rounding errors by the square root
             of eps: two right kernels differ there by as much as two such oracles.
         tolerance: the user's limit instead of eager's own error.
+        has_sums: the ops add numbers up. A sum that is zero has the sign that the order of its terms gives it: there another sign
+            is a declared exception, elsewhere a fault.
     """
     if not eager.is_floating_point():
         wrong = int((result != eager).sum())
@@ -134,8 +170,10 @@ def compare(
     if flushed.any():
         findings.declared[SUBNORMAL] += int(flushed.sum())
     signs = (ours == 0) & (theirs == 0) & (ours.signbit() != theirs.signbit())
-    if signs.any():
+    if signs.any() and has_sums:
         findings.declared[ZERO] += int(signs.sum())
+    elif signs.any():
+        findings.faults.append(f"{title}: {int(signs.sum()):,} of {ours.numel():,} elements are zeros of the other sign")
     if not bool(passes.all()):
         place = int((~passes).flatten().nonzero()[0])
         got, want = float(ours.flatten()[place]), float(theirs.flatten()[place])
@@ -305,7 +343,9 @@ def _copy(root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return made, apart
 
 
-def _rows_of_classes(root: torch.Tensor, seed: int, first: int, *, is_main: bool) -> torch.Tensor:
+def _rows_of_classes(
+    root: torch.Tensor, seed: int, first: int, *, is_main: bool, classes: Sequence[str] = CLASSES
+) -> torch.Tensor:
     """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
     if not root.is_floating_point() or not is_main or not root.numel():
         return root
@@ -313,16 +353,15 @@ def _rows_of_classes(root: torch.Tensor, seed: int, first: int, *, is_main: bool
     generator = torch.Generator().manual_seed(seed)
     columns = apart.shape[-1] if apart.dim() else 1
     rows = torch.randn((apart.numel() // max(columns, 1), columns), generator=generator, dtype=torch.float64)
-    for number in range(len(CLASSES)):
-        rows[number :: len(CLASSES)] = _of_class(
-            (number + first) % len(CLASSES), rows[number :: len(CLASSES)], torch.finfo(root.dtype), seed
-        )
+    for number in range(len(classes)):
+        kind = classes[(number + first) % len(classes)]
+        rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed)
     apart.copy_(rows.reshape(apart.shape).to(root.dtype).to(root.device))
     return made
 
 
-def _of_class(number: int, rows: torch.Tensor, info: torch.finfo, seed: int) -> torch.Tensor:
-    kind, middle = CLASSES[number], seed % max(rows.shape[-1], 1)
+def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int) -> torch.Tensor:
+    middle = seed % max(rows.shape[-1], 1)
     one = torch.zeros(rows.shape[-1], dtype=torch.bool)
     one[middle] = True
     first, last = torch.arange(len(one)) == 0, torch.arange(len(one)) == len(one) - 1
@@ -343,6 +382,7 @@ def _of_class(number: int, rows: torch.Tensor, info: torch.finfo, seed: int) -> 
         "the first column alone": lambda: rows.masked_fill(~first, 0.0),
         "the last column alone": lambda: rows.masked_fill(~last, 0.0),
         "alternating signs": lambda: rows.abs() * signs,
+        "large numbers": lambda: rows * 1024.0,
         "numbers near the square root of the largest": lambda: rows * math.sqrt(info.max),
     }
     return filled[kind]()
