@@ -88,7 +88,7 @@ def apply_workload(
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
@@ -130,7 +130,7 @@ def apply_workload(
 
 
 def _profile(
-    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock
+    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock, *, is_timed: bool = True
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -168,6 +168,7 @@ def _profile(
             skip=options.skip,
             sources=sources,
             is_exact=options.exact,
+            is_timed=is_timed,
         )
         for pattern in plan.unused:
             progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")

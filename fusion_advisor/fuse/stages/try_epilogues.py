@@ -150,7 +150,7 @@ def check(bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tol
 def check_first(
     bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None
 ) -> Numerics:
-    """Compare calls that passed :func:`check` before with the ops, on the first place's own tensors and one set of special rows."""
+    """Compare calls that passed :func:`check` before with the ops: on a place's own tensors and one set of special rows."""
     chain, roots = original_of(bench, found[0].place)
     calls = [(chain, found[0].call, roots)]
     numerics = check_calls(calls, inputs="the first site's own tensors", fast_math=fast_math, tolerance=tolerance)

@@ -241,7 +241,7 @@ def rows_of(kind: Kind) -> tuple[int, ...]:
 
 
 def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | None = None) -> Numerics:
-    """Compare a kernel that passed :func:`check` before with the ops, on the first site's own tensors and one set of special rows."""
+    """Compare a kernel that passed :func:`check` before with the ops: on a site's own tensors and one set of special rows."""
     chain, roots = original_of(bench, kind.places[0])
     layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
     result = bench.ops[kind.places[0].members[-1]].outputs[0]
