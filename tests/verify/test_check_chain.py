@@ -466,3 +466,15 @@ def test_the_widest_tensors_that_are_read_get_the_special_rows():
     x, other, small = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
     chain = chain_of(lambda x, other, small: x * other + small, x, other, small)
     assert widest([x, other, small], chain) == (0, 1)
+
+
+def test_where_a_norm_overflows_in_eager_and_not_in_fp64_another_overflow_is_declared():
+    found = special_values.Findings()
+    eager, oracle = torch.tensor([[math.nan, 1.0]]), torch.tensor([[0.5, 1.0]], dtype=torch.float64)
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, oracle, found, has_sums=True)
+    assert not found.faults and found.declared == {special_values.ON_THE_WAY: 1}
+    pointwise, swallowed = special_values.Findings(), special_values.Findings()
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, oracle, pointwise)
+    nan = torch.tensor([[math.nan, 1.0]], dtype=torch.float64)
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, nan, swallowed, has_sums=True)
+    assert pointwise.faults and swallowed.faults
