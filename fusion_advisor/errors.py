@@ -435,6 +435,16 @@ class UnknownCode(AdvisorError):
     exit_code = 2
 
 
+class KernelFaulted(AdvisorError):
+    """A kernel that faulted on a GPU while it was tried: nothing can run on that GPU in this process any more."""
+
+    code = "FA415"
+    message = "{kernel} faulted on the GPU while it was checked: {detail}"
+    note = "the report so far was written; the process's context on the GPU is lost, and the model with it"
+    hint = "leave the kernel out with `--skip {kernel}`, in a new process; please report it with its source, which is in kernels/"
+    exit_code = 8
+
+
 class PlanMismatch(AdvisorError):
     """A saved plan that does not fit this model, this call or this device."""
 

@@ -173,7 +173,8 @@ class EvaluatedKernel:
             flat = [_flat(tensor) for tensor in tensors]
             results = evaluate(program, *flat[:inputs], into=flat[inputs:])
             for out, result in zip(flat[inputs:], results, strict=True):
-                out[: result.numel()] = (result + self.spoil).to(out.dtype)
+                spoilt = result + self.spoil if self.spoil else result  # a zero keeps its sign
+                out[: result.numel()] = spoilt.to(out.dtype)
 
         return launch
 

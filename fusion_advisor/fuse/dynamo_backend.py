@@ -129,7 +129,9 @@ def optimise(region: Region, options: ApplyOptions) -> Call:
     progress = Progress()
     capture = profile_regions(bench.live, measure_bandwidth(device), device)
     patterns, sources = library_patterns()
-    plan = make_plan(capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact)
+    plan = make_plan(
+        capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact, is_timed=options.is_timed
+    )
     fusions, built = try_all(bench, plan, options, progress, lambda _: None)
     _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
     passes = kept_passes(rewrites)

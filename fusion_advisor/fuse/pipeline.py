@@ -37,7 +37,7 @@ from fusion_advisor.fuse.stages.try_slice_pushdown import leave_out_rows
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
-from fusion_advisor.workload.device import current_device, is_out_of_memory, memory_bytes, out_of_memory
+from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
 _DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
@@ -79,6 +79,7 @@ def apply_workload(
         ModelInTraining: in which every call would run the original ops.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
+        KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     if is_training(loaded.model):
         raise ModelInTraining(model_id=loaded.record.model_id)
@@ -87,7 +88,7 @@ def apply_workload(
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
@@ -129,7 +130,7 @@ def apply_workload(
 
 
 def _profile(
-    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock
+    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock, *, is_timed: bool = True
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -167,6 +168,7 @@ def _profile(
             skip=options.skip,
             sources=sources,
             is_exact=options.exact,
+            is_timed=is_timed,
         )
         for pattern in plan.unused:
             progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")
@@ -246,6 +248,9 @@ def on_device(loaded: LoadedWorkload, stage: str) -> Iterator[None]:
         with current_device(torch.device(loaded.record.device)):
             yield
     except (RuntimeError, MemoryError) as error:
+        # After a fault on the GPU whatever puts tensors back fails too: the first error says more than these.
+        if (fault := first_fault(error)) is not None:
+            raise fault from fault.__cause__
         if is_out_of_memory(error):
             device = torch.device(loaded.record.device)
             raise out_of_memory(stage=stage, device=device, request=loaded.request, error=error) from error

@@ -120,6 +120,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
             kernel_cell={chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
             bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := shared_rows.bits_line(report, fusion))],
+            special=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := shared_rows.special_line(fusion))],
             removed=removed[:100],
             untimed=untimed[:100],
             without=without[:100],

@@ -394,6 +394,16 @@ def bits_line(report: Report, fusion: Fusion) -> str:
     return f"not bit-equal: {units.number(differing)} of {plural(checked.elements, 'element')} differ: {checked.differs_by}"
 
 
+def special_line(fusion: Fusion) -> str:
+    """Say what a check on special values found: faults, and differences that were declared; empty where nothing differs."""
+    checked = fusion.numerics
+    if checked is None:
+        return ""
+    parts = [f"faults: {'; '.join(checked.faults)}"] if checked.faults else []
+    parts += [f"declared exceptions: {'; '.join(checked.declared)}"] if checked.declared else []
+    return "; ".join(parts)
+
+
 def ulp_rows(fusion: Fusion) -> tuple[tuple[str, tuple[str, str], tuple[str, str]], ...]:
     """Distances in units in the last place: (bin, fused, original), each as share and count; empty where none were counted."""
     checked = fusion.numerics

@@ -73,6 +73,70 @@ def _with_special(
         if fast_math or not numerics.is_passed
         else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
     )
+    _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
+    words = special_values.BEHAVIOUR if fast_math else special_values.WORDS
+    return _joined(numerics, findings, words)
+
+
+def with_special_rows(
+    numerics: Numerics,
+    chain: OriginalChain,
+    fused: Callable[..., object],
+    roots: Sequence[torch.Tensor],
+    *,
+    rows: Collection[int],
+    most_runs: int = 4,
+    seed: int = 0,
+    fast_math: bool = False,
+    tolerance: Tolerance | None = None,
+) -> Numerics:
+    """Add what special rows of activations show to a check that passed; one that did not, or --fast-math, stays as it is.
+
+    Args:
+        numerics: from :func:`check_calls`.
+        chain: the original ops.
+        fused: the call.
+        roots: a site's own tensors.
+        rows: numbers of the roots that hold activations; the others, weights and biases, stay as they are.
+        most_runs: further calls at most.
+        seed: of the ordinary numbers.
+        fast_math: nothing is tried: it assumes that there are no special values.
+        tolerance: the user's limit instead of eager's own error.
+    """
+    if fast_math or not numerics.is_passed:
+        return numerics
+    findings = special_values.Findings()
+    sets = special_values.special_rows(roots, seed, rows=rows, most_runs=most_runs)
+    _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
+    return _joined(numerics, findings, special_values.ROWS) if sets else numerics
+
+
+def widest(roots: Sequence[torch.Tensor], chain: OriginalChain) -> tuple[int, ...]:
+    """Return the numbers of the floating-point roots with the most elements, less those that are written into."""
+    read = {number: root.numel() for number, root in enumerate(roots) if root.is_floating_point() and number not in chain.written}
+    return tuple(number for number, count in read.items() if count == max(read.values()))
+
+
+def _joined(numerics: Numerics, findings: special_values.Findings, words: str) -> Numerics:
+    return replace(
+        numerics,
+        is_passed=numerics.is_passed and not findings.faults,
+        inputs=f"{numerics.inputs}; {words}",
+        faults=(*numerics.faults, *findings.faults),
+        declared=(*numerics.declared, *findings.sentences()),
+    )
+
+
+def _compare_all(
+    sets: Iterable[tuple[str, Sequence[torch.Tensor]]],
+    findings: special_values.Findings,
+    chain: OriginalChain,
+    fused: Callable[..., object],
+    *,
+    seed: int,
+    tolerance: Tolerance | None,
+) -> None:
+    has_sums = chain.has_sums
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
         oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
@@ -83,15 +147,7 @@ def _with_special(
             assert isinstance(result, torch.Tensor)
             four = (result, expected, exact, other)
             one, own, truth, moved = four if mask is None else (side[mask] for side in four)
-            special_values.compare(title, one, own, truth, findings, nearby=moved, tolerance=tolerance)
-    words = special_values.BEHAVIOUR if fast_math else special_values.WORDS
-    return replace(
-        numerics,
-        is_passed=numerics.is_passed and not findings.faults,
-        inputs=f"{numerics.inputs}; {words}",
-        faults=(*numerics.faults, *findings.faults),
-        declared=findings.sentences(),
-    )
+            special_values.compare(title, one, own, truth, findings, nearby=moved, tolerance=tolerance, has_sums=has_sums)
 
 
 def check_calls(

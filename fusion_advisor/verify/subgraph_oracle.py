@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.builder.collapse_loops import written_by
-from fusion_advisor.records import OpNode, TensorMeta
+from fusion_advisor.records import OpClass, OpNode, TensorMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,12 @@ class OriginalChain:
         for number, mask in zip(self.written, masks, strict=False):
             found[number].masked_fill_(mask, float("nan") if found[number].is_floating_point() else 1)
         return found
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether some op reduces rows or multiplies matrices."""
+        classes = {class_of(base_name(str(node.target))) for node in self.nodes}
+        return bool(classes & {OpClass.REDUCTION, OpClass.GEMM})
 
     def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.errors import NoCudaDevice, OutOfMemory
+from fusion_advisor.errors import KernelFaulted, NoCudaDevice, OutOfMemory
 from fusion_advisor.workload.request import WorkloadRequest
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -124,6 +124,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def fault_of(kernel: str, error: Exception) -> KernelFaulted:
+    """Return the error for a kernel that faulted on a GPU.
+
+    Args:
+        kernel: its name, as ``--skip`` takes it.
+        error: torch's, of which the first line is kept.
+    """
+    return KernelFaulted(kernel=kernel, detail=(str(error).splitlines() or ["no message"])[0])
+
+
+def first_fault(error: BaseException) -> KernelFaulted | None:
+    """Return the kernel's fault that was being handled when an error of torch's came up; None where there was none."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KernelFaulted):
+        seen = seen.__context__
+    return seen if isinstance(error, torch.AcceleratorError) else None
 
 
 def _gib(count: int) -> str:

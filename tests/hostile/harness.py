@@ -88,6 +88,7 @@ def untimed(launches: Launches) -> Iterator[None]:
     put(building, "fused_call", counted)
     put(finish.step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
     put(trial.interleaving, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
+    # It takes a second, once for each model; only the backend, which has no keep="verified", decides by it.
     put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
     put(dynamo_backend, "measure_bandwidth", lambda _: _BANDWIDTH)
     # The check of the whole model would take wrong kernels out again; here the judge sees them.
@@ -106,7 +107,7 @@ def untimed(launches: Launches) -> Iterator[None]:
 def options(*, device: str) -> dict[str, object]:
     """What ``apply`` is called with: everything is tried, nothing is compared with."""
     chosen: dict[str, object] = {
-        "keep": "verified", "min_share": 0.0, "top": 10_000, "graph": False, "compile": False, "warmup": 1, "runs": 2, "steps": 1,
+        "keep": "verified", "top": 10_000, "graph": False, "compile": False, "warmup": 1, "runs": 2, "steps": 1,
     }  # fmt: skip
     if device == "cuda":
         chosen["backend"] = "fastest"

@@ -113,7 +113,8 @@ class Case:
         self.outputs = [ops[index].outputs[0] for index in lowered.outputs]
 
     def check(self, launch):
-        call = fused_call("fa_case", launch, list(map(layout_of, self.roots)), self.outputs, is_poisoned=True)
+        layouts = list(map(layout_of, self.roots))
+        call = fused_call("fa_case", launch, layouts, self.outputs, in_place=self.chain.in_place, is_poisoned=True)
         return check_chain(self.chain, call, self.roots, seed=0)
 
 

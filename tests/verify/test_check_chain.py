@@ -10,7 +10,18 @@ import torch
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.records import ULP_ENDS, TensorMeta, Tolerance
-from fusion_advisor.verify.check_chain import check_calls, check_chain, check_model, count_ulps, error_of, layout_of
+from fusion_advisor.verify import special_values
+from fusion_advisor.verify.check_chain import (
+    check_calls,
+    check_chain,
+    check_model,
+    count_ulps,
+    error_of,
+    layout_of,
+    why_wrong,
+    widest,
+    with_special_rows,
+)
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
 from tests.tiny import EvaluatedKernel, planned, profiled, region_of
 
@@ -393,3 +404,77 @@ def test_the_five_likeliest_tokens_may_come_in_any_order():
     assert (checked(other).argmax_agreement, checked(other).top5_agreement) == (1.0, 7 / 8)
     small = [("features", torch.ones(2, 8))]
     assert check_model(small, small, [("features", torch.ones(2, 8).double())], "float64 copy").top5_agreement is None
+
+
+def cut_off(values, bits):
+    """fp32 numbers without their last bits."""
+    return (values.view(torch.int32) >> bits << bits).view(torch.float32)
+
+
+def test_in_fp32_a_right_order_leans_as_far_as_a_result_that_is_cut_off_and_three_bits_are_refused():
+    x = torch.randn(64, 512)
+    thirds = chain_of(lambda x: x / 3, x)
+    exact = x.double() / 3
+    by_product, count = special_values.bias_of(x * torch.tensor(1 / 3), exact)
+    cut, _ = special_values.bias_of(cut_off(x / 3, 1), exact)
+    assert count == x.numel() and abs(by_product) > special_values.BIAS_UNITS and abs(cut) > special_values.BIAS_UNITS
+    assert check_chain(thirds, lambda x: x * torch.tensor(1 / 3), [x], seed=0).is_passed
+    assert check_chain(thirds, lambda x: cut_off(x / 3, 1), [x], seed=0).is_passed
+    assert not check_chain(thirds, lambda x: cut_off(x / 3, 3), [x], seed=0).is_passed
+
+
+def test_a_zero_of_the_other_sign_is_refused_and_behind_a_sum_declared():
+    x = torch.randn(40, 26)
+
+    def positive(result):
+        return torch.where(result == 0, 0.0, result)
+
+    refused = check_chain(chain_of(lambda x: x * 2, x), lambda x: positive(x * 2), [x], seed=0)
+    assert not refused.is_passed and "zeros of the other sign" in why_wrong(refused)
+    summed = check_chain(chain_of(lambda x: x - x.sum(-1, True) * 0, x), lambda x: positive(x - x.sum(-1, True) * 0), [x], seed=0)
+    assert summed.is_passed and any("zeros have the other sign" in words for words in summed.declared)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("most_runs", [1, 4])
+def test_special_rows_find_what_random_activations_do_not(rows, most_runs):
+    x, weight = torch.randn(rows, 64), torch.randn(32, 64)
+    chain = chain_of(lambda x, weight: torch.nn.functional.gelu(x @ weight.t()), x, weight)
+
+    def call(x, weight):
+        return torch.nn.functional.gelu(x @ weight.t())
+
+    def swallowing(x, weight):
+        return call(x, weight).nan_to_num_(0.0)
+
+    given = []
+
+    def recorded(x, weight):
+        given.append((x, weight))
+        return call(x, weight)
+
+    numerics = check_calls([(chain, call, [x, weight])], inputs="own")
+    found = with_special_rows(numerics, chain, recorded, [x, weight], rows=(0,), most_runs=most_runs)
+    assert found.is_passed and special_values.ROWS in found.inputs
+    assert len(given) <= most_runs and all(torch.equal(one, weight) for _, one in given)
+    spoilt = with_special_rows(numerics, chain, swallowing, [x, weight], rows=(0,), most_runs=most_runs)
+    assert not spoilt.is_passed and spoilt.faults
+    assert with_special_rows(numerics, chain, swallowing, [x, weight], rows=(0,), fast_math=True) is numerics
+
+
+def test_the_widest_tensors_that_are_read_get_the_special_rows():
+    x, other, small = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    chain = chain_of(lambda x, other, small: x * other + small, x, other, small)
+    assert widest([x, other, small], chain) == (0, 1)
+
+
+def test_where_a_norm_overflows_in_eager_and_not_in_fp64_another_overflow_is_declared():
+    found = special_values.Findings()
+    eager, oracle = torch.tensor([[math.nan, 1.0]]), torch.tensor([[0.5, 1.0]], dtype=torch.float64)
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, oracle, found, has_sums=True)
+    assert not found.faults and found.declared == {special_values.ON_THE_WAY: 1}
+    pointwise, swallowed = special_values.Findings(), special_values.Findings()
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, oracle, pointwise)
+    nan = torch.tensor([[math.nan, 1.0]], dtype=torch.float64)
+    special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, nan, swallowed, has_sums=True)
+    assert pointwise.faults and swallowed.faults

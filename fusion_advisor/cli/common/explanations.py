@@ -133,6 +133,16 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "The same as FA401, said of one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
         "check` shows it as a failed case.",
     ),
+    "FA414": (
+        "A C++ kernel first runs in a process of its own, on copies of a site's tensors, each of which ends at memory "
+        "that nobody may touch. It is refused if it ends that process (a signal, abort, exit) or does not end in time: ten "
+        "seconds, and more for large tensors. The fusion is skipped and the run goes on.",
+    ),
+    "FA415": (
+        "A fault on a GPU (an illegal address, a failed assertion) spoils the context of the whole process: every later call "
+        "fails too, the original ops among them. So the run ends there. The report of what was tried until then is written and "
+        "names the guilty kernel. A new process without that kernel does not have the fault.",
+    ),
     "FA501": (
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "

@@ -34,6 +34,15 @@ class KernelBuildFailed(AdvisorError):
     exit_code = 8
 
 
+class KernelCrashed(KernelBuildFailed):
+    """A kernel that ended its process, or did not end, when it first ran; its fusion is skipped and the reason kept."""
+
+    code = "FA414"
+    message = "{kernel} for {target} {cause} while it was checked"
+    note = "it ran in a process of its own: the model is unchanged where this kernel would have gone"
+    hint = "--strict turns this into exit 8; please report it with the kernel's source, which is in kernels/"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What the top of a rendered kernel tells its reader; every line is ours, none is the model's text."""

@@ -38,6 +38,7 @@ from fusion_advisor.codegen.common.interface import (
 from fusion_advisor.codegen.common.position_checks import checks_of, error_of
 from fusion_advisor.codegen.cpp.arguments import Layout
 from fusion_advisor.codegen.cpp.body import Kernel
+from fusion_advisor.codegen.cpp.first_run import Call, run_first
 from fusion_advisor.codegen.cpp.names import Names
 from fusion_advisor.codegen.cpp.ops import C_TYPES, computed_in
 from fusion_advisor.files.kept_code import KeptCode
@@ -79,14 +80,11 @@ class CppKernel:
         """
         import torch
 
-        title = self.entry.removeprefix("fa_").rpartition("_")[0]
-        if self.entry not in {entry_name(program, title, option) for option in ("", "fast_math")}:
-            raise ValueError(f"{self.entry} was rendered for another layout")
-        parts = [part.program for part in nests(program)]
-        if all(0 in part.dims[:-1] or (0 in part.dims and not part.is_reduced) for part in parts):
+        parts = self._parts(program)
+        if not parts:
             return _nothing
         function = getattr(self.handle, self.entry)
-        fixed = [ctypes.c_int64(p.value) for part in parts for p in Layout(part).parameters]
+        fixed = [ctypes.c_int64(value) for value in _integers(parts)]
         checked = [part for part in parts if checks_of(part)]
         wrong_type = ctypes.c_int64 * (2 * len(checked))
         own = [ctypes.POINTER(ctypes.c_int64)] if checked else []
@@ -105,6 +103,32 @@ class CppKernel:
                     raise error_of(part, wrong[2 * place], wrong[2 * place + 1])
 
         return launch_checked if checked else launch
+
+    def bind_in_child(self, program: Program) -> Launcher:
+        """As :meth:`bind`; the launcher runs the kernel in a child process and changes no tensor (see ``first_run``).
+
+        Raises:
+            ValueError: ``program`` has another layout than the one that was rendered.
+        """
+        import torch
+
+        parts = self._parts(program)
+        if not parts:
+            return _nothing
+        call = Call(
+            library=self.library, entry=self.entry, integers=tuple(_integers(parts)),
+            wrong=2 * sum(bool(checks_of(part)) for part in parts), threads=torch.get_num_threads(),
+        )  # fmt: skip
+        return lambda *tensors: run_first(call, tensors)
+
+    def _parts(self, program: Program) -> list[Program]:
+        """The loop nests of a program that has the layout that was rendered; none where it has no elements."""
+        title = self.entry.removeprefix("fa_").rpartition("_")[0]
+        if self.entry not in {entry_name(program, title, option) for option in ("", "fast_math")}:
+            raise ValueError(f"{self.entry} was rendered for another layout")
+        parts = [part.program for part in nests(program)]
+        is_empty = all(0 in part.dims[:-1] or (0 in part.dims and not part.is_reduced) for part in parts)
+        return [] if is_empty else parts
 
 
 class CppBackend:
@@ -209,6 +233,10 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         signature=_fill(start, [*tensors, *(f"int64_t {name}" for name in integers), *(["int64_t *wrong"] * bool(checked)),
                                 "int threads"]),
     )  # fmt: skip
+
+
+def _integers(parts: list[Program]) -> list[int]:
+    return [parameter.value for part in parts for parameter in Layout(part).parameters]
 
 
 def _nothing(*_tensors: object) -> None:

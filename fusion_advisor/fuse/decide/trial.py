@@ -16,6 +16,7 @@ from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
@@ -61,21 +62,7 @@ def try_fusion(
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
     """
-    base = Fusion(
-        id=planned.id,
-        chain_id=planned.chain.id,
-        kernel=planned.match.kernel,
-        status=Status.PLANNED,
-        reason="",
-        receipt=Receipt(
-            sites_found=len(planned.chain.sites),
-            sites_matched=len(planned.sites),
-            sites_replaced=0,
-            launches_before=planned.chain.launches,
-            launches_after=0,
-        ),
-        original_source=original_source(planned),
-    )
+    base = untried(planned)
     maker = backend_named(backend)
     chain, roots = bench.first_site(planned)
     device = roots[0].device
@@ -106,6 +93,7 @@ def try_fusion(
     inputs = [check_chain.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     try:
+        call_in_child(built, planned.program, roots, inputs, outputs, in_place=chain.in_place)
         call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place)
         checked = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
@@ -129,6 +117,25 @@ def try_fusion(
         reason = "no site could be replaced: " + installed.refusals[0]
         return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
     return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def untried(planned: PlannedFusion) -> Fusion:
+    """Return the row of a fusion of which nothing is known yet."""
+    return Fusion(
+        id=planned.id,
+        chain_id=planned.chain.id,
+        kernel=planned.match.kernel,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(planned.chain.sites),
+            sites_matched=len(planned.sites),
+            sites_replaced=0,
+            launches_before=planned.chain.launches,
+            launches_after=0,
+        ),
+        original_source=original_source(planned),
+    )
 
 
 def _timed(

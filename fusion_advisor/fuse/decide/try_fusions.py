@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
@@ -15,13 +17,14 @@ from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
 from fusion_advisor.fuse.decide.result_bits import inexact_passes
 from fusion_advisor.fuse.decide.session import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
-from fusion_advisor.fuse.decide.trial import Trial, try_fusion
+from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.passes.constant_folding import frozen_bytes, held_bytes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
+from fusion_advisor.workload.device import fault_of
 
 FASTEST = "fastest"
 GPU_BACKENDS = ("triton", "cuda")
@@ -42,6 +45,9 @@ def try_all(
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
+
+    Raises:
+        KernelFaulted: a kernel faulted on a GPU, where nothing can run any more; ``so_far`` has its row by then.
     """
     bench.observe(plan.fusions)
     fusions: list[Fusion] = []
@@ -50,21 +56,26 @@ def try_all(
         for number, planned in enumerate(plan.fusions):
             progress.step(number, len(plan.fusions), f"{planned.id} {planned.match.kernel}: build, check, time")
             backends = backends_of(options.backend, planned.program, on_cuda=bench.on_cuda)
-            trials = [
-                try_fusion(
-                    bench,
-                    planned,
-                    backend=backend,
-                    fast_math=options.fast_math,
-                    tolerance=options.tolerance,
-                    kernel_dir=kernel_dir,
-                    seed=number,
-                    with_nvtx=options.nvtx,
-                    is_timed=options.is_timed,
-                    log=progress.note,
-                )
-                for backend in backends
-            ]
+            try:
+                trials = [
+                    try_fusion(
+                        bench,
+                        planned,
+                        backend=backend,
+                        fast_math=options.fast_math,
+                        tolerance=options.tolerance,
+                        kernel_dir=kernel_dir,
+                        seed=number,
+                        with_nvtx=options.nvtx,
+                        is_timed=options.is_timed,
+                        log=progress.note,
+                    )
+                    for backend in backends
+                ]
+            except torch.AcceleratorError as error:
+                fault = fault_of(planned.match.kernel, error)
+                so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
+                raise fault from error
             trial = faster_of(trials)
             for other, backend in zip(trials, backends, strict=True):
                 if other.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):

@@ -34,6 +34,7 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.specialize import FEW_ROWS, Kept, gemm_rows
 from fusion_advisor.fuse.plan.plan import PlannedFusion, recall
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.fuse.stages import try_epilogues
@@ -59,7 +60,7 @@ from fusion_advisor.records.serialize import read_capture, read_report, write_ca
 from fusion_advisor.records.soundness import Unsound, check_plan
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
-from fusion_advisor.verify.check_chain import check_calls, layout_of
+from fusion_advisor.verify.check_chain import check_calls, layout_of, why_wrong, widest, with_special_rows
 from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -259,7 +260,7 @@ def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> 
 
 
 def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[BuiltFusion]:
-    """Build the kernels again as they were rendered, and check each on its first site's own tensors.
+    """Build the kernels again as they were rendered, and check each on its first site's own tensors and on special rows.
 
     Nothing is chosen here: launch parameters and fast math are those of the run, whatever this machine has tuned since.
     """
@@ -276,6 +277,7 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
             chain, roots = bench.first_site(planned)
             outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
             launch, inputs = one.bind(planned.program), list(map(layout_of, roots))
+            call_in_child(one, planned.program, roots, inputs, outputs, in_place=chain.in_place)
             call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
             numerics = check_calls(
                 [(chain, call, roots)],
@@ -283,11 +285,15 @@ def _built(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> 
                 fast_math=kernel.fast_math,
                 tolerance=saved.report.tolerance,
             )
+            numerics = with_special_rows(
+                numerics, chain, call, roots, rows=widest(roots, chain), most_runs=1, fast_math=kernel.fast_math,
+                tolerance=saved.report.tolerance,
+            )  # fmt: skip
         except KernelBuildFailed as failure:
             raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
         if not numerics.is_passed:
-            error = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops {numerics.eager_rel_l2:.2e}"
-            raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: its numbers no longer pass: {error}")
+            why = why_wrong(numerics, saved.report.tolerance)
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: its numbers no longer pass: {why}")
         installed = bench.install(planned, kernel, one)
         for refusal in installed.refusals:
             if refusal not in row.receipt.refusals:

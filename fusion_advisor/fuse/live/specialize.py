@@ -19,11 +19,13 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
 from fusion_advisor.chains.find import Group, find_groups
 from fusion_advisor.codegen.common.header_comment import tuning_of
+from fusion_advisor.codegen.common.interface import KernelCrashed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
 from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
+from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import try_epilogues
 from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
@@ -204,6 +206,10 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
     inputs = [check_chain.layout_of(root) for root in roots]
     outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
     launch = kernel.built.bind(planned.program)
+    try:
+        call_in_child(kernel.built, planned.program, roots, inputs, outputs, in_place=chain.in_place)
+    except KernelCrashed as crash:
+        raise CannotSpecialize(detail=str(crash)) from crash
     call = fused_call(kernel.kernel.name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
     numerics = check_chain.check_chain(chain, call, roots, seed=0, fast_math=kernel.kernel.fast_math, tolerance=tolerance)
     if not numerics.is_passed:

@@ -65,6 +65,7 @@ def make_plan(
     skip: Sequence[str] = (),
     sources: dict[str, str] | None = None,
     is_exact: bool = False,
+    is_timed: bool = True,
 ) -> Plan:
     """Find, rank and match the chains of a capture.
 
@@ -77,6 +78,7 @@ def make_plan(
         skip: shell patterns of kernel names that are not tried; a smaller kernel may take a part of their sites.
         sources: where each library kernel's idea comes from, for the rendered header.
         is_exact: kernels round each op's result as eager does.
+        is_timed: a chain without a saving to measure gets no kernel, nor one below ``min_share``. False: times decide nothing.
     """
     seen: set[str] = set()
 
@@ -102,7 +104,7 @@ def make_plan(
         answer, program = _answer(capture.ops, row, patterns, sources or {}, is_exact=is_exact)
         if isinstance(answer, Match):
             seen.add(answer.kernel)
-        refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
+        refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip, is_timed=is_timed)
         answers.append(refusal or answer)
         if refusal is None and isinstance(answer, Match) and program is not None:
             places = [(group.members, group.outputs) for group in row.groups]
@@ -165,15 +167,15 @@ def _answer(
 
 
 def _refusal(
-    row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str]
+    row: Ranked, answer: Match | NoMatch, *, min_share: float, only: Sequence[str], skip: Sequence[str], is_timed: bool
 ) -> NoMatch | None:
     if isinstance(answer, NoMatch):
         return answer
     chain = row.chain
-    if chain.share < min_share:
+    if is_timed and chain.share < min_share:
         reason = f"{chain.share:.2%} of device time is below the {min_share:.2%} that is tried"
         return NoMatch(chain_id=chain.id, code="FA605", reason=reason)
-    if chain.saving_bound_ns == 0:
+    if is_timed and chain.saving_bound_ns == 0:
         return NoMatch(chain_id=chain.id, code="FA605", reason="its kernels already take no longer than one kernel must")
     left_out = _left_out(answer.kernel, only, skip)
     return None if left_out is None else NoMatch(chain_id=chain.id, code="FA607", reason=left_out)

@@ -22,7 +22,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.codegen.common.interface import Launcher
 from fusion_advisor.fuse.rewrite.launch_count import Tally, mark
 from fusion_advisor.records import TensorMeta
-from fusion_advisor.verify.special_values import guarded
+from fusion_advisor.verify.guarded_memory import guarded
 from fusion_advisor.verify.subgraph_oracle import has_strides
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

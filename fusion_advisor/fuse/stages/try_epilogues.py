@@ -23,7 +23,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
 from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
-from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong, with_special_rows
 from fusion_advisor.workload.device import is_out_of_memory
 
 TITLE = EPILOGUE
@@ -143,16 +143,20 @@ def check(bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tol
     fresh = [[*random_like(own[:1], number, scale), *own[1:]] for number, scale in enumerate(SCALES)]
     trials = [*((chain, call, roots) for chain, roots, call in sites), *((first, call, roots) for roots in fresh)]
     text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
-    return check_calls(trials, inputs=f"{text}; the worst is shown", fast_math=fast_math, tolerance=tolerance)
+    numerics = check_calls(trials, inputs=f"{text}; the worst is shown", fast_math=fast_math, tolerance=tolerance)
+    return with_special_rows(numerics, first, call, own, rows=(0,), fast_math=fast_math, tolerance=tolerance)
 
 
 def check_first(
     bench: Bench, found: Sequence[Placed], *, fast_math: bool = False, tolerance: Tolerance | None = None
 ) -> Numerics:
-    """Compare calls that passed :func:`check` before with the ops they replace, on the first place's own tensors only."""
+    """Compare calls that passed :func:`check` before with the ops: on a place's own tensors and one set of special rows."""
     chain, roots = original_of(bench, found[0].place)
     calls = [(chain, found[0].call, roots)]
-    return check_calls(calls, inputs="the first site's own tensors", fast_math=fast_math, tolerance=tolerance)
+    numerics = check_calls(calls, inputs="the first site's own tensors", fast_math=fast_math, tolerance=tolerance)
+    return with_special_rows(
+        numerics, chain, found[0].call, roots, rows=(0,), most_runs=1, fast_math=fast_math, tolerance=tolerance
+    )
 
 
 def built_of(found: Sequence[Placed]) -> BuiltLinear:

@@ -43,9 +43,9 @@ from fusion_advisor.fuse.stages.gemm_sites import (
 )
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
-from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
+from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong, with_special_rows
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
-from fusion_advisor.workload.device import is_out_of_memory
+from fusion_advisor.workload.device import fault_of, is_out_of_memory
 
 _DTYPES = ("float16", "bfloat16")
 
@@ -223,23 +223,31 @@ def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Toleran
     call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
     first, roots = sites[0]
     # Weights at 32 times their size are nobody's; rows are anything.
-    is_rows = [name in ("x", "residual") for name, _ in kind.problem.operands[:-1]]
+    rows_at = rows_of(kind)
+    is_rows = [number in rows_at for number in range(len(roots))]
     fresh = []
     for number, scale in enumerate(SCALES):
         rows = iter(random_like([root for root, is_fresh in zip(roots, is_rows, strict=True) if is_fresh], seed + number, scale))
         fresh.append([next(rows) if is_fresh else root for root, is_fresh in zip(roots, is_rows, strict=True)])
     trials = [*((chain, call, own) for chain, own in sites), *((first, call, given) for given in fresh)]
     text = f"the own tensors of {len(sites)} sites; the first one's weights and random rows ×2, ×32 and ×0.001 in magnitude"
-    return check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
+    numerics = check_calls(trials, inputs=f"{text}; the worst is shown", tolerance=tolerance)
+    return with_special_rows(numerics, first, call, roots, rows=rows_at, seed=seed, tolerance=tolerance)
+
+
+def rows_of(kind: Kind) -> tuple[int, ...]:
+    """Return which operands of a kind's kernel hold activations: the others are weights and biases."""
+    return tuple(number for number, (name, _) in enumerate(kind.problem.operands[:-1]) if name in ("x", "residual"))
 
 
 def check_first(bench: Bench, kind: Kind, made: Made, *, tolerance: Tolerance | None = None) -> Numerics:
-    """Compare a kernel that passed :func:`check` before with the ops it replaces, on the first site's own tensors only."""
+    """Compare a kernel that passed :func:`check` before with the ops: on a site's own tensors and one set of special rows."""
     chain, roots = original_of(bench, kind.places[0])
     layouts = [bench.ops[index].outputs[0] for index in kind.places[0].inputs]
     result = bench.ops[kind.places[0].members[-1]].outputs[0]
     call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
-    return check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
+    numerics = check_calls([(chain, call, roots)], inputs="the first site's own tensors", tolerance=tolerance)
+    return with_special_rows(numerics, chain, call, roots, rows=rows_of(kind), most_runs=1, tolerance=tolerance)
 
 
 def install(bench: Bench, kind: Kind, made: Made, *, name: str) -> BuiltLinear:
@@ -294,6 +302,8 @@ def _tried(
         row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=tolerance))
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
+    except torch.AcceleratorError as error:
+        raise fault_of(kind.title, error) from error
     numerics = row.numerics
     assert numerics is not None
     if not numerics.is_passed:

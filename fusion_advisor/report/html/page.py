@@ -115,6 +115,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         glossary=shared_rows.GLOSSARY,
         sections=SECTIONS,
         bits={fusion.id: shared_rows.bits_line(report, fusion) for fusion in report.fusions},
+        special={fusion.id: shared_rows.special_line(fusion) for fusion in report.fusions},
         ulp_rows={fusion.id: shared_rows.ulp_rows(fusion) for fusion in report.fusions},
         has_source=redact.has_source(report),
         is_timeline_left_out=shown is not report,

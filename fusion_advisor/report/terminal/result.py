@@ -176,6 +176,7 @@ def _evidence(fusion: Fusion) -> list[str]:
             f"{plural(checked.elements, 'element')}"
         )
         lines += [f"tried on: {checked.inputs}", f"limit: {checked.limit}"]
+        lines += [f"fault: {words}" for words in checked.faults]
         lines += [f"declared exception: {words}" for words in checked.declared]
     return lines
 

@@ -140,6 +140,11 @@ def test_a_small_share_is_listed_but_not_tried():
     assert refusal.code == "FA605" and "below" in refusal.reason
 
 
+def test_where_no_time_decides_neither_a_share_nor_a_bound_leaves_a_chain_out():
+    slow = Bandwidth(copy_bytes_per_s=1, launch_ns=1)
+    assert len(plan_of(two, X, X, bandwidth=slow, min_share=1.0, is_timed=False).fusions) == 2
+
+
 def test_what_cannot_be_faster_is_not_tried():
     plan = plan_of(two, X, X, bandwidth=Bandwidth(copy_bytes_per_s=1, launch_ns=1))
     assert plan.fusions == ()

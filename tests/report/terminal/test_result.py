@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from html import unescape
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from fusion_advisor import units
-from fusion_advisor.records import GenerationCheck, Tolerance
+from fusion_advisor.records import GenerationCheck, Status, Tolerance
 from fusion_advisor.report import quality, shared_rows
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.result import Column, column_table, details, result_table, simple_table, summary_line
-from tests.report.fixtures import ALL, applied, profiled, timing, with_a_copy
+from tests.report.fixtures import ALL, applied, numerics, profiled, timing, with_a_copy
 
 WIDTHS = (40, 60, 80, 100, 120)
 
@@ -205,3 +206,23 @@ def test_a_decode_step_says_how_much_is_cached() -> None:
     report = replace(applied(), workload=work)
     assert "decode" in shared_rows.context_line(report) and shared_rows.context_line(report).endswith("× 1, 512 cached")
     assert ("Cached tokens", "512") in shared_rows.environment_rows(report)
+
+
+def test_faults_and_declared_exceptions_are_in_every_report() -> None:
+    report = applied()
+    checked = numerics()
+    declared = replace(checked, declared=("12 elements are fp64's, where the original overflows",))
+    wrong = replace(checked, is_passed=False, faults=("special rows: 3 of 8 elements are wrong",))
+    first, second, *others = report.fusions
+    out = replace(
+        second, status=Status.WRONG_NUMBERS, chain_after=None, step_delta_ns=None, step_delta_ci_ns=None, numerics=wrong
+    )
+    rows = (replace(first, numerics=declared), out, *others)
+    assert shared_rows.special_line(replace(first, numerics=checked)) == ""
+    shown = replace(report, fusions=rows)
+    html = unescape(render_html(shown))
+    assert "On special values: declared exceptions: 12 elements are fp64's, where the original overflows." in html
+    assert "On special values: faults: special rows: 3 of 8 elements are wrong." in html
+    text = render_markdown(shown).replace("\\", "")
+    assert f"{first.id} on special values: declared exceptions: 12 elements are fp64" in text
+    assert f"{second.id} on special values: faults: special rows: 3 of 8 elements are wrong" in text
