@@ -55,7 +55,7 @@ def test_a_chain_that_reads_all_positions_is_lowered(name):
 class Embedded(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = torch.nn.Parameter(TABLE.clone())
+        self.table = torch.nn.Parameter(TABLE.clone(), requires_grad=False)
 
     def forward(self, ids, x):
         y = torch.sigmoid(f.embedding(ids, self.table) * x + 1.0)
@@ -66,6 +66,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compile
 
 
 @needs_compiler
+@torch.no_grad()
 def test_the_error_comes_out_of_the_model_which_still_works():
     model, ids, x = Embedded().eval(), torch.tensor([3, 0, 18, 7, 5]), torch.randn(5, 8)
     want = model(ids, x)
@@ -82,6 +83,7 @@ def test_the_error_comes_out_of_the_model_which_still_works():
 
 
 @needs_compiler
+@torch.no_grad()
 def test_no_ids_give_no_rows():
     model, ids, x = Embedded().eval(), torch.zeros(0, dtype=torch.int64), torch.randn(0, 8)
     fused = fa.apply(model, (ids, x), keep="verified", min_share=0.0)
