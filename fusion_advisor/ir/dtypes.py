@@ -6,6 +6,8 @@ from fusion_advisor.records import Arg, OpNode
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
+"""Of the integers that are computed in 64 bits and cut to fewer."""
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 

@@ -20,6 +20,7 @@ Op names (``Value.op``):
   some tensor that is no dim of the nest, an argument of the kernel; ``quotient``  an index over an extent, rounded down
 - arithmetic: add sub mul div neg abs maximum minimum exp exp2 log log1p expm1 sqrt rsqrt reciprocal sigmoid tanh erf erfc sin
   cos pow floor ceil trunc round remainder sign  (remainder is Python's, maximum and minimum propagate NaN as torch's do)
+- ``erfc`` with the constant True stands for ``1 + erf(-x)``, of whose tail eager keeps no digits: a kernel need not either
 - ``round_float16``, ``round_bfloat16``: to the nearest number of that dtype, ties to even; the compute dtype stays
 - ``normal_cdf``, ``tanh_cdf``: GELU's two distribution functions; only the GPU backends put them in (``codegen.common.gelu_cdf``)
 - compare and logic: eq ne lt le gt ge and or xor not isnan where(cond, a, b); cast (to ``dtype``)

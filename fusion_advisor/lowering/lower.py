@@ -87,10 +87,25 @@ def _lower_nest(
     nest = Nest.of(_widest_shape(ops, members, outputs))
     for _ in range(_MOST_CUTS):
         try:
-            return Lowering(ops, members, outputs, nest, RULES, is_exact=is_exact).run()
+            lowering = Lowering(ops, members, outputs, nest, RULES, is_exact=is_exact)
+            lowered = lowering.run()
+            _refuse_unread_ids(lowering)
+            return lowered
         except CutLoop as cut:
             nest = nest.cut(cut.variable, cut.inner)
     raise CannotLower("FA603", f"the loops over {nest.shape} would have to be cut more than {_MOST_CUTS} times")
+
+
+def _refuse_unread_ids(lowering: Lowering) -> None:
+    """Refuse a chain that cuts away some of the rows that an op reads by number: eager checks the numbers of all.
+
+    Raises:
+        CannotLower: some number would go unchecked.
+    """
+    for index, are_all_read in lowering.ids_are_all_read.items():
+        if not are_all_read:
+            target = lowering.op(index).target
+            raise CannotLower("FA601", f"{target} is cut inside the chain: the positions that are cut away would not be checked")
 
 
 def _widest_shape(

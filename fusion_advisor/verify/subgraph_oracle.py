@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
@@ -97,7 +98,12 @@ class OriginalChain:
                 if as_float64:
                     arguments, keywords = _wider(arguments), _wider(keywords)
                 assert callable(node.target)
-                values[node] = node.target(*arguments, **keywords)
+                result = node.target(*arguments, **keywords)
+                if as_float64 and _is_narrow_float(result):
+                    # Integers and Python numbers give torch's default dtype. Integers in fp64 give fp64.
+                    wide = pytree.tree_map_only(torch.Tensor, _float64_of_integers, (arguments, keywords))
+                    result = pytree.tree_map_only(torch.Tensor, to_float64, node.target(*wide[0], **wide[1]))
+                values[node] = result
         return [values[node] for node in self.outputs]
 
 
@@ -147,6 +153,17 @@ def original_chain(
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     memory = tensor.as_strided((extent(tensor),), (1,))
     return memory.clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _is_narrow_float(result: object) -> bool:
+    """Whether an op whose floating operands are fp64 made another float dtype."""
+    found = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    return any(one.dtype != torch.float64 for one in found)
+
+
+def _float64_of_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of integers as fp64; masks stay masks, since some ops take nothing else."""
+    return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.float64)
 
 
 def to_float64(tensor: torch.Tensor) -> torch.Tensor:

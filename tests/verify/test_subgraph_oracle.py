@@ -58,3 +58,44 @@ def test_a_layout_other_than_traced_is_a_surprise():
     assert list(observer.surprises) == [place]
     assert "traced (32, 1)" in observer.surprises[place]
     assert place in observer.values
+
+
+MADE_OF_INTEGERS = {
+    "clamp_max": lambda n, b: torch.clamp_max(n, 0.5) * 0.1,
+    "mul": lambda n, b: n * 0.1,
+    "div": lambda n, b: n / 3,
+    "exp": lambda n, b: (n * 1e-3).exp(),
+    "exp_of_integers": lambda n, b: torch.exp(n.clamp(0, 3)),
+    "of_a_mask": lambda n, b: b * 0.1 + n,
+    "where": lambda n, b: torch.where(b, n, 0.5),
+    "where_of_numbers": lambda n, b: torch.where(b, 0.1, 0.25) * n,
+    "full": lambda n, b: torch.full_like(n, 0.5, dtype=torch.float32) + n,
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_INTEGERS)
+def test_floats_made_of_integers_are_wide(name):
+    from tests.verify.test_check_chain import chain_of
+
+    function = MADE_OF_INTEGERS[name]
+    numbers, mask = torch.tensor([1, 7, 2**24 + 1, -3, 10]), torch.tensor([True, False, True, False, True])
+    chain = chain_of(function, numbers, mask)
+    (eager,) = chain.run([numbers, mask])
+    (exact,) = chain.run([numbers, mask], as_float64=True)
+    assert (eager.dtype, exact.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(exact, eager.double(), rtol=2e-7, atol=0.0)
+    if name in ("mul", "div", "exp_of_integers"):
+        assert not torch.equal(exact, eager.double())  # the oracle has digits that eager lacks
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_integers_meet_fp64_parameters():
+    """Batch norm wants its input and its statistics in one dtype."""
+    from tests.verify.test_check_chain import chain_of
+
+    def function(n, mean, var):
+        return torch.nn.functional.batch_norm(torch.clamp_max(n, 0.5), mean, var, None, None, training=False)
+
+    inputs = [torch.arange(-10, 10).view(2, 5, 2), torch.randn(5), torch.rand(5) + 0.5]
+    (exact,) = chain_of(function, *inputs).run(inputs, as_float64=True)
+    torch.testing.assert_close(exact, function(*inputs).double(), rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fusion_advisor.codegen.common.position_checks import checks_of
 from fusion_advisor.codegen.cpp.names import Names
 from fusion_advisor.codegen.cpp.ops import C_TYPES
+from fusion_advisor.ir.integer_range import bits_of
 from fusion_advisor.ir.program import Program, Store, Value, find_pairs, reader_of
 
 
@@ -73,6 +74,8 @@ class Layout:
         }
         self.numbers = {i: self._number(v) for i, v in enumerate(program.values) if v.op == "dropout"}
         self.row_pointers: list[str] = []
+        self.bits = bits_of(program.values, [o.dtype for o in program.operands])
+        """Of integer values: how wide they may become."""
 
     @property
     def signature(self) -> list[str]:

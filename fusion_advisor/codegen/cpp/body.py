@@ -17,6 +17,7 @@ from fusion_advisor.codegen.cpp.arguments import Layout
 from fusion_advisor.codegen.cpp.names import describe
 from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal, operation
 from fusion_advisor.codegen.cpp.scope import Scope
+from fusion_advisor.ir.integer_range import WORD
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Program, Store
 
 CACHED_FROM = 10
@@ -298,7 +299,11 @@ class Kernel:
             self._named[number] = convert(Expr(name), "float64", held, self.prelude)
             return
         self._named[number] = Expr(name)
-        if kind == "sum":
+        if kind == "sum" and held == "int64" and self.layout.bits[number] >= WORD:
+            starts, clauses = [f"uint64_t {name} = 0;  // wraps around, as torch's sum does"], [f"reduction(+ : {name})"]
+            scope.lines.append(f"{name} += static_cast<uint64_t>({expr.text});")
+            self._named[number] = Expr(f"static_cast<int64_t>({name})")
+        elif kind == "sum":
             starts, clauses = [f"{c_type} {name} = 0;"], [f"reduction(+ : {name})"]
             scope.lines.append(f"{name} += {expr.text};")
         else:

@@ -18,6 +18,7 @@ from fusion_advisor.codegen.cpp.ops import (
     literal,
     operation,
 )
+from fusion_advisor.ir.integer_range import WORD
 from fusion_advisor.ir.program import Store, Value, dropout_constants
 
 FOLDED = 44
@@ -129,7 +130,8 @@ class Scope:
             args = [self.known[a] for a in value.args]
         values = layout.program.values
         dtypes = [computed_in(values[a].dtype) for a in value.args]
-        return operation(value, args, dtypes, [values[a] for a in value.args], self.prelude)
+        may_wrap = value.dtype == "int64" and layout.bits[number] >= WORD
+        return operation(value, args, dtypes, [values[a] for a in value.args], self.prelude, may_wrap=may_wrap)
 
     def _load(self, number: int, value: Value, held: str) -> Expr:
         layout = self.layout

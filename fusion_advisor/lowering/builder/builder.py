@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import inputs_of
 from fusion_advisor.ir.affine_index import ORIGIN, CutLoop, Index, Place, reshaped, undivided
-from fusion_advisor.ir.dtypes import DTYPES, CannotLower, compute_dtype
+from fusion_advisor.ir.dtypes import BITS, DTYPES, CannotLower, compute_dtype
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.ir.program import Value
 from fusion_advisor.lowering.builder.collapse_loops import Lowered, Result, assemble
@@ -45,8 +45,6 @@ class RuleTables:
 _BY_ELEMENT = frozenset(["add", "sub", "mul", "div", "to", "_to_copy"])
 """Ops that use an index only to ask for their arguments' elements at it."""
 
-_BITS = {"int32": 32, "int16": 16, "int8": 8, "uint8": 8}
-
 _STAYS_IN_RANGE = frozenset(
     ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
      "amax", "amin", "max", "min", "floor", "ceil", "trunc", "round"]
@@ -80,6 +78,8 @@ class Lowering(Values):
         self._guard: int | None = None
         self._input_of: dict[int, int] = {}
         self.reduced: frozenset[int] = frozenset()
+        self.ids_are_all_read: dict[int, bool] = {}
+        """By the op that reads at them."""
         self.unrolled: dict[int, None] = {}
         """Loops that are written out: their body is known to differ from turn to turn."""
 
@@ -266,11 +266,11 @@ class Lowering(Values):
 
     def _wrapped(self, number: int, dtype: str, name: str) -> int:
         """Integers are computed in 64 bits; a result that overflows a narrower dtype wraps around, as torch's does."""
-        if dtype not in _BITS or name in _STAYS_IN_RANGE:
+        if dtype not in BITS or name in _STAYS_IN_RANGE:
             return number
-        low = 0 if dtype == "uint8" else -(2 ** (_BITS[dtype] - 1))
+        low = 0 if dtype == "uint8" else -(2 ** (BITS[dtype] - 1))
         shifted = self.make("sub", number, self.const(low, "int64"))
-        wrapped = self.make("remainder", shifted, self.const(2 ** _BITS[dtype], "int64"))
+        wrapped = self.make("remainder", shifted, self.const(2 ** BITS[dtype], "int64"))
         return self.make("add", wrapped, self.const(low, "int64"))
 
     def _through_view(self, op: OpNode, name: str, where: Index) -> int:
@@ -358,11 +358,11 @@ class Lowering(Values):
             CannotLower: the number is out of range.
         """
         dtypes = {self.meta(arg.index).dtype for arg in op.args if isinstance(arg, Ref)} - {"bool"}
-        if not dtypes or any(dtype not in _BITS for dtype in dtypes) or not math.isfinite(number):
+        if not dtypes or any(dtype not in BITS for dtype in dtypes) or not math.isfinite(number):
             return
         for dtype in dtypes:
-            low = 0 if dtype == "uint8" else -(2 ** (_BITS[dtype] - 1))
-            if not low <= number < low + 2 ** _BITS[dtype]:
+            low = 0 if dtype == "uint8" else -(2 ** (BITS[dtype] - 1))
+            if not low <= number < low + 2 ** BITS[dtype]:
                 raise CannotLower("FA601", f"{op.target} of {dtype} and {number!r}, which {dtype} cannot hold, has no lowering")
 
     # ------------------------------------------------------------------ reductions

@@ -85,7 +85,8 @@ class Values:
             for one, other in ((args[0], args[1]), (args[1], args[0])):
                 # 1 + erf(u) = erfc(−u), which keeps its digits where the sum cancels.
                 if _is_number(self.constant_of(one), 1.0) and self.values[other].op == "erf":
-                    return self.make("erfc", self._negated(self.values[other].args[0]))
+                    negated = self._negated(self.values[other].args[0])
+                    return self.emit(Value(op="erfc", args=(negated,), constant=True, dtype=self.values[negated].dtype))
                 # 1 + tanh(u) = 2·sigmoid(2u): one op fewer, and exact where 1 + tanh cancels.
                 if _is_number(self.constant_of(one), 1.0) and self.values[other].op == "tanh":
                     inner = self.values[other].args[0]

@@ -38,6 +38,8 @@ def ids_at(lowering: Lowering, op: OpNode, tensor: int, where: Index) -> int:
     if lowering.meta(tensor).dtype not in ("int64", "int32"):
         raise CannotLower("FA601", f"{op.target} by {lowering.meta(tensor).dtype} has no lowering")
     number = lowering.at(tensor, where)
+    are_all = _covers(lowering, where, lowering.meta(tensor).shape)
+    lowering.ids_are_all_read[op.index] = lowering.ids_are_all_read.get(op.index, False) or are_all
     if _is_computed_from_floats(lowering, number):
         raise CannotLower(
             "FA601",
@@ -45,6 +47,24 @@ def ids_at(lowering: Lowering, op: OpNode, tensor: int, where: Index) -> int:
             "ones, does not survive what these would make of them",
         )
     return number
+
+
+def _covers(lowering: Lowering, where: Index, shape: tuple[int, ...]) -> bool:
+    """Whether the loops take an index to every element of a tensor."""
+    used: set[int] = set()
+    for place, size in zip(where, shape, strict=True):
+        low, high = lowering.range_of(place)
+        step_of = sorted((abs(step), lowering.nest.extents[variable]) for variable, step in place.terms)
+        reach = 1  # positions in a run that the loops with smaller steps cover
+        for step, extent in step_of:
+            if extent > 1 and step > reach:
+                return False
+            reach += step * (extent - 1)
+        variables = {variable for variable, _ in place.terms if lowering.nest.extents[variable] > 1}
+        if low > 0 or high < size - 1 or place.gathered or variables & used:
+            return False
+        used |= variables
+    return True
 
 
 def _is_computed_from_floats(lowering: Lowering, number: int) -> bool:
@@ -95,6 +115,7 @@ def _read(
     dtype, size = op.outputs[0].dtype, lowering.meta(table).shape[dim]
     known = place_of(lowering, number)
     if known is not None and lowering.range_of(known)[0] >= 0 and lowering.range_of(known)[1] < size:
+        lowering.ids_are_all_read[op.index] = True  # nothing to check
         return lowering.cast(lowering.at(table, (*where[:dim], known, *where[dim:])), compute_dtype(dtype))
     guard = inside(lowering, number, size, check, wanted=wanted)
     place = Place(gathered=((number, 1),))

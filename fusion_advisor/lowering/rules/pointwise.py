@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fusion_advisor.ir.affine_index import Index
-from fusion_advisor.ir.dtypes import CannotLower, argument_of, compute_dtype
+from fusion_advisor.ir.dtypes import FLOATS, CannotLower, argument_of, compute_dtype
 from fusion_advisor.lowering.builder.builder import Rule
 from fusion_advisor.lowering.builder.causal_compare import compared
 from fusion_advisor.lowering.builder.rounding import common_dtype, rounded_scalar
@@ -94,7 +94,29 @@ def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
     assert isinstance(source, Ref)
     if lowering.meta(source.index).device != op.outputs[0].device:
         raise CannotLower("FA601", f"{op.target} copies between devices")
-    return lowering.argument(op, 0, where)
+    number, dtype = lowering.argument(op, 0, where), op.outputs[0].dtype
+    if lowering.meta(source.index).dtype in FLOATS and dtype in ("int32", "int16", "int8"):
+        return _through_int32(lowering, number, on_cpu=op.outputs[0].device.startswith("cpu"))
+    return number
+
+
+def _through_int32(lowering: Lowering, number: int, *, on_cpu: bool) -> int:
+    """A float converted to int64, as if to int32: eager's narrower integers are cut from that one, but for uint8's, from int64.
+
+    Where int32 cannot hold the number, x86 gives the lowest one, and CUDA the nearest one, and 0 for a float32's NaN.
+    """
+    low, high = lowering.const(-(2**31), "int64"), lowering.const(2**31 - 1, "int64")
+    if on_cpu:
+        fits = lowering.make(
+            "and", lowering.make("ge", number, low, dtype="bool"), lowering.make("le", number, high, dtype="bool"), dtype="bool"
+        )
+        return lowering.make("where", fits, number, low, dtype="int64")
+    nearest = lowering.make("minimum", lowering.make("maximum", number, low), high)
+    source = lowering.values[number].args[0] if lowering.values[number].op == "cast" else number
+    if lowering.values[source].dtype != "float32":
+        return nearest
+    is_nan = lowering.make("isnan", source, dtype="bool")
+    return lowering.make("where", is_nan, lowering.const(0, "int64"), nearest, dtype="int64")
 
 
 def _remainder(lowering: Lowering, op: OpNode, where: Index) -> int:

@@ -106,7 +106,7 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_bias_gelu_erf_39374c(
+fa_bias_gelu_erf_4cc678(
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ bias_ptr,
     bfloat16_bits* __restrict__ out_ptr,

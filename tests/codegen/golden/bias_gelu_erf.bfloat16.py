@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_bias_gelu_erf_0747e3(
+def fa_bias_gelu_erf_155701(
     x_ptr, bias_ptr, out_ptr,
     rows, cols: tl.constexpr, x_stride0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

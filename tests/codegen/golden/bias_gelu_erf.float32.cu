@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_bias_gelu_erf_9ea5ed(
+fa_bias_gelu_erf_bc2fea(
     const float* __restrict__ x_ptr,
     const float* __restrict__ bias_ptr,
     float* __restrict__ out_ptr,

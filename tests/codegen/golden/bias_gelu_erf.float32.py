@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_bias_gelu_erf_59a255(
+def fa_bias_gelu_erf_48cb04(
     x_ptr, bias_ptr, out_ptr,
     rows, cols: tl.constexpr, x_stride0: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -100,7 +100,7 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_geglu_erf_0903ad(
+fa_geglu_erf_8a6654(
     const bfloat16_bits* __restrict__ gate_ptr,
     const bfloat16_bits* __restrict__ up_ptr,
     bfloat16_bits* __restrict__ out_ptr,

@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_geglu_erf_2dee1f(
+def fa_geglu_erf_825f5d(
     gate_ptr, up_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_geglu_erf_20e0c6(
+fa_geglu_erf_72010c(
     const float* __restrict__ gate_ptr,
     const float* __restrict__ up_ptr,
     float* __restrict__ out_ptr,

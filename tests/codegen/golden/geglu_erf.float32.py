@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_geglu_erf_3861e4(
+def fa_geglu_erf_3c9577(
     gate_ptr, up_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

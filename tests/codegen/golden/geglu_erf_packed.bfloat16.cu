@@ -106,7 +106,7 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_geglu_erf_packed_9a257b(
+fa_geglu_erf_packed_f783db(
     const bfloat16_bits* __restrict__ packed_ptr,
     bfloat16_bits* __restrict__ out_ptr,
     index_t rows,

@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_geglu_erf_packed_32495f(
+def fa_geglu_erf_packed_7d6d2d(
     packed_ptr, out_ptr,
     rows, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_offset: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

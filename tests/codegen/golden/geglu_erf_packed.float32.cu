@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_geglu_erf_packed_b68aae(
+fa_geglu_erf_packed_210739(
     const float* __restrict__ packed_ptr,
     float* __restrict__ out_ptr,
     index_t rows,

@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_geglu_erf_packed_9d4e26(
+def fa_geglu_erf_packed_04e756(
     packed_ptr, out_ptr,
     rows, cols: tl.constexpr, packed_stride0: tl.constexpr, packed_offset: tl.constexpr, out_stride0: tl.constexpr,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -100,7 +100,7 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_gelu_erf_5b4eec(
+fa_gelu_erf_3a17d7(
     const bfloat16_bits* __restrict__ x_ptr,
     bfloat16_bits* __restrict__ out_ptr,
     index_t size) {

@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_gelu_erf_65e507(
+def fa_gelu_erf_ab2c47(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_gelu_erf_c74767(
+fa_gelu_erf_4683e8(
     const float* __restrict__ x_ptr,
     float* __restrict__ out_ptr,
     index_t size) {

@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_gelu_erf_872a3e(
+def fa_gelu_erf_3e005a(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

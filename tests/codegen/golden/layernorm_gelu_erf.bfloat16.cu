@@ -148,7 +148,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_layernorm_gelu_erf_6a6ab3(
+fa_layernorm_gelu_erf_181fde(
     const bfloat16_bits* __restrict__ x_ptr,
     const bfloat16_bits* __restrict__ weight_ptr,
     const bfloat16_bits* __restrict__ bias_ptr,

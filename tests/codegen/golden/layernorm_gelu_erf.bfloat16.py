@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_layernorm_gelu_erf_27d142(
+def fa_layernorm_gelu_erf_65a6e5(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,

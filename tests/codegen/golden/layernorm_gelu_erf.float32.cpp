@@ -42,55 +42,38 @@ static inline float fa_expm1_core(float r) {
 // 2^n for an integral n in [-126, 127]: a sum of 1.5 * 2^23 and n ends in n's own bits. A cast of NaN to an integer is undefined.
 static inline float fa_pow2(float n) { return fa_from_bits((fa_bits(n + 0x1.8p23f) + 127u) << 23); }
 
-// y 2^n in two steps, so that a subnormal result is rounded once and 2^128 is reached without overflow on the way.
-static inline float fa_scale(float y, float n) {
-  const float half = std::trunc(n * 0.5f);
-  return y * fa_pow2(half) * fa_pow2(n - half);
-}
+// Below 1 an odd polynomial, above it 1 - e^-q(|x|): both sides are evaluated and one is chosen.
+static inline float fa_erf(float x) {
+  const float t = x * x;
+  float small = 7.85385419e-5f;
+  small = fa_fma(small, t, -8.01019138e-4f);
+  small = fa_fma(small, t, 5.18832728e-3f);
+  small = fa_fma(small, t, -2.6853811e-2f);
+  small = fa_fma(small, t, 1.12835854e-1f);
+  small = fa_fma(small, t, -3.7612626e-1f);
+  small = fa_fma(small, t, 1.28379166e-1f);
+  small = fa_fma(x, small, x);
 
-// e^x to 1 ulp: x = n ln(2) + r with ln(2) in two parts. Beyond the clamps the result is 0 or Inf; a NaN fails both compares.
-// Where it is 0 nothing subnormal is computed on the way: that made a softmax of half masked rows six times slower.
-static inline float fa_exp(float x) {
-  const bool is_zero = x < -104.0f;
-  x = x > 89.0f ? 89.0f : x;
-  x = is_zero ? 0.0f : x;
-  const float n = std::rint(x * 1.44269504f);
-  const float r = fa_fma(n, 2.12194440e-4f, fa_fma(n, -0.693359375f, x));
-  const float result = fa_scale(1.0f + fa_expm1_core(r), n);
-  return is_zero ? 0.0f : result;
-}
-
-// To 3 ulp, by N. Juffa: (1 + 2a) e^(a^2) erfc(a) is a polynomial in (a - 2) / (a + 2), and e^(-a^2) gets its rounding error back.
-static inline float fa_erfc(float x) {
   float a = std::fabs(x);
-  a = a > 10.0546875f ? 10.0546875f : a;
-  float r = 1.0f / (a + 2.0f);
-  float q = (a - 2.0f) * r;
-  q = fa_fma(r, fa_fma(q, -a, fa_fma(q + 1.0f, -2.0f, a)), q);
-  float p = -4.01139259e-4f;
-  p = fa_fma(p, q, -1.23075210e-3f);
-  p = fa_fma(p, q, 1.31355342e-3f);
-  p = fa_fma(p, q, 8.63227434e-3f);
-  p = fa_fma(p, q, -8.05991981e-3f);
-  p = fa_fma(p, q, -5.42046614e-2f);
-  p = fa_fma(p, q, 1.64055392e-1f);
-  p = fa_fma(p, q, -1.66031361e-1f);
-  p = fa_fma(p, q, -9.27639827e-2f);
-  p = fa_fma(p, q, 2.76978403e-1f);
-  r = 1.0f / fa_fma(2.0f, a, 1.0f);
-  q = fa_fma(p, r, r);
-  r = fa_fma(fa_fma(fa_fma(q, -a, 0.5f), 2.0f, p - q), r, q);
-  const float square = a * a, power = fa_exp(-square);
-  r = fa_fma(r, power, r * power * fa_fma(-a, a, square));
-  r = std::fabs(x) > 10.0546875f ? 0.0f : r;
-  return x < 0.0f ? 2.0f - r : r;
+  a = a > 3.95f ? 3.95f : a;
+  float q = -1.92426043e-4f;
+  q = fa_fma(q, a, 3.00853699e-3f);
+  q = fa_fma(q, a, -2.20876411e-2f);
+  q = fa_fma(q, a, 1.03640325e-1f);
+  q = fa_fma(q, a, 6.37517035e-1f);
+  q = fa_fma(q, a, 1.12747502f);
+  q = fa_fma(q, a, 2.44713883e-4f);
+  const float n = std::rint(q * -1.44269504f);
+  const float r = fa_fma(n, 2.12194440e-4f, fa_fma(n, -0.693359375f, -q));
+  const float large = fa_fma(-fa_pow2(n), 1.0f + fa_expm1_core(r), 1.0f);
+  return std::fabs(x) < 1.0f ? small : std::copysign(large, x);
 }
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
 // Outputs must not overlap inputs. Sizes and strides count elements.
-extern "C" void fa_layernorm_gelu_erf_f60307(const float *__restrict x, const float *__restrict weight,
+extern "C" void fa_layernorm_gelu_erf_a6f8f9(const float *__restrict x, const float *__restrict weight,
         const float *__restrict bias, float *__restrict out, int64_t rows, int64_t cols, int64_t x_row_stride,
         int64_t out_row_stride, int threads) {
   const float eps = 1e-05f;
@@ -127,7 +110,7 @@ extern "C" void fa_layernorm_gelu_erf_f60307(const float *__restrict x, const fl
     for (int64_t col = 0; col < cols; ++col) {
       const float product = (x_row[col] - mean) * inverse_root * weight[col];
       const float sum = product + bias[col];
-      out_row[col] = sum * 0.5f * fa_erfc(sum * -0.7071067811865476f);
+      out_row[col] = sum * 0.5f * (1.0f - fa_erf(sum * -0.7071067811865476f));
     }
   }
 }

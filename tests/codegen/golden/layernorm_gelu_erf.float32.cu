@@ -103,7 +103,7 @@ __device__ __forceinline__ T row_reduce(T value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-fa_layernorm_gelu_erf_1cc262(
+fa_layernorm_gelu_erf_6289c3(
     const float* __restrict__ x_ptr,
     const float* __restrict__ weight_ptr,
     const float* __restrict__ bias_ptr,

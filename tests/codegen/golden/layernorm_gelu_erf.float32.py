@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_layernorm_gelu_erf_6a090c(
+def fa_layernorm_gelu_erf_99cb45(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     rows, cols, x_stride0, out_stride0,
     INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FULL: tl.constexpr,

@@ -100,7 +100,7 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fa_scale_gelu_erf_e1addd(
+fa_scale_gelu_erf_dd8bc0(
     const bfloat16_bits* __restrict__ x_ptr,
     bfloat16_bits* __restrict__ out_ptr,
     index_t size) {

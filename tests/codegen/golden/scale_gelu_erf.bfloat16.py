@@ -35,7 +35,7 @@ def wide(x):
 
 
 @triton.jit
-def fa_scale_gelu_erf_cc5d64(
+def fa_scale_gelu_erf_aee64e(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -47,7 +47,7 @@ def erfc(x):
 
 
 @triton.jit
-def fa_scale_gelu_erf_f5f443(
+def fa_scale_gelu_erf_c17f1f(
     x_ptr, out_ptr,
     size,
     INDEX: tl.constexpr, BLOCK_COLS: tl.constexpr,
