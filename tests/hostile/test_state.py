@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor as fa
-from fusion_advisor.capture.graph.side_effects import Numbers, kept_as_it_is
+from fusion_advisor.capture.graph.side_effects import Numbers, kept_as_it_is, written_by
 from tests.tiny import fuse, toy
 
 
@@ -162,3 +162,11 @@ def test_an_expanded_input_that_is_written_to_is_put_back(write):
         fused.revert()
         torch.testing.assert_close(got, model(other))
     assert torch.equal(x, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_an_input_that_holds_nan_was_not_written_to(dtype):
+    x = torch.tensor([1.0, float("nan"), 2.0]).to(dtype)
+    model = Into(lambda _: None)
+    assert written_by(lambda: x + 1, model, (x,), {}).tensors == {}
+    assert list(written_by(lambda: x[1:].fill_(3), model, (x,), {}).tensors.values()) == [x]
