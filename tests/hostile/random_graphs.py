@@ -122,7 +122,8 @@ def record(counts: Counts, *, device: str, seconds: float) -> dict[str, object]:
         "fused_of": counts.reported, "kernels": counts.kernels,
         "launches": counts.launches, "failed": len(counts.failures), "refused": sum(counts.refused.values()),
         "refused_by_reason": dict(counts.refused), "note": NOTE, "noisy": counts.noisy,
-        "device": device, "machine": _machine(device), "torch": torch.__version__, "python": platform.python_version(), "seconds": round(seconds, 1),
+        "device": device, "machine": _machine(device), "torch": torch.__version__,
+        "python": platform.python_version(), "seconds": round(seconds, 1),
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Whether rewrites go together: a graph pass may lay a tensor out differently than a kernel of ours was verified for.
 
-Every kernel refuses such a tensor when it is called. That is found out here, before anything is timed, and the rewrite that causes
-it is left out with its reason.
+Every kernel refuses such a tensor when it is called. That is found out here, before anything is timed, and the rewrite that
+causes it is left out with its reason.
 """
 
 from __future__ import annotations
