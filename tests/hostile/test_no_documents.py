@@ -149,3 +149,21 @@ def test_a_command_names_the_file_that_is_none(tmp_path, kind, capsys, monkeypat
     make_none(path, kind, monkeypatch)
     assert main(["report", str(tmp_path)]) == 9
     assert "report.json" in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.html", "csv/kernels.csv"])
+def test_a_full_disk_is_said_of_the_file_that_did_not_fit(tmp_path, name, capsys, monkeypatch):
+    (tmp_path / "report.json").write_bytes((DIRECTORY / "training.json").read_bytes())
+    moved = Path.replace
+
+    def full(path, target):
+        if Path(target) == tmp_path / name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return moved(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    kind = Path(name).suffix[1:]
+    assert main(["report", str(tmp_path), "--format", kind]) == 5
+    said = "".join(capsys.readouterr().err.split())
+    assert "Nospaceleft" in said and "".join(str(tmp_path / name).split()) in said
+    assert not list(tmp_path.rglob("*.tmp"))
