@@ -222,9 +222,23 @@ class _Watch(TorchDispatchMode):
 
 
 def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU."""
+    """Copy tensors into tensors, in one launch per dtype and device where they are on a GPU.
+
+    Args:
+        destinations: may be expanded: elements in one place of memory are written once.
+        sources: of the same shapes; the elements for one place of memory are equal.
+    """
     if destinations:  # torch refuses empty lists
-        torch._foreach_copy_(destinations, sources)
+        pairs = [_written_once(*pair) for pair in zip(destinations, sources, strict=True)]
+        torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
+
+
+def _written_once(into: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave out the elements that an expanded tensor has twice: torch refuses to write to it."""
+    for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            into, source = into.detach().narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    return into, source
 
 
 def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -378,7 +378,7 @@ def _mask(root: torch.Tensor, title: str, seed: int) -> torch.Tensor:
         apart.copy_(torch.randint(0, 2, apart.shape, generator=generator).bool().to(root.device))
     else:
         apart.fill_(True)
-        (apart[(0,) * (apart.dim() - 1)] if apart.dim() > 1 else apart[:1]).fill_(False)
+        apart[(slice(0, 1),) * max(apart.dim() - 1, min(apart.dim(), 1))].fill_(False)
     return made
 
 

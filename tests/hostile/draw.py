@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from tests.hostile.programs import LAYOUTS, VALUES, Input, Line, Program, evaluate
-from tests.hostile.proposals import FLOATS, INTEGERS, Nothing, proposals, weights
+from tests.hostile.proposals import proposals, weights
+from tests.hostile.proposals_base import FLOATS, INTEGERS, Nothing
 
 _SIZES = (1, 1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 33, 64, 65, 130)
 _MOST_ELEMENTS = 5000

@@ -20,9 +20,10 @@ import fusion_advisor.fuse.decide.session as building
 import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import dynamo_backend, finish, pipeline
-from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.records import Bandwidth, Report, Status, Timing, WarmUp
+from fusion_advisor.timing import interleaving
 from tests.hostile.judge import Side, judge
 from tests.hostile.programs import Program, SideBySide
 
@@ -86,8 +87,8 @@ def untimed(launches: Launches) -> Iterator[None]:
 
     put(selection, "decide", decide)
     put(building, "fused_call", counted)
-    put(finish.step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
-    put(trial.interleaving, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
+    put(step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
+    put(interleaving, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
     # It takes a second, once for each model; only the backend, which has no keep="verified", decides by it.
     put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
     put(dynamo_backend, "measure_bandwidth", lambda _: _BANDWIDTH)

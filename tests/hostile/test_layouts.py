@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
+import fusion_advisor as fa
+from fusion_advisor.fuse.decide import session
+from fusion_advisor.fuse.decide.keep_rule import Candidate
+from fusion_advisor.fuse.decide.laid_out import layout_refusals
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.plan import make_plan
+from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.records import Status
 from tests.tiny import bench_of, patterns, profile_live
 
 OPS = {
@@ -81,3 +89,74 @@ def test_log_sigmoid_of_a_permuted_tensor():
 def test_random_ops_on_random_layouts(number):
     draw = random.Random(number)
     check(["affine", *draw.choices(list(OPS), k=4), "tanh"], inputs(number))
+
+
+def test_log_sigmoid_of_a_transposed_tensor_through_the_backend():
+    x = torch.randn(7, 8, 17, 3)
+
+    def model(x):
+        return functional.logsigmoid(x.transpose(1, 2)), functional.gelu(x * x * 0.5)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = torch.compile(model, backend="fusion_advisor", dynamic=False)(x)
+        want = model(x)
+    torch._dynamo.reset()
+    assert layouts(got) == layouts(want)
+
+
+class Refusing:
+    """Makes kernels that refuse their tensors in the step, as they do where a graph pass changed a layout."""
+
+    def __init__(self, refused):
+        self.refused, self.made, self.number = refused, session.fused_call, 0
+
+    def __call__(self, name, *args, **kwargs):
+        self.number += 1
+        call = self.made(name, *args, **kwargs)
+        if self.number not in self.refused:
+            return call
+
+        def refuse(*tensors):
+            raise LayoutChanged(f"{name}: planted")
+
+        return functools.update_wrapper(refuse, call)
+
+
+class Two(torch.nn.Module):
+    def forward(self, x):
+        return torch.softmax(x * 2 + 1, -1) @ x.transpose(-1, -2), (x - 1).tanh().sum(-1)
+
+
+@pytest.mark.parametrize("refused", [(1,), (2,), (1, 2)])
+def test_a_kernel_that_refuses_its_tensors_in_the_step_is_left_out_with_a_reason(refused, monkeypatch):
+    monkeypatch.setattr(session, "fused_call", Refusing(refused))
+    model, x = Two().eval(), torch.randn(5, 16, 16)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = model(x)
+        fused = fa.apply(model, (x,), keep="verified", graph=False, compile=False, warmup=1, runs=2, min_share=0.0)
+        got = model(x)
+        fused.revert()
+    reasons = [one.reason for one in fused.report.fusions if one.status is Status.NOT_REPLACED]
+    assert len(fused.report.fusions) == 2 and len(reasons) == len(refused)
+    assert all("laid out differently" in reason and "planted" in reason for reason in reasons)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("apart", [("R1", "F1"), ("F1", "F2"), ("R1", "F2")])
+def test_what_does_not_go_together_is_left_out_and_the_rest_stays(apart):
+    class Bench:
+        live = SimpleNamespace(written=SimpleNamespace(rewind=lambda: None))
+
+        def build(self, fusions, passes):
+            return {*passes, *fusions}
+
+        def run(self, variant):
+            if variant.issuperset(apart):
+                raise LayoutChanged("planted")
+
+    candidates = [Candidate(id="R1", graph_pass="R1"), *(Candidate(id=name, fusion=name) for name in ("F1", "F2"))]
+    assert list(layout_refusals(Bench(), candidates)) == [apart[1]]
+    assert layout_refusals(Bench(), candidates[:1]) == {}

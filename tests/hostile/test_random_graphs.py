@@ -38,8 +38,9 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def check(seeds, doors, device="cpu"):
+def check(seeds, doors, record_property, device="cpu"):
     counts = run(seeds, doors, device=device)
+    record_property("random graphs", (counts.tried, counts.kernels, counts.launches, len(counts.failures)))
     for outcome in counts.failures[:1]:
         pytest.fail(f"{'; '.join(outcome.wrong)}\n\n{smallest(outcome, device)}")
     assert counts.tried == len(seeds) and counts.launches > 0
@@ -48,23 +49,23 @@ def check(seeds, doors, device="cpu"):
 
 @needs_compiler
 @pytest.mark.parametrize("number", range(_BATCHES))
-def test_random_graphs_do_fused_what_they_do_in_eager(number):
+def test_random_graphs_do_fused_what_they_do_in_eager(number, record_property):
     door = DOORS[number % 4 == 3]
-    counts = check(range(number * _BATCH, (number + 1) * _BATCH), [door])
+    counts = check(range(number * _BATCH, (number + 1) * _BATCH), [door], record_property)
     if door == "apply":
         assert counts.fused > 0.7 * counts.tried
 
 
 @pytest.mark.hostile
 @pytest.mark.skipif("HOSTILE_COUNT" not in os.environ, reason="HOSTILE_COUNT says how many")
-def test_as_many_random_graphs_as_asked_for():
+def test_as_many_random_graphs_as_asked_for(record_property):
     first = int(os.environ.get("HOSTILE_SEED", "0"))
-    check(range(first, first + int(os.environ["HOSTILE_COUNT"])), DOORS, os.environ.get("HOSTILE_DEVICE", "cpu"))
+    check(range(first, first + int(os.environ["HOSTILE_COUNT"])), DOORS, record_property, os.environ.get("HOSTILE_DEVICE", "cpu"))
 
 
 @pytest.mark.gpu
-def test_random_graphs_do_fused_on_a_gpu_what_they_do_in_eager():
-    check(range(2 * _BATCH), DOORS, "cuda")
+def test_random_graphs_do_fused_on_a_gpu_what_they_do_in_eager(record_property):
+    check(range(2 * _BATCH), DOORS, record_property, "cuda")
 
 
 # ---------------------------------------------------------------------- the generator

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor as fa
-from fusion_advisor.capture.graph.side_effects import Numbers, kept_as_it_is
+from fusion_advisor.capture.graph.side_effects import Numbers, kept_as_it_is, written_by
 from tests.tiny import fuse, toy
 
 
@@ -129,3 +129,44 @@ def test_parameters_can_be_swapped_after_revert():
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros_like(parameter)))
     with torch.no_grad():
         assert model(*args).abs().sum() == 0
+
+
+class Into(torch.nn.Module):
+    """Writes to its input."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        self.write(x)
+        return torch.softmax(torch.tanh(x) * 2 + 1, -1)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_put_((torch.tensor([0, 0]),), torch.full((), 1.5)),
+        lambda x: x[:1].add_(1),
+        lambda x: x[0].mul_(2),
+    ],
+    ids=["index_put_", "slice", "select"],
+)
+def test_an_expanded_input_that_is_written_to_is_put_back(write):
+    model, x = Into(write).eval(), torch.full((1, 31), 0.25).expand(2, 31)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fused = fa.apply(model, (x,), keep="verified", graph=False, compile=False, **QUICK)
+        assert x.tolist() == [[0.25] * 31] * 2
+        got, other = model(x), torch.full((1, 31), 0.25).expand(2, 31)
+        fused.revert()
+        torch.testing.assert_close(got, model(other))
+    assert torch.equal(x, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_an_input_that_holds_nan_was_not_written_to(dtype):
+    x = torch.tensor([1.0, float("nan"), 2.0]).to(dtype)
+    model = Into(lambda _: None)
+    assert written_by(lambda: x + 1, model, (x,), {}).tensors == {}
+    assert list(written_by(lambda: x[1:].fill_(3), model, (x,), {}).tensors.values()) == [x]

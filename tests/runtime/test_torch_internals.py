@@ -45,6 +45,26 @@ def test_copy_all_writes_into_the_tensors_that_are_there():
     assert into[0].sum() == 3 and into[1] == 7 and into[2].tolist() == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(1, 3).expand(4, 3),
+        lambda: torch.zeros(3, 1).expand(2, 3, 4),
+        lambda: torch.zeros(()).expand(3),
+        lambda: torch.zeros(5).unfold(0, 3, 1),
+        lambda: torch.nn.Parameter(torch.zeros(1, 3)).expand(4, 3),
+        lambda: torch.zeros(1, 0).expand(4, 0),
+    ],
+    ids=["rows", "two dims", "scalar", "windows", "of a parameter", "empty"],
+)
+def test_copy_all_writes_into_an_expanded_tensor(make):
+    into = make()
+    wanted = make().detach()
+    wanted = torch.full((5,), 7.0).as_strided(wanted.shape, wanted.stride())
+    torch_internals.copy_all([into], [wanted.clone()])
+    assert torch.equal(into, wanted) and into.stride() == wanted.stride()
+
+
 def test_lists_are_added_at_once():
     lists = [torch.tensor([1]), torch.tensor([2])], [torch.tensor([10]), torch.tensor([20])]
     assert [int(value) for value in torch_internals.ADD_MANY(*lists)] == [11, 22]

@@ -113,13 +113,13 @@ def written_by(
     try:
         call()
     except BaseException:
-        changed = [name for name, tensor in found.items() if not torch.equal(tensor, copies[name])]
+        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
         torch_internals.copy_all([found[name] for name in changed], [copies[name] for name in changed])
         raise
     if [tensor._version for tensor in large] != versions:
         raise NotRepeatable(model_id=model_id)
     written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
-    written.tensors = {name: tensor for name, tensor in found.items() if not torch.equal(tensor, copies[name])}
+    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
     now = arguments(args, kwargs)
     written.made = tuple(name for name, tensor in now.items() if tensor is not found.get(name))
     written.before = {name: copies[name] for name in written.tensors}
@@ -136,7 +136,7 @@ def written_by(
         if _layouts(args, kwargs) != layouts:
             raise NotRepeatable(model_id=model_id)
         call()
-        if all(torch.equal(tensor, after[name]) for name, tensor in written.tensors.items()):
+        if all(_holds(tensor, after[name]) for name, tensor in written.tensors.items()):
             break
     written.rewind()
     return written
@@ -283,10 +283,20 @@ def kept_as_it_is(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Ma
         now = torch_internals.compiled_call_of(model)
         before.restore()
         with torch.no_grad():
-            changed = [pair for pair in zip(small, copies, strict=True) if not torch.equal(*pair)]
+            changed = [pair for pair in zip(small, copies, strict=True) if not _holds(*pair)]
             torch_internals.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
         if now is not call:  # a fused call was put in, which is to stay
             torch_internals.set_compiled_call(model, now)
+
+
+def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor holds what it did; a NaN that stayed is no change."""
+    if torch.equal(tensor, copy):
+        return True
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    was, now = copy != copy, tensor != tensor  # noqa: PLR0124  (NaN alone differs from itself)
+    return torch.equal(now, was) and torch.equal(tensor.masked_fill(now, 0), copy.masked_fill(was, 0))
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -226,7 +226,7 @@ def write_views(
                 written.append(path_inside(directory, f"csv/{name}.csv"))
                 write_atomic(written[-1], csv_text(table))
     except OSError as error:
-        raise CannotWrite(path=directory, detail=error.strerror or str(error)) from error
+        raise CannotWrite(path=written[-1] if written else directory, detail=error.strerror or str(error)) from error
     return written
 
 

@@ -14,7 +14,8 @@ from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, Verdict, decide, keep_all
+from fusion_advisor.fuse.decide.laid_out import layout_refusals
 from fusion_advisor.fuse.decide.result_bits import inexact_passes
 from fusion_advisor.fuse.decide.session import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
@@ -173,14 +174,19 @@ def choose(
     inexact = inexact_passes(bench, [candidate.graph_pass for candidate in passes]) if options.exact else frozenset[str]()
     tried = [candidate for candidate in passes if candidate.graph_pass not in inexact]
     candidates = [*tried, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
+    refused = layout_refusals(bench, candidates)
+    tried = [candidate for candidate in tried if candidate.id not in refused]
+    candidates = [candidate for candidate in candidates if candidate.id not in refused]
     if options.is_timed:
         decision = decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
         )
     else:
         decision = keep_all(bench, candidates)
+    decision = replace(decision, verdicts={**decision.verdicts, **refused})
     rewrites = []
     for candidate in passes:
+        is_biases = candidate.graph_pass == BIASES and options.is_timed and candidate.id not in refused
         if candidate.graph_pass in inexact:
             rewrites.append(
                 GraphRewrite(
@@ -201,26 +207,25 @@ def choose(
                 step_delta_ns=verdict.step_delta_ns,
                 step_delta_ci_ns=verdict.step_delta_ci_ns,
                 held_bytes=held_for if verdict.status is Status.KEPT else 0,
-                predicted_saving_ns=_apart_ns(bench, tried) if candidate.graph_pass == BIASES and options.is_timed else None,
+                predicted_saving_ns=_apart_ns(bench, tried) if is_biases else None,
             )
         )
-    judged = []
-    for fusion in fusions:
-        timed = decision.verdicts.get(fusion.id)
-        if timed is None:
-            judged.append(fusion)
-            continue
-        judged.append(
-            replace(
-                fusion,
-                status=timed.status,
-                reason=timed.reason,
-                step_delta_ns=timed.step_delta_ns,
-                step_delta_ci_ns=timed.step_delta_ci_ns,
-            )
-        )
+    judged = [_judged(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _judged(fusion: Fusion, verdict: Verdict | None) -> Fusion:
+    """Write a verdict into a fusion's record; one that was not timed keeps what was said of it before."""
+    if verdict is None:
+        return fusion
+    return replace(
+        fusion,
+        status=verdict.status,
+        reason=verdict.reason,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+    )
 
 
 def _apart_ns(bench: Bench, passes: Sequence[Candidate]) -> int | None:

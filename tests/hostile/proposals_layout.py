@@ -1,0 +1,161 @@
+"""Lines that move, cut, join or make tensors: views, concatenations, fresh tensors, triangles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.hostile.proposals_base import FLOATS, INF, Proposal
+
+if TYPE_CHECKING:
+    from tests.hostile.draw import Draw
+
+
+def view(text: str, least_rank: int) -> Proposal:
+    """A view with dims D and E."""
+
+    def propose(d: Draw) -> str:
+        x = d.rank(least_rank)
+        return text.replace("X", x).replace("D", str(d.dim(x))).replace("E", str(d.dim(x)))
+
+    return propose
+
+
+def permute(d: Draw) -> str:
+    x = d.rank(2)
+    dims = list(range(d.values[x].dim()))
+    d.random.shuffle(dims)
+    return f"{x}.permute({', '.join(map(str, dims))})"
+
+
+def reshape(d: Draw) -> str:
+    x = d.rank(0)
+    shape, count = list(d.values[x].shape), d.values[x].numel()
+    kind = d.random.random()
+    if kind < 0.3 or not shape:
+        wanted = "-1"
+    elif kind < 0.6 and len(shape) > 1:  # two dims become one
+        place = d.random.randrange(len(shape) - 1)
+        wanted = ", ".join(map(str, (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])))
+    else:  # one becomes two
+        place = d.random.randrange(len(shape))
+        factors = [n for n in (2, 3, 4, 8) if shape[place] % n == 0 and shape[place]] or [1]
+        factor = d.random.choice(factors)
+        pair = (factor, shape[place] // factor)
+        wanted = ", ".join(map(str, (*shape[:place], *(pair if d.chance(0.5) else pair[::-1]), *shape[place + 1 :])))
+    del count
+    return f"{x}.{d.pick('reshape', 'reshape', 'view')}({wanted})"
+
+
+def cut(d: Draw) -> str:
+    x = d.rank(1)
+    place = d.random.randrange(d.values[x].dim())
+    size = d.values[x].shape[place]
+    cut = d.pick(
+        f"{size // 4}:",
+        f":{size - size // 3}",
+        "1:-1",
+        "::2",
+        "1::3",
+        ":1",
+        f"{size // 2}:{size // 2 + 2}",
+        "0:0" if d.chance(0.1) else ":",
+    )
+    return f"{x}[{':, ' * place}{cut}]"
+
+
+def select(d: Draw) -> str:
+    x = d.any(lambda value: value.dim() > 0 and 0 not in value.shape)
+    place = d.random.randrange(d.values[x].dim())
+    return f"{x}.select({place}, {d.random.randrange(-d.values[x].shape[place], d.values[x].shape[place])})"
+
+
+def narrow(d: Draw) -> str:
+    x = d.any(lambda value: value.dim() > 0 and 0 not in value.shape)
+    place = d.random.randrange(d.values[x].dim())
+    start = d.random.randrange(d.values[x].shape[place])
+    return f"{x}.narrow({place}, {start}, {d.random.randint(1, d.values[x].shape[place] - start)})"
+
+
+def expand(d: Draw) -> str:
+    x = d.any()
+    shape = tuple(3 if size == 1 and d.chance(0.5) else -1 for size in d.values[x].shape)
+    lead = "2, " if d.chance(0.5) else ""
+    return f"{x}.expand({lead}{', '.join(map(str, shape))})"
+
+
+def expand_as(d: Draw) -> str:
+    x = d.any()
+    return f"{d.partner(x)}.expand_as({x})"
+
+
+def pieces(text: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.rank(1)
+        place = d.dim(x)
+        size = d.values[x].shape[place]
+        return (
+            text.replace("X", x)
+            .replace("D", str(place))
+            .replace("S", str(max(1, size // 2)))
+            .replace("N", d.pick("0", "1", "-1"))
+        )
+
+    return propose
+
+
+def cat(name: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.rank(1)
+        value = d.values[x]
+        same = [n for n, other in d.values.items() if other.shape == value.shape and other.dtype == value.dtype]
+        pieces = [x, *(d.random.choice(same) for _ in range(d.random.randint(1, 3)))]
+        if d.chance(0.2):
+            pieces[-1] = f"-{pieces[-1]}" if value.dtype != torch.bool else pieces[-1]
+        return f"torch.{name}([{', '.join(pieces)}], dim={d.dim(x)})"
+
+    return propose
+
+
+def repeat_interleave(d: Draw) -> str:
+    x = d.rank(1)
+    return f"{x}.repeat_interleave({d.pick('2', '3')}, dim={d.dim(x)})"
+
+
+def unflatten(d: Draw) -> str:
+    x = d.any(lambda value: value.dim() > 0 and value.shape[-1] % 2 == 0)
+    return f"{x}.unflatten(-1, (2, -1))"
+
+
+def made(text: str) -> Proposal:
+    """A tensor made from a shape or another one's likeness."""
+
+    def propose(d: Draw) -> str:
+        x = d.number()
+        dtype = d.random.choice((*FLOATS, torch.int64, torch.bool))
+        made = text.replace("X", x).replace("DTYPE", str(dtype)).replace("SHAPE", str(tuple(d.values[x].shape)))
+        made = made.replace("DEVICE", f"{x}.device").replace("NUMBER", d.scalar(x))
+        return made if d.chance(0.3) else f"{x} + {made}"
+
+    return propose
+
+
+def arange(d: Draw) -> str:
+    x = d.number(1)
+    size = d.values[x].shape[-1]
+    start, step = d.random.choice(((0, 1), (0, 1), (2, 1), (1, 3), (0, -2)))
+    made = f"torch.arange({start}, {start + size * step}, {step}, device={x}.device)" if size else "torch.arange(3)"
+    return f"{x} {d.pick('+', '*', '<', '>=')} {made}"
+
+
+def triangle(name: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.rank(2)
+        if d.chance(0.3):
+            rows, columns = d.values[x].shape[-2:]
+            mask = f"torch.ones({rows}, {columns}, dtype=torch.bool, device={x}.device).{name}({d.random.randint(-2, 2)})"
+            return f"{x}.masked_fill({mask}, {d.pick('0', '-1e4', '-' + INF)})"
+        return f"torch.{name}({x}, {d.random.randint(-2, 2)})"
+
+    return propose

@@ -1,0 +1,88 @@
+"""Lines that look at whole rows or columns: reductions, softmax, norms, losses, products of matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.hostile.proposals_base import INF, Proposal
+
+if TYPE_CHECKING:
+    from tests.hostile.draw import Draw
+
+
+def reduction(name: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.float(1) if name in ("mean", "var", "std", "logsumexp", "norm", "linalg.vector_norm") else d.number(1)
+        keep = d.pick("True", "False")
+        extra = {"var": f", correction={d.pick('0', '1')}", "std": f", correction={d.pick('0', '1')}"}.get(name, "")
+        extra += ", dtype=torch.float32" if name in ("sum", "mean") and d.chance(0.1) else ""
+        if name == "linalg.vector_norm":
+            return f"torch.linalg.vector_norm({x}, {d.pick('2', '1', INF)}, dim={d.dims(x)}, keepdim={keep})"
+        if name in ("sum", "mean", "amax", "amin") and d.chance(0.06):
+            return f"torch.{name}({x})"
+        return f"torch.{name}({x}, dim={d.dims(x)}, keepdim={keep}{extra})"
+
+    return propose
+
+
+def softmax(name: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.float(1)
+        dtype = ", dtype=torch.float32" if d.chance(0.2) else ""
+        return f"functional.{name}({x}, dim={-1 if d.chance(0.7) else d.dim(x)}{dtype})"
+
+    return propose
+
+
+def layer_norm(d: Draw) -> str:
+    x = d.float(1)
+    shape = tuple(d.values[x].shape[-(2 if d.values[x].dim() > 2 and d.chance(0.2) else 1) :])
+    parts = [d.input(shape, d.values[x].dtype, layout="dense") if d.chance(0.6) else "None" for _ in range(2)]
+    return f"functional.layer_norm({x}, {shape}, {parts[0]}, {parts[1]}, {d.pick('1e-5', '1e-6', '1e-3')})"
+
+
+def rms_norm(d: Draw) -> str:
+    x = d.float(1)
+    shape = tuple(d.values[x].shape[-1:])
+    weight = d.input(shape, d.values[x].dtype, layout="dense") if d.chance(0.6) else "None"
+    return f"functional.rms_norm({x}, {shape}, {weight}{d.pick('', ', 1e-6')})"
+
+
+def group_norm(d: Draw) -> str:
+    x = d.any(lambda value: value.is_floating_point() and value.dim() >= 2 and value.shape[1] > 0)
+    channels = d.values[x].shape[1]
+    groups = d.random.choice([count for count in range(1, channels + 1) if channels % count == 0][:4])
+    parts = [d.input((channels,), d.values[x].dtype, layout="dense") if d.chance(0.6) else "None" for _ in range(2)]
+    return f"functional.group_norm({x}, {groups}, {parts[0]}, {parts[1]})"
+
+
+def batch_norm(d: Draw) -> str:
+    x = d.float(2)
+    channels = (d.values[x].shape[1],)
+    mean, weight, bias = (d.input(channels, d.values[x].dtype, layout="dense") for _ in range(3))
+    return f"functional.batch_norm({x}, {mean}, {weight}.abs() + 0.5, {weight}, {bias}, False)"
+
+
+def losses(name: str) -> Proposal:
+    def propose(d: Draw) -> str:
+        x = d.any(lambda value: value.is_floating_point() and value.dim() == 2 and 0 not in value.shape)
+        rows, classes = d.values[x].shape
+        target = d.input((rows,), torch.int64, below=classes, layout="dense")
+        reduction = d.pick("none", "mean", "sum")
+        first = x if name == "cross_entropy" else f"functional.log_softmax({x}, -1)"
+        return f"functional.{name}({first}, {target}, reduction={reduction!r})"
+
+    return propose
+
+
+def matmul(d: Draw) -> str:
+    x = d.float(2)
+    width = d.values[x].shape[-1]
+    kind = d.pick("matmul", "linear", "linear")
+    weight = d.input((width, 8) if kind == "matmul" else (8, width), d.values[x].dtype, layout="dense", values="normal")
+    if kind == "matmul":
+        return f"torch.matmul({x}, {weight})"
+    bias = f", {d.input((8,), d.values[x].dtype, layout='dense')}" if d.chance(0.5) else ""
+    return f"functional.linear({x}, {weight}{bias})"
