@@ -71,7 +71,7 @@ def _with_special(
     sets = (
         []
         if fast_math or not numerics.is_passed
-        else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place))
+        else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums)
     )
     _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
     words = special_values.BEHAVIOUR if fast_math else special_values.WORDS

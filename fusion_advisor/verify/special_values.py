@@ -66,7 +66,9 @@ class Findings:
         return tuple(f"{count:,} {words}" for words, count in self.declared.items())
 
 
-def special_inputs(roots: Sequence[torch.Tensor], seed: int, *, is_in_place: bool) -> list[tuple[str, list[torch.Tensor]]]:
+def special_inputs(
+    roots: Sequence[torch.Tensor], seed: int, *, is_in_place: bool, has_sums: bool = False
+) -> list[tuple[str, list[torch.Tensor]]]:
     """Return sets of inputs laid out like a site's own: (what they hold, one tensor for each root).
 
     Args:
@@ -74,6 +76,8 @@ def special_inputs(roots: Sequence[torch.Tensor], seed: int, *, is_in_place: boo
         seed: of the ordinary numbers around special ones.
         is_in_place: the chain writes into a root at indices that it is given: those stay, as two writes to one place have no
             order.
+        has_sums: the ops add numbers up: the largest numbers are then so small that no order of the terms overflows. Where
+            only some orders do, the kernel and the original both are right.
     """
     found = []
     widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
@@ -82,7 +86,10 @@ def special_inputs(roots: Sequence[torch.Tensor], seed: int, *, is_in_place: boo
         runs = min(_MOST_RUNS, math.ceil(len(CLASSES) / max(rows, 1)))
         step = math.ceil(len(CLASSES) / runs)
         for run in range(runs):
-            made = [_rows_of_classes(root, seed + run, run * step, is_main=root.numel() == widest) for root in roots]
+            made = [
+                _rows_of_classes(root, seed + run, run * step, is_main=root.numel() == widest, has_sums=has_sums)
+                for root in roots
+            ]
             found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
         found.append(("NaN at the end of each operand", [_nan_at_end(root) for root in roots]))
     kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
@@ -317,7 +324,7 @@ def _copy(root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows_of_classes(
-    root: torch.Tensor, seed: int, first: int, *, is_main: bool, classes: Sequence[str] = CLASSES
+    root: torch.Tensor, seed: int, first: int, *, is_main: bool, classes: Sequence[str] = CLASSES, has_sums: bool = False
 ) -> torch.Tensor:
     """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
     if not root.is_floating_point() or not is_main or not root.numel():
@@ -326,14 +333,15 @@ def _rows_of_classes(
     generator = torch.Generator().manual_seed(seed)
     columns = apart.shape[-1] if apart.dim() else 1
     rows = torch.randn((apart.numel() // max(columns, 1), columns), generator=generator, dtype=torch.float64)
+    terms = 4 * root.numel() if has_sums else 1
     for number in range(len(classes)):
         kind = classes[(number + first) % len(classes)]
-        rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed)
+        rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed, terms=terms)
     apart.copy_(rows.reshape(apart.shape).to(root.dtype).to(root.device))
     return made
 
 
-def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int) -> torch.Tensor:
+def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int, *, terms: int) -> torch.Tensor:
     middle = seed % max(rows.shape[-1], 1)
     one = torch.zeros(rows.shape[-1], dtype=torch.bool)
     one[middle] = True
@@ -348,7 +356,7 @@ def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int) -> to
         "one -Inf": lambda: rows.masked_fill(one, -math.inf),
         "all +Inf": lambda: torch.full_like(rows, math.inf),
         "all -Inf": lambda: torch.full_like(rows, -math.inf),
-        "largest finite numbers": lambda: rows.sign() * info.max,
+        "largest finite numbers": lambda: rows.sign() * (info.max / terms),
         "smallest normal numbers": lambda: rows.sign() * info.smallest_normal,
         "subnormal numbers": lambda: rows * info.smallest_normal / 8,
         "a constant": lambda: torch.full_like(rows, 0.7265625),
