@@ -15,11 +15,6 @@ from fusion_advisor.records.chain import Chain, Match, NoMatch, Site
 from fusion_advisor.records.graph import Arg, Launch, OpClass, OpNode, Ref, TensorMeta
 from fusion_advisor.records.report import Report
 from fusion_advisor.records.rewrite import (
-    EPILOGUE,
-    GRAPHED,
-    MERGED,
-    NARROWED,
-    ON_TOP,
     ULP_ENDS,
     Finding,
     FrozenValue,
@@ -28,6 +23,7 @@ from fusion_advisor.records.rewrite import (
     Numerics,
     Receipt,
     RenderedKernel,
+    RewriteStage,
     Status,
     Tolerance,
 )
@@ -53,11 +49,6 @@ from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
 __all__ = [
     "COMPILED",
     "EAGER",
-    "EPILOGUE",
-    "GRAPHED",
-    "MERGED",
-    "NARROWED",
-    "ON_TOP",
     "OURS",
     "OURS_COMPILED",
     "ULP_ENDS",
@@ -90,6 +81,7 @@ __all__ = [
     "Ref",
     "RenderedKernel",
     "Report",
+    "RewriteStage",
     "Site",
     "Status",
     "StepProfile",

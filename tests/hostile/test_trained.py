@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fusion_advisor as fa
-from fusion_advisor.fuse import finish
+from fusion_advisor.fuse import after_side
 from tools import train_small_models as trained
 
 pytestmark = [
@@ -72,7 +72,7 @@ def classify(model, dtype):
 def _no_time_decides():
     """Nothing is decided by time, so no time is spent on steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finish, "WALL_S", 0.02)
+        patch.setattr(after_side, "WALL_S", 0.02)
         yield
 
 

@@ -13,7 +13,9 @@ import fusion_advisor
 from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel
 from fusion_advisor.errors import PlanMismatch, UnreadableReport
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.live.saved_plan import apply_plan, first_difference, load_plan
+from fusion_advisor.fuse.live.graph_difference import first_difference
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.library.discover import scaffold
 from fusion_advisor.records import Status, Tolerance
@@ -47,7 +49,7 @@ def test_a_kept_plan_is_applied_to_another_instance(loaded, quick, monkeypatch):
     plan = fusion_advisor.load_plan(quick.run_dir)
     kept = [fusion for fusion in run.report.fusions if fusion.status is Status.KEPT]
     assert [fusion.chain.id for fusion in plan.fusions] == [fusion.chain_id for fusion in kept]
-    assert len(plan.passes) == sum(rewrite.status is Status.KEPT for rewrite in run.report.rewrites)
+    assert len(plan.rewrites) == sum(rewrite.status is Status.KEPT for rewrite in run.report.rewrites)
     other = another()
     expected = other.model(*other.args)
     with torch.no_grad(), apply_plan(other, plan) as fused:
@@ -73,7 +75,7 @@ def test_what_was_not_kept_is_not_in_the_plan(loaded, quick, monkeypatch):  # no
     verdicts(monkeypatch, keep_none)
     saved_run(loaded, quick)
     plan = load_plan(quick.run_dir)
-    assert plan.fusions == plan.passes == ()
+    assert plan.fusions == () and not plan.rewrites
 
 
 class Squashed(torch.nn.Module):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.decide.rebind as changed_step
-import fusion_advisor.fuse.live.saved_plan as saved
-import fusion_advisor.fuse.pipeline as pipeline
+import fusion_advisor.fuse.live.restore_kernels as saved
 import fusion_advisor.fuse.stages.try_linear_kernels as stage
 from fusion_advisor import units
 from fusion_advisor.autotune import select_gemm
@@ -28,13 +27,17 @@ from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.passes.merge_gemms import merge_all
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.stages import gemm_sites as places
-from fusion_advisor.fuse.stages.try_linear_kernels import Made, find_kinds, header_of, maker, place_gemvs
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.stages import try_on_top
+from fusion_advisor.fuse.stages.linear_kinds import find_kinds
+from fusion_advisor.fuse.stages.try_linear_kernels import Made, header_of, maker, place_gemvs
 from fusion_advisor.records import RenderedKernel, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import baseline_rows
@@ -90,7 +93,7 @@ def qwen2_bench():
 
 def bench_of(loaded):
     bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
-    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+    return changed_bench(bench, merge_all(bench.live.regions, CopyRoom())[0])[0]
 
 
 def kinds_of(loaded):
@@ -280,7 +283,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
     monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
-    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    monkeypatch.setattr(try_on_top, "maker", lambda *_, **__: made_of_torch)
     loaded = decoder()
     state = {name: (value.data_ptr(), value.clone()) for name, value in loaded.model.state_dict().items()}
     twin = copy.deepcopy(loaded.model)
@@ -327,7 +330,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
 
     save(run, quick.run_dir)
     plan = load_plan(quick.run_dir)
-    assert [row.id for row in plan.gemvs] == ["G1", "G2", "G3", "G5"]
+    assert [row.id for row in plan.linears] == ["G1", "G2", "G3", "G5"]
     built, observed = [], []
     observe_values = Bench.observe_values
     monkeypatch.setattr(Bench, "observe_values", lambda *args: observed.append(1) or observe_values(*args))
@@ -361,7 +364,7 @@ def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noq
     for module in (changed_step, stage):
         monkeypatch.setattr(module, "on_top", on_top(lambda _: Status.KEPT))
     monkeypatch.setattr(stage, "is_served", lambda problem, device: problem.m > 64 and device.type == "cpu")
-    monkeypatch.setattr(pipeline, "maker", lambda *_, **__: made_of_torch)
+    monkeypatch.setattr(try_on_top, "maker", lambda *_, **__: made_of_torch)
     loaded = prefill(70)
     with torch.no_grad():
         expected = loaded.model(**loaded.kwargs).logits
@@ -477,13 +480,11 @@ def test_merged_weights_are_in_memory_anyway(monkeypatch):
 def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):
     kept = place(lambda name: Status.KEPT if name == "G1" else Status.SLOWER)
     row = kept.fusions[0]
-    plan = saved.SavedPlan(
-        run_dir=tmp_path, capture=None, report=SimpleNamespace(tolerance=None), fusions=(), passes=(), gemvs=(row,)
-    )
+    plan = SimpleNamespace(run_dir=tmp_path, report=SimpleNamespace(tolerance=None), linears=(row,))
     monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
     kinds = find_kinds(kept.bench)
     places.observe(kept.bench, [place for kind in kinds for place in kind.places])
-    (again,) = saved._gemvs(kept.bench, kinds, plan)
+    (again,) = saved.build_linears(kept.bench, kinds, plan)
     assert (again.id, {site.call.__name__ for site in again.sites}, len(again.sites)) == ("G1", {row.rendered[0].name}, LAYERS)
 
     def spoiled(problem, header, config, _path, *, tuning):
@@ -491,10 +492,10 @@ def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkey
 
     monkeypatch.setattr(saved, "build", spoiled)
     with pytest.raises(PlanMismatch, match="no longer pass"):
-        saved._gemvs(kept.bench, kinds, plan)
+        saved.build_linears(kept.bench, kinds, plan)
     other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
     with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
-        saved._gemvs(kept.bench, kinds, replace(plan, gemvs=(other,)))
+        saved.build_linears(kept.bench, kinds, SimpleNamespace(**{**vars(plan), "linears": (other,)}))
 
 
 def test_no_kernels_without_a_gpu(tmp_path):

@@ -61,7 +61,7 @@ def test_a_narrow_terminal_gets_two_lines_for_a_row() -> None:
     assert lines[at + 1].split() == ["Step", "Verdict"]
     for number, fusion in enumerate((*applied().rewrites, *applied().fusions)):
         name, rest = lines[at + 2 + 2 * number : at + 4 + 2 * number]
-        assert name.startswith(fusion.id) and rest.endswith(shared_rows.VERDICTS[fusion.status].words)
+        assert name.strip().startswith(fusion.id) and rest.endswith(shared_rows.VERDICTS[fusion.status].words)
     assert lines.count("ID  Rewrite") == 1 and "ID  Rewrite" not in shown("applied", 60)
 
 
@@ -109,7 +109,7 @@ def test_a_kernel_that_a_rewrite_put_in_is_named_and_shown_if_asked() -> None:
         console.print(details(with_a_copy(applied()), console, **options))
         return printed.getvalue()
 
-    assert "kernels/R1_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
+    assert "kernels/fold-constants_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
     assert "__global__ void fa_permuted" in told(with_source=True)
 
 
