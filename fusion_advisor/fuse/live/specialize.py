@@ -18,7 +18,6 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
 from fusion_advisor.chains.find import Group, find_groups
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide.replan import changed_bench
@@ -167,7 +166,7 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
 def _is_same_kernel(program: Program, kernel: BuiltFusion) -> bool:
     """Whether rendering for these sizes gives the kernel that is there: wide rows are walked by another one."""
     rendered = backend_named(kernel.kernel.backend).render(
-        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kernel.kernel.fast_math
+        program, kernel.planned.header, tuning=kernel.kernel.parameters, fast_math=kernel.kernel.fast_math
     )
     return rendered.entry == kernel.kernel.name
 
