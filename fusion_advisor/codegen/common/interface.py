@@ -44,9 +44,14 @@ class Header:
     summary: str
     """What is fused, in one sentence."""
     origin: str
-    """``library kernel rmsnorm (variant llama)`` or ``generated from the chain``."""
+    """``library kernel rmsnorm, variant llama`` or ``generated from the chain``."""
     source: str = ""
     """Where the idea comes from: a paper or a URL, from kernel.toml."""
+
+
+def library_origin(kernel: str, variant: str = "") -> str:
+    """Return a header's origin for a kernel of the library, and which of its references it was rendered from."""
+    return f"library kernel {kernel}, variant {variant}" if variant else f"library kernel {kernel}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
