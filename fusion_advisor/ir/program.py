@@ -34,6 +34,7 @@ Compute dtypes: ``float32`` (``float64`` when an operand is float64), ``int64``,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -191,6 +192,18 @@ def nests(program: Program) -> tuple[Part, ...]:
         beside=(),
     )
     return (Part(program=first, operands=tuple(own)), *program.beside)
+
+
+TINY_ELEMENTS = 2**16
+"""Up to so many, a pointwise kernel takes as long as one thread of it: what counts is how little that has to do.
+
+One row of 4,096 (SwiGLU, bfloat16, H200) took 1.20 µs with 8 elements a thread, torch.compile's kernel of 2 a thread 1.14 µs.
+"""
+
+
+def is_tiny(program: Program) -> bool:
+    """Whether a pointwise launch has so few elements that what counts is how little a thread has to do."""
+    return not program.is_reduced and sum(math.prod(part.program.dims) for part in nests(program)) <= TINY_ELEMENTS
 
 
 def with_dims(program: Program, least: int) -> Program:

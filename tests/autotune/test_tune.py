@@ -11,8 +11,9 @@ import torch
 
 from fusion_advisor.autotune import tune as tuning_module
 from fusion_advisor.autotune.cache import SCHEMA, TuningStore
-from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, is_faster_in_cuda, tuning_key
+from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.layout_copy import rows_copy
 from fusion_advisor.library.discover import list_kernels, load_kernel
@@ -152,12 +153,12 @@ def test_few_narrow_rows_are_tried_four_to_a_block():
 
 def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_clusters():
     def clusters(program, arch):
-        return [tuning.cluster for tuning, _ in candidates(program, "cuda", shared=shared_memory_of(arch)) if tuning.cluster]
+        return [tuning.cluster for tuning, _ in candidates(program, "cuda", limits=shared_memory_of(arch)) if tuning.cluster]
 
     assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 4, 8]
     assert clusters(programs.softmax(2048, 300000, "bfloat16"), 90) == [8, 8]  # four blocks have no registers for it
     assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4, 4]
-    found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, shared=shared_memory_of(90))
+    found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, limits=shared_memory_of(90))
     assert [bool(tuning.cluster) for tuning, _ in found[:3]] == [False, True, True]
     assert not clusters(programs.softmax(2048, 10**6), 90)
     assert not clusters(programs.softmax(2048, 50264, "bfloat16"), 80)

@@ -52,7 +52,7 @@ def try_fusion(
     Args:
         bench: has observed the fusion's first site.
         planned: the fusion.
-        backend: ``triton``, ``cuda`` or ``cpp``.
+        backend: name of the backend.
         fast_math: let the kernel approximate.
         tolerance: the user's limit on its errors, instead of the original ops' own.
         kernel_dir: where its source goes, named after the fusion.
