@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.content import content_dir
 from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, is_tiny, layout_key, nests
-from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.timing.kernel_timer import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6
@@ -60,7 +59,7 @@ class Tuned:
 
 def best_tuning(
     program: Program,
-    spec: KernelSpec | None,
+    declared: Sequence[Tuning],
     backend: str,
     device: torch.device | str,
     *,
@@ -75,7 +74,7 @@ def best_tuning(
 
     Args:
         program: what will be bound.
-        spec: its manifest, whose tunables are tried first; None for a generated kernel.
+        declared: tunables of its manifest, tried first; none for a generated kernel.
         backend: its language; without tile parameters there is nothing to choose.
         device: where it will run; nothing is tried where kernels of this backend do not run.
         header: as it will be rendered, so that the compilers' own caches serve the final build.
@@ -91,11 +90,12 @@ def best_tuning(
     if not language.tile_parameters or device.type not in language.device_kinds or 0 in program.dims:
         return Tuned(tuning=Tuning(), source="default")
     store = TuningStore() if store is None else store
-    key = tuning_key(program, header.title, backend, torch.cuda.get_device_name(device), fast_math=fast_math)
+    device_name = torch.cuda.get_device_name(device)
+    key = tuning_key(program, header.title, backend, device_name, fast_math=fast_math, declared=declared)
     stored = store.get(key)
     if stored is not None:
         return Tuned(tuning=stored, source="stored")
-    choices = candidates(program, backend, spec.tunables if spec is not None else (), limits=language.limits(device))
+    choices = candidates(program, backend, declared, limits=language.limits(device))
     if len(choices) < 2:
         return Tuned(tuning=Tuning(), source="default")
     with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +121,14 @@ def best_tuning(
     )
 
 
-def tuning_key(program: Program, title: str, backend: str, device_name: str, *, fast_math: bool) -> str:
-    """Name what a tuning holds for; a template that changed asks again."""
+def tuning_key(
+    program: Program, title: str, backend: str, device_name: str, *, fast_math: bool, declared: Sequence[Tuning] = ()
+) -> str:
+    """Name what a tuning holds for; a template that changed asks again, and so does another manifest.
+
+    The declared candidates are part of the name; the other ones follow from the rest of it. Without them a kernel that was tuned
+    before its manifest declared some would never get these.
+    """
     buckets = []
     for part in nests(program):
         sizes = [str(1 << max(0, size - 1).bit_length()) for size in part.program.dims]
@@ -132,6 +138,7 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
     bucket = "+".join(buckets)
     dtype = next((o.dtype for o in program.operands if o.is_output), "")
     digest = hashlib.sha256(layout_key(program).encode())
+    digest.update(repr([astuple(tuning) for tuning in declared]).encode())
     for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
         digest.update(path.read_bytes())
     parts = (

@@ -56,7 +56,7 @@ def on_fake_cuda(monkeypatch):
     )
 
 
-def choose(program, cost_ns, store, **more):
+def choose(program, cost_ns, store, declared=(), **more):
     """Tune with launchers that cost what ``cost_ns`` says; returns the result and the tunings that were built."""
     clock, built = CountingClock(), []
 
@@ -71,8 +71,18 @@ def choose(program, cost_ns, store, **more):
 
         return launch
 
-    found = best_tuning(program, None, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, **more)
+    found = best_tuning(program, declared, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, **more)
     return found, built
+
+
+def test_a_manifest_that_declares_more_is_measured_again(on_fake_cuda, tmp_path):
+    store, declared = TuningStore(tmp_path / "tuning.json"), [Tuning(block_cols=512, num_warps=1)]
+    program = programs.bias_gelu_erf(2048, 3584)
+    assert choose(program, lambda _: 1000, store)[0].source == "measured"
+    found, built = choose(program, lambda tuning: 100 if tuning in declared else 1000, store, declared)
+    assert (found.tuning, found.source) == (declared[0], "measured") and declared[0] in built
+    again, built = choose(program, lambda _: 1000, store, declared)
+    assert (again.tuning, again.source, built) == (declared[0], "stored", [])
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -218,7 +228,7 @@ def test_the_budget_ends_the_search_after_the_backend_s_choice(on_fake_cuda, tmp
 @pytest.mark.parametrize(("backend", "device"), [("cpp", "cpu"), ("triton", "cpu"), ("cpp", "cuda")])
 def test_nothing_is_tried_where_nothing_can_be_chosen(backend, device, tmp_path):
     store = TuningStore(tmp_path / "t.json")
-    found = best_tuning(programs.rmsnorm(), None, backend, device, header=HEADER, store=store)
+    found = best_tuning(programs.rmsnorm(), (), backend, device, header=HEADER, store=store)
     assert (found.tuning, found.source) == (Tuning(), "default")
     assert not store.path.exists()
 
@@ -226,8 +236,8 @@ def test_nothing_is_tried_where_nothing_can_be_chosen(backend, device, tmp_path)
 def test_the_key_tells_apart_what_needs_another_choice():
     program = programs.rmsnorm(2048, 3584, "bfloat16")
 
-    def key(other=program, title="rmsnorm", backend="triton", device="NVIDIA H200", fast=False):
-        return tuning_key(other, title, backend, device, fast_math=fast)
+    def key(other=program, title="rmsnorm", backend="triton", device="NVIDIA H200", fast=False, declared=()):
+        return tuning_key(other, title, backend, device, fast_math=fast, declared=declared)
 
     assert key() == key(programs.rmsnorm(1500, 3584, "bfloat16"))  # one bucket: both are below 2048
     others = {
@@ -239,8 +249,10 @@ def test_the_key_tells_apart_what_needs_another_choice():
         key(backend="cuda"),
         key(device="NVIDIA A100"),
         key(fast=True),
+        key(declared=[Tuning(num_warps=4)]),
+        key(declared=[Tuning(num_warps=4, cluster=2)]),  # which the repr of a Tuning leaves out
     }
-    assert len(others) == 8
+    assert len(others) == 10
     assert key() not in others
     assert key(programs.bias_gelu_erf(2048, 3584)) == key(programs.bias_gelu_erf(2000, 4096))  # no row has to fit a block
 
@@ -341,8 +353,8 @@ def test_tuning_takes_less_than_two_seconds(backend, tmp_path):
     store = TuningStore(tmp_path / "tuning.json", pytest.fail)
     program = programs.rmsnorm(16384, 4096, "bfloat16")
     # The first build of a process also imports the compiler.
-    best_tuning(programs.softmax(64, 64), None, backend, "cuda", header=replace(HEADER, title="warm"), store=store)
-    found = best_tuning(program, None, backend, "cuda", header=HEADER, store=store)
+    best_tuning(programs.softmax(64, 64), (), backend, "cuda", header=replace(HEADER, title="warm"), store=store)
+    found = best_tuning(program, (), backend, "cuda", header=HEADER, store=store)
     assert found.source == "measured"
     assert len(found.tried) >= 3
     assert found.tune_ns < 2e9

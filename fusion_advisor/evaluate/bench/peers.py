@@ -144,7 +144,7 @@ def ours(work: Work, backend: str) -> Contender:
         return Contender(name=backend, note=work.refusal)
     program = with_names(work.lowered.program, manifest_names(work.spec, work.lowered))
     header = header_of(work.spec, work.variant)
-    tuned = best_tuning(program, work.spec, backend, work.device, header=header, store=work.store)
+    tuned = best_tuning(program, work.spec.tunables, backend, work.device, header=header, store=work.store)
     maker = backend_named(backend)
     started = time.perf_counter_ns()
     rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)

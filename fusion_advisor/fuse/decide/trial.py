@@ -81,8 +81,9 @@ def try_fusion(
     device = roots[0].device
     try:
         tuned = best_tuning(
-            planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
-        )
+            planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math,
+            store=TuningStore(warn=log),
+        )  # fmt: skip
         rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
         path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
         started = time.perf_counter_ns()

@@ -136,7 +136,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
     """
     program, header = _program(layout)
     maker = backend_named(backend)
-    tuned = best_tuning(program, None, backend, layout.device, header=header)
+    tuned = best_tuning(program, (), backend, layout.device, header=header)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         try:
             rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)
