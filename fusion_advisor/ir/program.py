@@ -38,15 +38,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fusion_advisor.records.op_facts import item_bytes
+
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
 ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
 """The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""
 ADDRESSED = frozenset({"load", "dropout"})
 """Values that vary with a linear function of the loop variables: their strides and offset."""
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+"""Of tensors that a kernel may read and write."""
+ITEM_BYTES = {dtype: item_bytes(dtype) for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
