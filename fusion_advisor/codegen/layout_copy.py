@@ -86,8 +86,10 @@ def faster_language(program: Program, *, is_of_rows: bool, has_cuda: bool) -> st
         is_of_rows: whether it is the former.
         has_cuda: whether CUDA C++ can be launched.
     """
+    if is_of_rows:
+        return "cuda" if has_cuda else "triton"
     is_turned = program.values[0].strides[-1] != 1
     is_short = program.dims[-1] < _LEAST_TILE
-    if has_cuda and (is_of_rows or is_short or not is_turned):
+    if has_cuda and (is_short or not is_turned):
         return "cuda"
-    return None if is_short and not is_of_rows else "triton"
+    return None if is_short else "triton"
