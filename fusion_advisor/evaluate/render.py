@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
-from fusion_advisor.codegen.gemm.problem import problem_of
+from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning, library_origin
+from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.codegen.registry import gemv_backend
 from fusion_advisor.errors import UsageError
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import Kernel
+from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 from fusion_advisor.library.spec import KernelSpec
@@ -48,8 +48,7 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
 
 def header_of(spec: KernelSpec, variant: str) -> Header:
     """The head comment of a library kernel."""
-    origin = f"library kernel {spec.name}, variant {variant}"
-    return Header(title=spec.name, summary=spec.summary, origin=origin, source=spec.source)
+    return Header(title=spec.name, summary=spec.summary, origin=library_origin(spec.name, variant), source=spec.source)
 
 
 def named_program(program: Program, patterns: tuple[Pattern, ...]) -> Program:

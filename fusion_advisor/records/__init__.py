@@ -45,6 +45,7 @@ from fusion_advisor.records.step import (
     WarmUp,
 )
 from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
+from fusion_advisor.records.tuning import Tuning
 
 __all__ = [
     "COMPILED",
@@ -93,6 +94,7 @@ __all__ = [
     "TraceKernel",
     "TraceReport",
     "Training",
+    "Tuning",
     "WarmUp",
     "Workload",
 ]

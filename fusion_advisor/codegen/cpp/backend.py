@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -56,7 +55,6 @@ _FLAGS = (
 # whole process.
 _FAST_FLAGS = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros")
 _FAST_NOTE = "Fast math: sums may be reordered and quotients become products; NaN and Inf still propagate, signs of zero may not."
-_BUILD = re.compile(r"^// Build: c\+\+ (.*)$", re.MULTILINE)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -145,7 +143,7 @@ class CppBackend:
         start = f'extern "C" void {entry}('
         if len(parts) > 1:
             source = _beside(program, [*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"], start)
-            return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+            return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp", flags=flags)
         kernel = Kernel(program)
         source = (
             environment()
@@ -158,7 +156,7 @@ class CppBackend:
                 signature=_fill(start, kernel.layout.signature),
             )
         )
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp", flags=flags)
 
     def build(self, rendered: Rendered, path: Path) -> CppKernel:
         """Write the source to ``path``, compile it unless the cache has it, and load it.
@@ -174,8 +172,7 @@ class CppBackend:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, rendered.source.encode())
-        command = _BUILD.search(rendered.source)
-        flags = tuple(command[1].split()) if command else _FLAGS
+        flags = rendered.flags or _FLAGS
         code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
         key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]
         library, handle = _loaded(rendered.entry, f"{rendered.entry}_{key}", (*compiler, *flags), path)

@@ -55,7 +55,7 @@ def try_fusion(
     Args:
         bench: has observed the fusion's first site.
         planned: the fusion.
-        backend: ``triton``, ``cuda`` or ``cpp``.
+        backend: name of the backend.
         fast_math: let the kernel approximate.
         tolerance: the user's limit on its errors, instead of the original ops' own.
         kernel_dir: where its source goes, named after the fusion.
@@ -136,7 +136,9 @@ def _made(
     """Tune, render and build a fusion's kernel."""
     maker = backend_named(backend)
     store = TuningStore(warn=log)
-    tuned = best_tuning(planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=store)
+    tuned = best_tuning(
+        planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math, store=store
+    )
     rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
     path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
     started = time.perf_counter_ns()
@@ -150,6 +152,7 @@ def _made(
         origin=planned.header.origin,
         build_ns=time.perf_counter_ns() - started,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        parameters=tuned.tuning,
         fast_math=fast_math,
     )
     return _Made(kernel=kernel, built=built, launch=launch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
 from fusion_advisor.codegen.registry import backend as backend_named
@@ -73,7 +72,7 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
     """Render a fusion's kernel again; a fusion whose sites differ in layout has several, told apart by name."""
     found = [
         backend_named(kernel.backend).render(
-            planned.program, planned.header, tuning=tuning_of(kernel.source), fast_math=kernel.fast_math
+            planned.program, planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math
         )
         for kernel in kernels
     ]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from fusion_advisor.records import Capture, OpNode, Ref
+from fusion_advisor.records.op_facts import PRODUCTS
 
-_PRODUCTS = {"aten.linear.default": 0, "aten.mm.default": 0, "aten.addmm.default": 1}
+_PRODUCTS = {f"aten.{name}.default": place for name, place in PRODUCTS.items()}
 """Position of the left matrix; GPT-2's layers call ``addmm``."""
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.autotune.select_gemm import choose, is_served
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, library_origin
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
-from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY, LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
@@ -147,10 +147,10 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
     Args:
         kernel_dir: where sources go.
         device: where they will run.
-        backend: ``triton`` or ``cuda``; None for the faster one. ``cpp`` has no such kernels.
+        backend: one of ``LINEAR_BACKENDS``, None for the faster one. The others have no such kernels.
         log: told of each choice.
     """
-    backends = BACKENDS if backend is None else tuple(name for name in BACKENDS if name == backend)
+    backends = LINEAR_BACKENDS if backend is None else tuple(name for name in LINEAR_BACKENDS if name == backend)
     if device.type != "cuda" or not backends:
         return None
 
@@ -249,7 +249,7 @@ def header_of(title: str) -> Header:
     spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
     if spec is None or spec.gemv is None:
         return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
-    return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
+    return Header(title=title, summary=spec.summary, origin=library_origin(title), source=spec.source)
 
 
 def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:
@@ -355,4 +355,4 @@ def _is_wanted(title: str, options: ApplyOptions) -> bool:
 
 def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
     """Whether one may serve: for many rows there is none in Triton."""
-    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend != "triton")
+    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)
