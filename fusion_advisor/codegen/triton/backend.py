@@ -219,6 +219,11 @@ class TritonLauncher:
             self._kernel[self._grid](*tensors, *self._scalars, **self._options)
 
 
+def walks_blocks(rendered: Rendered) -> bool:
+    """Whether a kernel walks the columns of its rows in blocks."""
+    return "for start in " in rendered.source
+
+
 def asserts(rendered: Rendered) -> bool:
     """Whether a kernel asserts that positions are in range."""
     return "tl.device_assert(" in rendered.source
@@ -330,8 +335,7 @@ def _signature(
 
 def _launch(calls: Sequence[Call], tuning: Tuning, rendered: Rendered) -> tuple[Shape, list[int]]:
     """The launch of a kernel, and its integers in the order of the signature."""
-    is_looped = "for start in " in rendered.source
-    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=is_looped)
+    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=walks_blocks(rendered))
     return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
 
