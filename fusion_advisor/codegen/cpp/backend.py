@@ -117,7 +117,7 @@ class CppBackend:
         del tuning
         parts = nests(program)
         entry = entry_name(program, header.title, "fast_math" if fast_math else "")
-        flags = (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
+        flags = flags_of(fast_math=fast_math)
         start = f'extern "C" void {entry}('
         if len(parts) > 1:
             source = _beside(program, [*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"], start)
@@ -159,6 +159,11 @@ class CppBackend:
         return CppKernel(
             entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
         )
+
+
+def flags_of(*, fast_math: bool) -> tuple[str, ...]:
+    """The compiler's flags for a kernel."""
+    return (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
 
 
 def _template(program: Program) -> str:
