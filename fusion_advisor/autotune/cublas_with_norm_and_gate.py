@@ -8,19 +8,19 @@ sizes like any others and launched with the GEMM as one prepared step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.codegen.common.interface import Header, Launcher
+from fusion_advisor.codegen.common.interface import Header, Launcher, library_origin
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import GemvProblem
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.library.discover import load_kernel
-from fusion_advisor.library.patterns import lower_reference
+from fusion_advisor.library.patterns import lower_reference, manifest_names
 
 _BUDGET_S = 0.3
 """For the launch parameters of each kernel: with those of the GEMV kernels beside them a choice stays under two seconds."""
@@ -69,10 +69,8 @@ def _kernel(
     kernel = load_kernel(name)
     spec, function = kernel.spec, dict(kernel.references)[variant]
     lowered = next(lower_reference(spec, function, sizes, constants=constants, dtype=getattr(torch, dtype)))
-    names = [*(spec.inputs[index].name for index in lowered.inputs), *spec.outputs]
-    operands = tuple(replace(o, name=named) for o, named in zip(lowered.program.operands, names, strict=True))
-    program = replace(lowered.program, operands=operands)
-    header = Header(title=name, summary=spec.summary, origin=f"library kernel {name}, variant {variant}", source=spec.source)
+    program = with_names(lowered.program, manifest_names(spec, lowered))
+    header = Header(title=name, summary=spec.summary, origin=library_origin(name, variant), source=spec.source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tuned = best_tuning(program, spec, backend, device, header=header, store=store, budget_s=_BUDGET_S)
     maker = backend_named(backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
+from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning, library_origin
 from fusion_advisor.codegen.gemm.problem import problem_of
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.registry import gemv_backend
@@ -48,8 +48,7 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
 
 def header_of(spec: KernelSpec, variant: str) -> Header:
     """The head comment of a library kernel."""
-    origin = f"library kernel {spec.name}, variant {variant}"
-    return Header(title=spec.name, summary=spec.summary, origin=origin, source=spec.source)
+    return Header(title=spec.name, summary=spec.summary, origin=library_origin(spec.name, variant), source=spec.source)
 
 
 def named_program(program: Program, patterns: tuple[Pattern, ...]) -> Program:

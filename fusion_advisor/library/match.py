@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from fusion_advisor.ir.causal_mask import Order, order_of
+from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.program import COMMUTATIVE, ROUNDINGS, Program, Value, nests
 
 _RELATIVE = 1e-6
@@ -118,39 +119,6 @@ def _renamed(program: Program, mine: Structure, pattern: Pattern) -> Program:
     terms = zip(mine.constant_values, pattern.constant_names, pattern.constant_factors, strict=True)
     named = {number: name for number, name, factor in terms if name and factor == 1}
     return with_names(program, [names.get(number, operand.name) for number, operand in enumerate(program.operands)], named)
-
-
-def names_in(program: Program) -> tuple[tuple[str, ...], tuple[tuple[int, str], ...]]:
-    """Return the names of a Program's operands, and those of its named constants by value, counted through its loop nests."""
-    values = [value for part in nests(program) for value in part.program.values]
-    named = tuple((number, value.constant_name) for number, value in enumerate(values) if value.constant_name)
-    return tuple(operand.name for operand in program.operands), named
-
-
-def with_names(program: Program, names: Sequence[str], named: Mapping[int, str]) -> Program:
-    """Give a Program the names that :func:`names_in` returned for its like.
-
-    Args:
-        program: its own names are replaced.
-        names: of the operands, in order.
-        named: of the constants, by value number.
-
-    Raises:
-        ValueError: there are more or fewer names than operands.
-    """
-    operands = tuple(replace(operand, name=name) for operand, name in zip(program.operands, names, strict=True))
-    values = tuple(replace(value, constant_name=named.get(number, "")) for number, value in enumerate(program.values))
-    beside, before = [], len(values)
-    for part in program.beside:
-        own = part.program
-        own = replace(
-            own,
-            operands=tuple(replace(o, name=operands[at].name) for o, at in zip(own.operands, part.operands, strict=True)),
-            values=tuple(replace(v, constant_name=named.get(before + number, "")) for number, v in enumerate(own.values)),
-        )
-        beside.append(replace(part, program=own))
-        before += len(own.values)
-    return replace(program, operands=operands, values=values, beside=tuple(beside))
 
 
 class _Canonical:

@@ -243,13 +243,18 @@ def _alike(spec: KernelSpec, rows: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(letters) for letters in found.values() if len(letters) > 1]
 
 
+def manifest_names(spec: KernelSpec, lowered: Lowered) -> list[str]:
+    """Return the manifest's names for the operands of a lowered reference, in the Program's order.
+
+    A model may not read all outputs; a reference lowered for some of them has the last ones.
+    """
+    return [*(spec.inputs[index].name for index in lowered.inputs), *spec.outputs[-len(lowered.outputs) :]]
+
+
 def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[str, float]) -> Pattern:
     form = structure(lowered.program)
     named = [_named(constant, marks) for constant in form.constants]
-    input_names = {number: spec.inputs[index].name for number, index in enumerate(lowered.inputs)}
-    count = len(lowered.outputs)
-    output_names = {len(lowered.inputs) + number: name for number, name in enumerate(spec.outputs[-count:])}
-    names = {**input_names, **output_names}
+    names = manifest_names(spec, lowered)
     return Pattern(
         kernel=spec.name,
         variant=variant,

@@ -49,6 +49,7 @@ from fusion_advisor.records.step import (
     WarmUp,
 )
 from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
+from fusion_advisor.records.tuning import Tuning
 
 __all__ = [
     "COMPILED",
@@ -101,6 +102,7 @@ __all__ = [
     "TraceKernel",
     "TraceReport",
     "Training",
+    "Tuning",
     "WarmUp",
     "Workload",
 ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion_advisor.records.run import Timing
+from fusion_advisor.records.tuning import Tuning
 
 
 class Status(enum.StrEnum):
@@ -110,6 +111,9 @@ class RenderedKernel:
     """``library: gelu_tanh`` or ``generated from the chain``."""
     build_ns: int = 0
     tuning: str = ""
+    """Block sizes and warps of its launch and how they were chosen, in words."""
+    parameters: Tuning = field(default_factory=Tuning)
+    """The launch parameters that were asked for; a saved plan renders the kernel with them again."""
     fast_math: bool = False
     """Whether it may approximate."""
 

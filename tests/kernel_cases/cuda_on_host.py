@@ -17,7 +17,7 @@ import torch
 
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
 from fusion_advisor.codegen.common.interface import Rendered
-from fusion_advisor.codegen.cuda.tiling import form_of, pack_width, shared_bytes_of
+from fusion_advisor.codegen.cuda.tiling import pack_width, shared_bytes_of
 from fusion_advisor.ir.program import Program
 
 _PRELUDE = """
@@ -121,8 +121,8 @@ def _unit(number, launch):
     calls = calls_of(launch.program, flatten_rows=True)
     plans = [call.plan for call in calls]
     kind = plans[0].kind
-    width = launch.width or min(pack_width(plan, form_of(rendered))[0] for plan in plans)
-    form = form_of(rendered)
+    width = launch.width or min(pack_width(plan, rendered.form)[0] for plan in plans)
+    form = rendered.form
     packs = [max(1, ceil((plan.program.dims[-1] + form.is_shifted * (width - 1)) / width)) for plan in plans]
     each = packs[0] if kind == "rows" and not form.is_looped else 3
     if kind == "tiled":

@@ -10,8 +10,9 @@ import textwrap
 from collections.abc import Sequence
 
 from fusion_advisor.codegen.common.arguments import Schedule
-from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.common.interface import Header
 from fusion_advisor.ir.program import ITEM_BYTES, Program, dropout_constants, nests
+from fusion_advisor.records import Tuning
 
 
 def heading(plans: Sequence[Schedule], header: Header, *, fast_math: bool, notes: tuple[str, ...] = ()) -> list[str]:
@@ -82,10 +83,3 @@ def dropout_notes(program: Program) -> tuple[str, ...]:
         f"{dropout_constants(float(p or 0))[0]}, p = {p} of 2**32; the others are scaled by 1 / (1 - p)."
         for p in chances
     )
-
-
-def tuning_of(source: str) -> Tuning:
-    """The tuning that a head comment names: a kernel file is complete by itself."""
-    line = re.search(r"^(?:#|//) Tuning: (.+)$", source, re.MULTILINE)
-    given = {name: int(value) for name, _, value in (item.partition("=") for item in line[1].split())} if line else {}
-    return Tuning(**given)

@@ -20,6 +20,7 @@ import jinja2
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.ir.program import Program, layout_key
+from fusion_advisor.records import Tuning as Tuning  # noqa: PLC0414  # a part of this interface
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,79}\Z")
 
@@ -43,24 +44,28 @@ class Header:
     summary: str
     """What is fused, in one sentence."""
     origin: str
-    """``library kernel rmsnorm (variant llama)`` or ``generated from the chain``."""
+    """``library kernel rmsnorm, variant llama`` or ``generated from the chain``."""
     source: str = ""
     """Where the idea comes from: a paper or a URL, from kernel.toml."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Launch parameters of a tile kernel; None leaves the backend's own choice."""
+def library_origin(kernel: str, variant: str = "") -> str:
+    """Return a header's origin for a kernel of the library, and which of its references it was rendered from."""
+    return f"library kernel {kernel}, variant {variant}" if variant else f"library kernel {kernel}"
 
-    block_cols: int | None = None
-    """Columns of a tile; in CUDA kernels, of a pack at most."""
-    block_rows: int | None = None
-    """Rows of a tile; in CUDA kernels that walk rows in parts, rows under way on a multiprocessor."""
-    num_warps: int | None = None
-    packs: int | None = None
-    """CUDA only: 16-byte packs of a thread; unlike a number of warps it suits rows of any width."""
-    cluster: int | None = field(default=None, repr=False)  # kernels without clusters are named after the rest of the repr
-    """CUDA only, from compute capability 9.0 on: blocks that share a row; the row then stays in their registers."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a kernel is written for sizes and strides like those of the Program that it was rendered for; it serves any others."""
+
+    is_looped: bool = False
+    """Rows are walked in parts."""
+    is_split: bool = False
+    """CUDA: a pack may lie across a border between channels."""
+    is_shifted: bool = False
+    """CUDA: a row's packs start where its addresses allow it, not at its first column."""
+    is_clustered: bool = False
+    """CUDA: a cluster of blocks shares a row, which stays in their registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +78,22 @@ class Rendered:
     source: str
     suffix: str
     """``.py``, ``.cu`` or ``.cpp``."""
+    tuning: Tuning = field(default_factory=Tuning)
+    """The launch parameters that were asked for; a launch uses them again."""
+    form: Form = field(default_factory=Form)
+    has_asserts: bool = False
+    """Triton: asserts that positions are in range, which takes a compile option."""
+    flags: tuple[str, ...] = ()
+    """C++: what the compiler is called with."""
     is_for_one_arch: bool = False
     """CUDA: uses instructions that no other generation has; ``sm_90a``, not ``sm_90``."""
+    text: str = ""
+    """The whole file with its launcher, see ``codegen.standalone``; empty where none was asked for."""
+
+    @property
+    def file_text(self) -> str:
+        """What is written to the kernel's file; compilers are given ``source`` or this, and make the same kernel of both."""
+        return self.text or self.source
 
 
 Launcher = Callable[..., None]

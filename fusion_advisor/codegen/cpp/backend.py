@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -55,7 +54,6 @@ _FLAGS = (
 # whole process.
 _FAST_FLAGS = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros")
 _FAST_NOTE = "Fast math: sums may be reordered and quotients become products; NaN and Inf still propagate, signs of zero may not."
-_BUILD = re.compile(r"^// Build: c\+\+ (.*)$", re.MULTILINE)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -117,11 +115,11 @@ class CppBackend:
         del tuning
         parts = nests(program)
         entry = entry_name(program, header.title, "fast_math" if fast_math else "")
-        flags = flags_of(fast_math=fast_math)
+        flags = (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
         start = f'extern "C" void {entry}('
         if len(parts) > 1:
             source = _beside(program, [*_header(program, header, fast_math), f"Build: c++ {' '.join(flags)}"], start)
-            return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+            return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp", flags=flags)
         kernel = Kernel(program)
         source = (
             environment()
@@ -134,7 +132,7 @@ class CppBackend:
                 signature=_fill(start, kernel.layout.signature),
             )
         )
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp")
+        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cpp", flags=flags)
 
     def build(self, rendered: Rendered, path: Path) -> CppKernel:
         """Write the source to ``path``, compile it unless the cache has it, and load it.
@@ -149,9 +147,8 @@ class CppBackend:
                 kernel=rendered.entry, target="cpp", cause="no C++ compiler found; install g++ or clang++, or set CXX"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, rendered.source.encode())
-        command = _BUILD.search(rendered.source)
-        flags = tuple(command[1].split()) if command else _FLAGS
+        _replace(path, rendered.file_text.encode())
+        flags = rendered.flags or _FLAGS
         code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
         key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]
         library, handle = _loaded(rendered.entry, f"{rendered.entry}_{key}", (*compiler, *flags), path)
@@ -159,11 +156,6 @@ class CppBackend:
         return CppKernel(
             entry=rendered.entry, library=library, build_ns=time.perf_counter_ns() - started, tuning=tuning, handle=handle
         )
-
-
-def flags_of(*, fast_math: bool) -> tuple[str, ...]:
-    """The compiler's flags for a kernel."""
-    return (*_FLAGS, *_FAST_FLAGS) if fast_math else _FLAGS
 
 
 def _template(program: Program) -> str:

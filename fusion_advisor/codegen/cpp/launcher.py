@@ -8,7 +8,6 @@ from fusion_advisor.codegen.common.position_checks import checks_of
 from fusion_advisor.codegen.common.site import is_empty
 from fusion_advisor.codegen.common.value_names import ValueNames
 from fusion_advisor.codegen.cpp.arguments import Layout
-from fusion_advisor.codegen.cpp.backend import flags_of
 from fusion_advisor.codegen.cpp.ops import C_TYPES
 from fusion_advisor.ir.program import Program, nests
 
@@ -52,7 +51,7 @@ def with_launcher(rendered: Rendered, program: Program, *, fast_math: bool = Fal
         else f"{tensor['host']}.data()"
         for operand, tensor in zip(program.operands, check["tensors"], strict=True)
     )  # fmt: skip
-    build = " ".join(flag for flag in flags_of(fast_math=fast_math) if flag not in ("-fPIC", "-shared"))
+    build = " ".join(flag for flag in rendered.flags if flag not in ("-fPIC", "-shared"))
     launcher = environment().get_template("cpp/launcher.cpp.jinja").render(
         **check, entry=rendered.entry, note="", check_count=check_count, run=_TIMED.format(given=given).splitlines(),
         command=f"c++ {build} -D{GUARD} {rendered.entry}.cpp -o check && ./check",

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from fusion_advisor.codegen.common.arguments import late_loads, pointer_names
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
 from fusion_advisor.codegen.common.interface import (
     Header,
@@ -48,7 +48,6 @@ from fusion_advisor.codegen.cuda.tiling import (
     BLOCK,
     divisors,
     form_for,
-    form_of,
     launch_shapes,
     pack_width,
     shared_bytes_of,
@@ -132,7 +131,7 @@ class CudaBackend:
             source = environment().get_template("cuda/beside.cu.jinja").render(
                 **common, functions=bodies, calls=calls, signature=_entry_signature(program, calls),
             )  # fmt: skip
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")
+        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu", tuning=tuning, form=form)
 
     def build(self, rendered: Rendered, path: Path) -> CudaKernel:
         """Write the source to ``path`` and compile it for the current device, with the launch shape that the file names.
@@ -140,7 +139,7 @@ class CudaBackend:
         Raises:
             KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
         """
-        write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+        write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
         return CudaKernel(rendered)
 
 
@@ -172,8 +171,8 @@ class CudaKernel:
         calls = calls_of(program, flatten_rows=True)
         if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
-        tuning = tuning or tuning_of(self._rendered.source)
-        widths = [pack_width(call.plan, form_of(self._rendered)) for call in calls]
+        tuning = tuning or self._rendered.tuning
+        widths = [pack_width(call.plan, self._rendered.form) for call in calls]
         width, alignment = min(width for width, _ in widths), max(alignment for _, alignment in widths)
         first = self._launch_of(calls, tuning, width)
         self.tuning = first.text
@@ -183,7 +182,7 @@ class CudaKernel:
         import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
         from cuda.core import LaunchConfig
 
-        plans, form = [call.plan for call in calls], form_of(self._rendered)
+        plans, form = [call.plan for call in calls], self._rendered.form
         shared = device_shared_memory() if form.is_looped else SharedMemory()
         macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared)
         blocks = [across for across, _, _ in grids]
@@ -227,8 +226,8 @@ def compile_for(rendered: Rendered, arch: int, *, program: Program | None = None
     """
     macros: dict[str, int] = {}
     if program is not None:
-        plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], tuning_of(rendered.source)
-        form = form_of(rendered)
+        plans, tuning = [call.plan for call in calls_of(program, flatten_rows=True)], rendered.tuning
+        form = rendered.form
         width = width or min(pack_width(plan, form)[0] for plan in plans)
         macros, _ = launch_shapes(plans, tuning, form=form, width=width, shared=shared_memory_of(arch))
     return compile_cubin(rendered, f"sm_{arch}", macros, compiler=compiler)

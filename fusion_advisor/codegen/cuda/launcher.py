@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from fusion_advisor.codegen.common.cpp_check import check_context
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
-from fusion_advisor.codegen.common.interface import Rendered, Tuning, environment
+from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.value_names import ValueNames
 from fusion_advisor.codegen.cuda.ops import SCALARS
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
-from fusion_advisor.codegen.cuda.tiling import form_of, launch_shapes, pack_width, shared_bytes_of
+from fusion_advisor.codegen.cuda.tiling import launch_shapes, pack_width, shared_bytes_of
 from fusion_advisor.ir.program import Program
 
 _PREAMBLE = """\
@@ -44,30 +44,23 @@ for (int run = 0; run < 30; ++run) {{
 
 
 def with_launcher(
-    rendered: Rendered,
-    program: Program,
-    tuning: Tuning,
-    *,
-    shared: SharedMemory,
-    arch: int = 90,
-    fast_math: bool = False,
+    rendered: Rendered, program: Program, *, shared: SharedMemory, arch: int = 90, fast_math: bool = False
 ) -> str:
     """Return the whole file of a CUDA C++ kernel.
 
     Args:
         rendered: the kernel.
         program: of its site.
-        tuning: launch parameters that were measured.
         shared: the shared memory of the GPU; it decides how much of a wide row is kept there.
         arch: compute capability that the command line at the top names.
         fast_math: whether the kernel approximates.
     """
-    calls, form = calls_of(program, flatten_rows=True), form_of(rendered)
+    calls, form = calls_of(program, flatten_rows=True), rendered.form
     plans = [call.plan for call in calls]
     if all(plan.is_empty for plan in plans):
         return rendered.source
     width = min(pack_width(plan, form)[0] for plan in plans)
-    macros, grids = launch_shapes(plans, tuning, form=form, width=width, shared=shared if form.is_looped else SharedMemory())
+    macros, grids = launch_shapes(plans, rendered.tuning, form=form, width=width, shared=shared if form.is_looped else SharedMemory())
     blocks = [across for across, _, _ in grids]
     integers = [*starts(blocks), *(item for call in calls for item in call.arguments)]
     check = check_context(program, fast_math=fast_math)

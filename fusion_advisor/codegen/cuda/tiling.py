@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, next_power
-from fusion_advisor.codegen.common.interface import Rendered, Tuning
+from fusion_advisor.codegen.common.interface import Form
 from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory, pack_bytes, staged_cols
 from fusion_advisor.ir.program import ITEM_BYTES
+from fusion_advisor.records import Tuning
 
 BLOCK = 256
 _HALVES_BLOCK = 128
@@ -33,22 +33,6 @@ _MOST_ACROSS = 65535
 """CUDA's limit on the second side of a grid."""
 _NO_SHARED_MEMORY = SharedMemory()
 _NO_TUNING = Tuning()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How a kernel is written for sizes and strides like those of the Program that it was rendered for; it serves any others."""
-
-    is_looped: bool = False
-    """Rows are walked in parts."""
-    is_split: bool = False
-    """A pack may lie across a border between channels."""
-    is_shifted: bool = False
-    """A row's packs start where its addresses allow it, not at its first column."""
-    is_clustered: bool = False
-    """A cluster of blocks shares a row, which stays in their registers."""
-
-
 _PLAIN = Form()
 
 
@@ -72,14 +56,6 @@ def form_for(plans: Sequence[Schedule], tuning: Tuning = _NO_TUNING) -> Form:
         # In narrow rows the packs at the edges, which are moved element by element, are too many.
         is_shifted=is_wide and all(_may_shift(plan) and widens(plan, shifted) for plan in plans),
     )
-
-
-def form_of(rendered: Rendered) -> Form:
-    """The form that a kernel was written in."""
-    return Form(
-        is_looped="for (index_t start = " in rendered.source, is_split="+ lane >= " in rendered.source,
-        is_shifted="index_t shift = " in rendered.source, is_clustered="CLUSTER" in rendered.source,
-    )  # fmt: skip
 
 
 def _may_shift(plan: Schedule) -> bool:

@@ -28,9 +28,10 @@ from fusion_advisor.codegen.common.arguments import (
     pointer_names,
 )
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
-from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note, tuning_of
+from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
 from fusion_advisor.codegen.common.interface import (
+    Form,
     Header,
     KernelBuildFailed,
     Launcher,
@@ -114,7 +115,10 @@ class TritonBackend:
                 **common, functions=bodies, calls=calls, constants=constants,
                 signature=_signature(pointer_names(program), integers, constants, fixed),
             )  # fmt: skip
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
+        return Rendered(
+            backend=self.name, entry=entry, source=source, suffix=".py", tuning=tuning, form=Form(is_looped=is_looped),
+            has_asserts="checked" in helpers,
+        )  # fmt: skip
 
     def build(self, rendered: Rendered, path: Path) -> TritonKernel:
         """Write the source to ``path`` and import it; machine code is made when a Program is bound.
@@ -153,13 +157,13 @@ class TritonKernel:
         calls = calls_of(program, flatten_rows=False)
         if all(call.plan.is_empty for call in calls):
             return lambda *_tensors: None
-        shape, scalars = _launch(calls, tuning or tuning_of(self._rendered.source), self._rendered)
+        shape, scalars = _launch(calls, tuning or self._rendered.tuning, self._rendered.form)
         self.tuning = shape.text
         if not hasattr(self._kernel, "warmup") or not has_cuda():
-            return _interpreted(self._kernel, scalars, shape, asserts=asserts(self._rendered))
+            return _interpreted(self._kernel, scalars, shape, asserts=self._rendered.has_asserts)
         start = time.perf_counter_ns()
         dtypes = [operand.dtype for operand in program.operands]
-        options = compile_options(shape.num_warps, asserts=asserts(self._rendered), is_exact=program.is_exact)
+        options = compile_options(shape.num_warps, asserts=self._rendered.has_asserts, is_exact=program.is_exact)
         launcher = TritonLauncher(
             self._kernel, dtypes, (*scalars, *shape.constants.values()), shape.programs, options, self._rendered.entry
         )
@@ -219,16 +223,6 @@ class TritonLauncher:
             self._kernel[self._grid](*tensors, *self._scalars, **self._options)
 
 
-def walks_blocks(rendered: Rendered) -> bool:
-    """Whether a kernel walks the columns of its rows in blocks."""
-    return "for start in " in rendered.source
-
-
-def asserts(rendered: Rendered) -> bool:
-    """Whether a kernel asserts that positions are in range."""
-    return "tl.device_assert(" in rendered.source
-
-
 def compile_options(num_warps: int, *, asserts: bool = False, is_exact: bool = False) -> dict[str, int]:
     """Return the options that every kernel is compiled with.
 
@@ -261,9 +255,9 @@ def assembly_for(program: Program, rendered: Rendered, target: int) -> Mapping[s
     Raises:
         KernelBuildFailed: the cause is Triton's last line.
     """
-    shape, scalars = _launch(calls_of(program, flatten_rows=False), tuning_of(rendered.source), rendered)
+    shape, scalars = _launch(calls_of(program, flatten_rows=False), rendered.tuning, rendered.form)
     dtypes = [operand.dtype for operand in program.operands]
-    options = compile_options(shape.num_warps, asserts=asserts(rendered), is_exact=program.is_exact)
+    options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
     return compile_source(rendered, target, dtypes, scalars, shape.constants, options)
 
 
@@ -333,9 +327,9 @@ def _signature(
     return [line.removesuffix(",") for line in lines]
 
 
-def _launch(calls: Sequence[Call], tuning: Tuning, rendered: Rendered) -> tuple[Shape, list[int]]:
+def _launch(calls: Sequence[Call], tuning: Tuning, form: Form) -> tuple[Shape, list[int]]:
     """The launch of a kernel, and its integers in the order of the signature."""
-    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=walks_blocks(rendered))
+    shape, programs = choose_shapes([call.plan for call in calls], tuning, is_looped=form.is_looped)
     return shape, [value for _, value in (*starts(programs), *(item for call in calls for item in call.arguments))]
 
 
@@ -371,7 +365,7 @@ def load_source(rendered: Rendered, path: Path) -> ModuleType:
     """Write a kernel file and import it under a name of its own, without entering it into ``sys.modules``."""
     if path.suffix != ".py":
         raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=f"{path.name} is not a Python file")
-    write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+    write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
     module = ModuleType(f"fusion_advisor_kernel_{rendered.entry}")
     module.__file__ = str(path)
     try:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
-from fusion_advisor.codegen.common.interface import Rendered, Tuning, environment
+from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
-from fusion_advisor.codegen.triton.backend import asserts, compile_options, walks_blocks
+from fusion_advisor.codegen.triton.backend import compile_options
 from fusion_advisor.codegen.triton.reference import torch_reference
 from fusion_advisor.codegen.triton.tiling import Shape, choose_shapes
 from fusion_advisor.ir.program import Program
@@ -20,28 +20,27 @@ FAST_MATH_FLOOR = 1e-4
 
 
 def with_launcher(
-    rendered: Rendered, program: Program, tuning: Tuning, *, layouts: Sequence[Layout | None] = (), fast_math: bool = False
+    rendered: Rendered, program: Program, *, layouts: Sequence[Layout | None] = (), fast_math: bool = False
 ) -> str:
     """Return the whole file of a Triton kernel.
 
     Args:
         rendered: the kernel.
         program: of its site.
-        tuning: launch parameters that were measured.
         layouts: shape and strides of each operand at the site.
         fast_math: whether the kernel approximates.
     """
     calls = calls_of(program, flatten_rows=False)
     if all(call.plan.is_empty for call in calls):
         return rendered.source
-    shape, counts = choose_shapes([call.plan for call in calls], tuning, is_looped=walks_blocks(rendered))
+    shape, counts = choose_shapes([call.plan for call in calls], rendered.tuning, is_looped=rendered.form.is_looped)
     tensors = tensors_of(program, layouts)
     reference = torch_reference(program, tensors)
     scalars = [*starts(counts), *(item for call in calls for item in call.arguments)]
     own = own_dtype(program)
-    blocks, grid, constants = _launch(calls, shape, is_looped=walks_blocks(rendered))
+    blocks, grid, constants = _launch(calls, shape, is_looped=rendered.form.is_looped)
     names = [tensor.name for tensor in tensors]
-    options = compile_options(shape.num_warps, asserts=asserts(rendered), is_exact=program.is_exact)
+    options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
     passed = textwrap.wrap(", ".join([*names, *(name for name, _ in scalars)]), 110)
     text = environment().get_template("triton/launcher.py.jinja").render(
         file=f"{rendered.entry}.py", entry=rendered.entry, blocks=blocks, grid=grid, constants=constants,

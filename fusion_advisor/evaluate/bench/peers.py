@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import torch
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.select_gemm import BACKENDS, choose, launcher_for
 from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.codegen.common.interface import Header, Launcher
+from fusion_advisor.codegen.common.interface import Launcher
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, GemvProblem
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list
 from fusion_advisor.evaluate.render import header_of
+from fusion_advisor.ir.operand_names import with_names
+from fusion_advisor.library.patterns import manifest_names
 from fusion_advisor.library.spec import KernelSpec
 from fusion_advisor.lowering.lower import Lowered
 from fusion_advisor.timing.kernel_timer import Call
@@ -139,13 +141,8 @@ def ours(work: Work, backend: str) -> Contender:
         return _chosen(work, backend, (backend,), with_cublas=False)
     if work.lowered is None:
         return Contender(name=backend, note=work.refusal)
-    program = named(work.lowered, work.spec)
-    header = Header(
-        title=work.spec.name,
-        summary=work.spec.summary,
-        origin=f"library kernel {work.spec.name} (variant {work.variant})",
-        source=work.spec.source,
-    )
+    program = with_names(work.lowered.program, manifest_names(work.spec, work.lowered))
+    header = header_of(work.spec, work.variant)
     tuned = best_tuning(program, work.spec, backend, work.device, header=header, store=work.store)
     maker = backend_named(backend)
     started = time.perf_counter_ns()
@@ -162,14 +159,6 @@ def ours(work: Work, backend: str) -> Contender:
 
     words = f"{built.tuning} ({tuned.text})" if built.tuning else ""
     return Contender(name=backend, call=call, tuning=words, build_ns=took)
-
-
-def named(lowered: Lowered, spec: KernelSpec) -> Any:
-    """Return the Program with its operands named as the manifest names them."""
-    program = lowered.program
-    names = [spec.inputs[index].name for index in lowered.inputs] + list(spec.outputs[-len(lowered.outputs) :])
-    operands = tuple(replace(o, name=name) for o, name in zip(program.operands, names, strict=True))
-    return replace(program, operands=operands)
 
 
 # -- liger-kernel ----------------------------------------------------------------------------------------------------------

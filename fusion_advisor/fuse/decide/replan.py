@@ -16,6 +16,7 @@ from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
+from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program
 from fusion_advisor.lowering.lower import Lowered
 from fusion_advisor.lowering.memo import lower_sites
@@ -61,7 +62,7 @@ def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> 
     outputs = [tuple(moved[index] for index in lowered.outputs) for lowered in planned.sites]
     found = lower_sites(bench.ops, list(zip(members, outputs, strict=True)), is_exact=planned.program.is_exact)
     for site, own, fresh in zip(planned.chain.sites, members, found, strict=True):
-        program = _named_like(fresh.program, planned.program)
+        program = named_like(fresh.program, planned.program)
         by_program.setdefault(program, []).append((replace(site, op_indices=own), replace(fresh, program=program)))
     return [
         replace(
@@ -72,17 +73,3 @@ def relocate(planned: PlannedFusion, bench: Bench, moved: Mapping[int, int]) -> 
         )
         for program, pairs in by_program.items()
     ]
-
-
-def _named_like(program: Program, model: Program) -> Program:
-    """Give a program the names that the library's kernel gave to operands and constants; only layouts differ between the two."""
-    mine, theirs = program.values, model.values
-    if len(program.operands) != len(model.operands) or [value.op for value in mine] != [value.op for value in theirs]:
-        return program
-    operands = tuple(replace(own, name=named.name) for own, named in zip(program.operands, model.operands, strict=True))
-    values = tuple(replace(own, constant_name=named.constant_name) for own, named in zip(mine, theirs, strict=True))
-    beside = program.beside
-    if len(beside) == len(model.beside):
-        pairs = zip(beside, model.beside, strict=True)
-        beside = tuple(replace(own, program=_named_like(own.program, named.program)) for own, named in pairs)
-    return replace(program, operands=operands, values=values, beside=beside)

@@ -100,6 +100,7 @@ def try_fusion(
         origin=planned.header.origin,
         build_ns=build_ns,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        parameters=tuned.tuning,
         fast_math=fast_math,
     )
     base = replace(base, rendered=(kernel,))

@@ -18,7 +18,6 @@ import torch
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
 from fusion_advisor.codegen.registry import backend as backend_named
@@ -301,7 +300,7 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
     """Render a fusion's kernel again; a fusion whose sites differ in layout has several, told apart by name."""
     found = [
         backend_named(kernel.backend).render(
-            planned.program, planned.header, tuning=tuning_of(kernel.source), fast_math=kernel.fast_math
+            planned.program, planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math
         )
         for kernel in kernels
     ]

@@ -18,7 +18,6 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
 from fusion_advisor.chains.find import Group, find_groups
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide.replan import changed_bench
@@ -27,8 +26,8 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import try_epilogues
 from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.ir.operand_names import named_like
 from fusion_advisor.ir.program import Program, layout_key
-from fusion_advisor.library.match import names_in, with_names
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.records import Chain, OpClass, OpNode, Site, Tolerance
 from fusion_advisor.verify import check_chain
@@ -156,8 +155,7 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
         kernel = by_layout.get(layout_key(program))
         if kernel is None:
             continue
-        names, named_values = names_in(kernel.planned.program)
-        program = with_names(program, names, dict(named_values))
+        program = named_like(program, kernel.planned.program)
         if not _is_same_kernel(program, kernel):
             continue
         found.append((_planned(bench.ops, same, program, kernel, f"S{len(found) + 1}"), kernel))
@@ -167,7 +165,7 @@ def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
 def _is_same_kernel(program: Program, kernel: BuiltFusion) -> bool:
     """Whether rendering for these sizes gives the kernel that is there: wide rows are walked by another one."""
     rendered = backend_named(kernel.kernel.backend).render(
-        program, kernel.planned.header, tuning=tuning_of(kernel.kernel.source), fast_math=kernel.kernel.fast_math
+        program, kernel.planned.header, tuning=kernel.kernel.parameters, fast_math=kernel.kernel.fast_math
     )
     return rendered.entry == kernel.kernel.name
 

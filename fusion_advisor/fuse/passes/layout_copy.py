@@ -160,6 +160,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
         source=rendered.source,
         origin=header.origin,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        parameters=tuned.tuning,
     )
     return PlainCopy(header.title, layout, launch, kernel)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
-from fusion_advisor.codegen.common.interface import Header
+from fusion_advisor.codegen.common.interface import Header, library_origin
 from fusion_advisor.fuse.plan.options import MIN_SHARE
+from fusion_advisor.ir.operand_names import names_in, with_names
 from fusion_advisor.ir.program import Program, layout_key
-from fusion_advisor.library.match import Pattern, find_match, names_in, with_names
+from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.lowering.rules.tables import CannotLower
@@ -196,7 +197,7 @@ def generated_name(op_names: Sequence[str], program: Program) -> str:
 
 
 def _planned(row: Ranked, match: Match, program: Program, sites: Sequence[Lowered], number: int) -> PlannedFusion:
-    origin = f"library kernel {match.kernel}, variant {match.variant}" if match.is_library else "generated from the chain"
+    origin = library_origin(match.kernel, match.variant) if match.is_library else "generated from the chain"
     header = Header(
         title=match.kernel,
         summary=f"{' -> '.join(row.chain.ops)} in one kernel",

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
-from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
+from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, library_origin
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
 from fusion_advisor.codegen.registry import gemv_backend
 from fusion_advisor.content import content_dir
@@ -260,7 +260,7 @@ def header_of(title: str) -> Header:
     spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
     if spec is None or spec.gemv is None:
         return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
-    return Header(title=title, summary=spec.summary, origin=f"library kernel {title}", source=spec.source)
+    return Header(title=title, summary=spec.summary, origin=library_origin(title), source=spec.source)
 
 
 def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.ir.affine_index import Index, Place
 from fusion_advisor.ir.causal_mask import guard_masked_loads
 from fusion_advisor.ir.dtypes import CannotLower
+from fusion_advisor.ir.operand_names import unique, with_names
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Operand, Part, Program, Store, Value, depends_on, with_dims
 from fusion_advisor.lowering.builder.loop_order import share_rows
 
@@ -136,22 +137,20 @@ def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[L
                 max(before.element_count, operand.element_count) if is_shared else before.element_count + operand.element_count
             )
             operands[index] = replace(before, element_count=min(count, math.prod(ops[index].outputs[0].shape)))
-    names = _unique([operands[index].name for index in roots])
+    names = unique([operands[index].name for index in roots])
     names += [f"out{number + 1}" for number in range(len(outputs))]
-    named = tuple(replace(operands[index], name=name) for index, name in zip(place, names, strict=True))
-    nests = []
-    for part in parts:
-        places = tuple(place[index] for index in (*part.inputs, *part.outputs))
-        own = tuple(replace(operand, name=named[at].name) for operand, at in zip(part.program.operands, places, strict=True))
-        nests.append(Part(program=replace(part.program, operands=own), operands=places))
+    nests = [
+        Part(program=part.program, operands=tuple(place[index] for index in (*part.inputs, *part.outputs))) for part in parts
+    ]
     first = nests[0]
     program = replace(
         first.program,
-        operands=named,
+        operands=tuple(operands[index] for index in place),
         values=tuple(replace(v, operand=first.operands[v.operand]) if v.op == "load" else v for v in first.program.values),
         stores=tuple(replace(store, operand=first.operands[store.operand]) for store in first.program.stores),
         beside=tuple(nests[1:]),
     )
+    program = with_names(program, names)
     return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs), written=written_by(ops, outputs))
 
 
@@ -163,16 +162,6 @@ def written_by(ops: Mapping[int, OpNode] | Sequence[OpNode], outputs: Sequence[i
         return index if owner is None else owner_of(owner)
 
     return tuple(owner_of(index) for index in outputs if ops[index].mutates)
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Names as they are, numbered where they would repeat."""
-    found: list[str] = []
-    for name in names:
-        base = name.rstrip("0123456789")
-        taken = sum(1 for other in found if other.rstrip("0123456789") == base)
-        found.append(f"{base}{taken + 1}" if taken else base)
-    return found
 
 
 # -- loops that are written out ----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fusion_advisor.codegen.common.arguments import schedule
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
@@ -308,7 +307,7 @@ def test_tuning_is_kept_in_the_file():
     rendered = render(p.rmsnorm(4, 4096), tuning=Tuning(num_warps=4))
     assert "// Tuning: num_warps=4" in rendered.source
     rendered = render(p.rmsnorm(4, 4096), tuning=Tuning(packs=8))
-    assert tuning_of(rendered.source) == Tuning(packs=8)
+    assert rendered.tuning == Tuning(packs=8)
 
 
 def test_manifest_text_cannot_leave_the_comment():

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from fusion_advisor.codegen.common.arguments import schedule
-from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from fusion_advisor.codegen.cuda.tiling import form_for, form_of, launch_shape, pack_width
+from fusion_advisor.codegen.cuda.tiling import form_for, launch_shape, pack_width
 from tests.kernel_cases import moments_rows, simt_on_host, softmax_rows
 from tests.kernel_cases import programs as p
 from tests.kernel_cases.cases import cases, distance, inputs
@@ -36,7 +35,7 @@ def launch(program, tensors, cluster, threads=0):
     """A launch on the host, with as many packs of a thread as the row needs."""
     tuning = Tuning(cluster=cluster, num_warps=threads // 32 or None)
     rendered, calls = render(program, cluster), calls_of(program, flatten_rows=True)
-    plan, form = calls[0].plan, form_of(rendered)
+    plan, form = calls[0].plan, rendered.form
     macros, (blocks, _, _) = launch_shape(plan, tuning, form=form, width=min(pack_width(c.plan, form)[0] for c in calls))
     counts = [call.plan.row_count * cluster for call in calls]
     scalars = [value for _, value in (*starts(counts), *(item for call in calls for item in call.arguments))]
@@ -73,7 +72,7 @@ def test_softmax_on_the_host(tmp_path):
         program, tensors, out = moments_rows.lowered(function, both)
         launches.append(launch(program, [*tensors, out], cluster))
         results.append((function, both, out))
-    assert [form_of(one.rendered).is_shifted for one in launches] == [False, True, False]
+    assert [one.rendered.form.is_shifted for one in launches] == [False, True, False]
     simt_on_host.run_all(launches, tmp_path)
     assert [softmax_rows.complaint(*result) for result in results] == [""] * len(asked)
 
@@ -107,8 +106,8 @@ def test_a_launch_has_a_block_for_each_part_of_each_row():
 def test_the_source_says_how_many_blocks_share_a_row():
     program = p.softmax(8, 40960, "bfloat16")
     rendered = render(program, 4, num_warps=8)
-    assert tuning_of(rendered.source) == Tuning(cluster=4, num_warps=8)
-    assert form_of(rendered).is_clustered and not form_of(rendered).is_looped
+    assert rendered.tuning == Tuning(cluster=4, num_warps=8)
+    assert rendered.form.is_clustered and not rendered.form.is_looped
     assert len({rendered.entry, render(program, 8, num_warps=8).entry, render(program, None).entry}) == 3
     assert "luster" not in render(program, None).source
 

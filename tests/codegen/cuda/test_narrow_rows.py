@@ -12,7 +12,7 @@ from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
-from fusion_advisor.codegen.cuda.tiling import form_of, launch_shape
+from fusion_advisor.codegen.cuda.tiling import launch_shape
 from tests.kernel_cases import programs as p
 from tests.kernel_cases import simt_on_host
 from tests.kernel_cases.cases import cases, distance, inputs
@@ -48,7 +48,7 @@ def test_rows_that_share_a_warp_on_the_host(tmp_path):
                 )
             )  # fmt: skip
             given.append((name, program, tensors, outputs))
-        assert not form_of(rendered).is_looped
+        assert not rendered.form.is_looped
     simt_on_host.run_all(launches, tmp_path)
     for name, program, tensors, outputs in given:
         for got, oracle in zip(outputs, evaluate(program, *tensors), strict=True):
