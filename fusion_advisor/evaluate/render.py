@@ -8,6 +8,7 @@ from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning, li
 from fusion_advisor.codegen.gemm.problem import problem_of
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.errors import UsageError
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import Kernel
@@ -43,7 +44,15 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
     lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))
     program = named_program(lowered.program, tuple(kernel_patterns(spec)))
-    return backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
+    rendered = backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
+    return with_launcher(rendered, program, tensors=_operand_layouts(kernel, lowered, case, dtype))
+
+
+def _operand_layouts(kernel: Kernel, lowered: Lowered, case: Case, dtype: str) -> list[TensorMeta | None]:
+    """The layouts of a kernel's inputs in one of its own cases; none of its outputs."""
+    made = [example(kernel.spec.inputs[index], dict(case.sizes), getattr(torch, dtype)) for index in lowered.inputs]
+    inputs = [TensorMeta(shape=tuple(t.shape), stride=tuple(t.stride()), dtype=str(t.dtype)) for t in made]
+    return [*inputs, *[None] * len(lowered.outputs)]
 
 
 def header_of(spec: KernelSpec, variant: str) -> Header:

@@ -9,6 +9,7 @@ from typing import Any
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.site import Layout, SiteTensor, tensors_of
+from fusion_advisor.codegen.common.value_names import ValueNames
 from fusion_advisor.codegen.triton.backend import compile_options
 from fusion_advisor.codegen.triton.reference import torch_reference
 from fusion_advisor.codegen.triton.tiling import Shape, choose_shapes
@@ -39,12 +40,13 @@ def with_launcher(
     scalars = [*starts(counts), *(item for call in calls for item in call.arguments)]
     own = own_dtype(program)
     blocks, grid, constants = _launch(calls, shape, is_looped=rendered.form.is_looped)
-    names = [tensor.name for tensor in tensors]
+    names = ValueNames({"grid", "torch", "triton", "tl", *(name for name, _ in scalars)})
+    given = [names.fresh(tensor.name) for tensor in tensors]
     options = compile_options(shape.num_warps, asserts=rendered.has_asserts, is_exact=program.is_exact)
-    passed = textwrap.wrap(", ".join([*names, *(name for name, _ in scalars)]), 110)
+    passed = textwrap.wrap(", ".join([*given, *(name for name, _ in scalars)]), 110)
     text = environment().get_template("triton/launcher.py.jinja").render(
         file=f"{rendered.entry}.py", entry=rendered.entry, blocks=blocks, grid=grid, constants=constants,
-        tensors=[{"name": t.name, "made": _made(t)} for t in tensors],
+        tensors=[{"name": t.name, "made": _made(t)} for t in tensors], given=", ".join(given),
         scalars=[line.removesuffix(",") for line in textwrap.wrap(", ".join(f"{name}={v}" for name, v in scalars), 110)],
         arguments=[line.removesuffix(",") for line in passed], options=", ".join(f"{k}={v}" for k, v in options.items()),
         helpers=reference.helpers, reference=reference.lines, own=own, moved_bytes=program.moved_bytes,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import linecache
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
@@ -14,11 +16,12 @@ from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.profile import named_range
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Tolerance
 from fusion_advisor.timing import interleaving
 from fusion_advisor.verify import check_chain
 
@@ -84,6 +87,9 @@ def try_fusion(
             planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
         )
         rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
+        rendered = with_launcher(
+            rendered, planned.program, tensors=_operand_layouts(bench, planned, roots, chain.in_place), fast_math=fast_math
+        )
         path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
         started = time.perf_counter_ns()
         built = maker.build(rendered, path)
@@ -96,7 +102,7 @@ def try_fusion(
         name=rendered.entry,
         backend=backend,
         path=f"kernels/{path.name}",
-        source=rendered.source,
+        source=rendered.file_text,
         origin=planned.header.origin,
         build_ns=build_ns,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
@@ -130,6 +136,17 @@ def try_fusion(
         reason = "no site could be replaced: " + installed.refusals[0]
         return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
     return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def _operand_layouts(
+    bench: Bench, planned: PlannedFusion, roots: Sequence[torch.Tensor], in_place: Sequence[int]
+) -> list[TensorMeta | None]:
+    """The layouts of a kernel's operands at its first site; outputs that lie in other tensors have none of their own."""
+    count = sum(not operand.is_output for operand in planned.program.operands)
+    outputs = [
+        None if position in in_place else bench.ops[index].outputs[0] for position, index in enumerate(planned.sites[0].outputs)
+    ]
+    return [*map(check_chain.layout_of, roots[:count]), *outputs]
 
 
 def _timed(

@@ -304,6 +304,7 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
         )
         for kernel in kernels
     ]
+    found = [replace(one, text=kernel.source) for kernel, one in zip(kernels, found, strict=True)]
     pairs = list(zip(kernels, found, strict=True))
     return next((pair for pair in pairs if pair[0].name == pair[1].entry), pairs[0])
 
