@@ -13,8 +13,10 @@ from fusion_advisor.errors import UsageError
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import Kernel
 from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import kernel_patterns, lower_reference
-from fusion_advisor.library.spec import KernelSpec
+from fusion_advisor.library.patterns import example, kernel_patterns, lower_reference
+from fusion_advisor.library.spec import Case, KernelSpec
+from fusion_advisor.lowering.lower import Lowered
+from fusion_advisor.records import TensorMeta
 
 _OWN = Tuning()
 

@@ -21,7 +21,7 @@ STORED = {
 }  # fmt: skip
 """How the check's own buffers hold an element; the two half floats as their bits."""
 HALVES = {"float16": "fp16", "bfloat16": "bf16"}
-_TYPES = {"float32": "T", "float64": "T", "int64": "long long", "bool": "bool"}
+_TYPES = {"float32": "T", "float64": "T", "int64": "int64_t", "bool": "bool"}
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "and": "&", "or": "|", "xor": "^", "quotient": "/",
@@ -217,7 +217,7 @@ class _Writer:
         if tensor.dtype in HALVES:
             self.helpers.add(HALVES[tensor.dtype])
             text = f"from_{HALVES[tensor.dtype]}({text})"
-        own = f"({text} != 0)" if value.dtype == "bool" and tensor.dtype != "bool" else f"{_cast(value, tensor)}({text})"
+        own = f"({text} != 0)" if value.dtype == "bool" and tensor.dtype != "bool" else f"{_TYPES[value.dtype]}({text})"
         own = text if tensor.dtype == value.dtype and value.dtype in ("bool", "int64") else own
         return own if value.guard is None else f"({self._texts[value.guard]} ? {own} : {_TYPES[value.dtype]}(0))"
 
@@ -235,10 +235,6 @@ class _Writer:
         kind = "T" if "float" in tensor.dtype else STORED[tensor.dtype]
         text = f"{tensor.name}[{self._address(store)}] = {kind}({_bare(self._texts[store.value])});"
         return text if store.guard is None else f"if ({_bare(self._texts[store.guard])}) {text}"
-
-
-def _cast(value: Value, tensor: SiteTensor) -> str:
-    return "(long long)" if value.dtype == "int64" and tensor.dtype != "int64" else _TYPES[value.dtype]
 
 
 def _start(value: Value) -> str:

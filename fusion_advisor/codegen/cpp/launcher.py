@@ -54,7 +54,7 @@ def with_launcher(rendered: Rendered, program: Program, *, fast_math: bool = Fal
     build = " ".join(flag for flag in rendered.flags if flag not in ("-fPIC", "-shared"))
     launcher = environment().get_template("cpp/launcher.cpp.jinja").render(
         **check, entry=rendered.entry, note="", check_count=check_count, run=_TIMED.format(given=given).splitlines(),
-        command=f"c++ {build} -D{GUARD} {rendered.entry}.cpp -o check && ./check",
+        command=[f"c++ {build} \\", f"    -D{GUARD} {rendered.entry}.cpp -o check && ./check"],
         parameters=[*pointers, *(f"int64_t {name} = {value}" for name, value in integers),
                     "int threads = omp_get_max_threads()"],
         arguments=[*tensors, *(name for name, _ in integers), *(["wrong"] if check_count else []), "threads"],
