@@ -41,7 +41,7 @@ def with_launcher(
     if rendered.backend == "triton":
         from fusion_advisor.codegen.triton import launcher as triton
 
-        layouts = [t and Layout(shape=tuple(t.shape), strides=tuple(t.stride)) for t in tensors]
+        layouts = [None if t is None else Layout(shape=tuple(t.shape), strides=tuple(t.stride)) for t in tensors]
         return replace(rendered, text=triton.with_launcher(rendered, program, layouts=layouts, fast_math=fast_math))
     if rendered.backend == "cpp":
         from fusion_advisor.codegen.cpp import launcher as cpp

@@ -21,7 +21,9 @@ from fusion_advisor.records import TensorMeta
 _OWN = Tuning()
 
 
-def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN) -> Rendered:
+def render_kernel(
+    kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN, case: Case | None = None
+) -> Rendered:
     """Render a kernel as it would be for a model that spells it like one of the references.
 
     Args:
@@ -30,6 +32,10 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         dtype: one of the manifest's.
         variant: name of a reference; the first by default.
         tuning: launch parameters; the backend's own by default.
+        case: the sizes; those of the manifest's first benchmark by default.
+
+    Returns:
+        the kernel; its ``file_text`` ends in a launch and a check at these sizes, but for kernels of linear layers.
 
     Raises:
         UsageError: the manifest lacks the backend or dtype, or there is no such reference.
@@ -41,7 +47,7 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
     ):  # fmt: skip
         if asked not in known:
             raise UsageError(detail=f"`{spec.name}` has no {what} `{asked}`", help=f"one of: {', '.join(known)}")
-    case = next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
+    case = case or next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
     if spec.gemv is not None:
         return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
     lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))

@@ -34,7 +34,9 @@ def run(folder, rendered, text, *, device="cpu"):
     """(exit status, what it prints) of a kernel file in an otherwise empty folder, with a clean environment."""
     path = folder / f"kernel{rendered.suffix}"
     path.write_text(text)
-    clean = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ} | {"OMP_NUM_THREADS": "1"}
+    clean = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ} | {
+        "OMP_NUM_THREADS": "1"
+    }
     if rendered.suffix == ".py":
         command = [sys.executable, "-P", path.name]
         clean |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
@@ -106,8 +108,8 @@ def test_file_runs_alone_on_a_gpu(tmp_path, name):
 
 KINDS = (
     "swiglu_split-bfloat16", "rope_pairs-float16", "causal_softmax", "beside_rope-bfloat16", "beside_nothing", "int_and_bool",
-    "dropout_add_rmsnorm-7x129", "looped_group_norm_table", "gathered_cross_entropy", "zero_cols_sum", "five_dims", "special-sign",
-    "binary-pow", "rmsnorm-float64",
+    "dropout_add_rmsnorm-7x129", "looped_group_norm_table", "gathered_cross_entropy", "zero_cols_sum", "five_dims",
+    "special-sign", "binary-pow", "rmsnorm-float64",
 )  # fmt: skip
 
 
@@ -139,7 +141,12 @@ def test_reference_of_a_triton_file_is_the_evaluators(name):
     rendered = file_of(program, "triton")
     launcher = rendered.text.removeprefix(rendered.source)
     module = {}
-    exec(compile(launcher.partition("def launch(")[0] + "def make_inputs" + launcher.partition("def make_inputs")[2], name, "exec"), module)
+    exec(
+        compile(
+            launcher.partition("def launch(")[0] + "def make_inputs" + launcher.partition("def make_inputs")[2], name, "exec"
+        ),
+        module,
+    )
     tensors = module["make_inputs"]("cpu")
     count = sum(not operand.is_output for operand in program.operands)
     inputs, outputs = tensors[:count], tensors[count:]

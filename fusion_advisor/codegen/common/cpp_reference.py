@@ -33,12 +33,7 @@ _STD = {
 }  # fmt: skip
 _OWN = {"maximum": "larger_of", "minimum": "smaller_of", "remainder": "remainder_of", "sign": "sign_of", "sigmoid": "sigmoid_of"}
 _STARTS = {"reduce_sum": "0", "reduce_max": "-INFINITY", "reduce_min": "INFINITY"}
-_RESERVED = frozenset("""
-alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do double else enum
-explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not nullptr operator or private
-protected public register return short signed sizeof static struct switch template this throw true try typedef typeid typename union
-unsigned using virtual void volatile wchar_t while xor main std T INFINITY NAN reference launch i0 i1 i2 i3 i4 i5 i6 i7
-""".split())  # fmt: skip
+_RESERVED = frozenset({"T", "std", "main", "reference", "launch", "check"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +254,7 @@ def _literal(constant: float | int | bool | None, dtype: str) -> str:
     if not dtype.startswith("float"):
         number = int(constant or 0)
         return "(-9223372036854775807LL - 1)" if number == -(2**63) else f"{number}LL"
-    number = float(constant or 0.0)
-    if math.isnan(number):
+    real = float(constant or 0.0)
+    if math.isnan(real):
         return "T(NAN)"
-    return f"T({repr(number) if math.isfinite(number) else '-INFINITY' if number < 0 else 'INFINITY'})"
+    return f"T({repr(real) if math.isfinite(real) else '-INFINITY' if real < 0 else 'INFINITY'})"

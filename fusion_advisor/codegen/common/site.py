@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.codegen.common.arguments import pointer_names
-from fusion_advisor.ir.program import Program, Value, nests
+from fusion_advisor.ir.program import Program, Store, Value, nests
 
 _SMALL = 10
 """Integers that are no positions are drawn below this."""
@@ -62,10 +62,10 @@ def tensors_of(program: Program, layouts: Sequence[Layout | None] = ()) -> tuple
     for part in nests(program):
         below = _limits(part.program)
         reach = _reach(part.program, below)
-        for own, operand in enumerate(part.operands):
-            counts[operand] = max(counts[operand], reach[own])
+        for own, position in enumerate(part.operands):
+            counts[position] = max(counts[position], reach[own])
             if own in below:
-                limits[operand] = min(limits[operand] or below[own], below[own])
+                limits[position] = min(limits[position] or below[own], below[own])
     names = [name.removesuffix("_ptr") for name in pointer_names(program)]
     given = list(layouts) or [None] * len(names)
     found = []
@@ -73,9 +73,13 @@ def tensors_of(program: Program, layouts: Sequence[Layout | None] = ()) -> tuple
         fits = layout is not None and layout.reach >= count and all(stride >= 0 for stride in layout.strides)
         found.append(
             SiteTensor(
-                name=name, dtype=operand.dtype, is_output=operand.is_output, below=limit or _SMALL,
-                element_count=layout.reach if fits and layout else count, layout=layout if fits else None,
-            )  # fmt: skip
+                name=name,
+                dtype=operand.dtype,
+                is_output=operand.is_output,
+                below=limit or _SMALL,
+                element_count=layout.reach if fits and layout else count,
+                layout=layout if fits else None,
+            )
         )
     return tuple(found)
 
@@ -115,8 +119,8 @@ def _reach(program: Program, below: dict[int, int]) -> list[int]:
     found = [0] * len(program.operands)
     loads = [v for v in program.values if v.op == "load"]
     is_read_whole = {value.operand for value in loads if value.guard is None}
-    accesses = [v for v in loads if v.guard is None or v.args or v.operand not in is_read_whole]
-    for access in (*accesses, *program.stores):
+    accesses: list[Value | Store] = [v for v in loads if v.guard is None or v.args or v.operand not in is_read_whole]
+    for access in [*accesses, *program.stores]:
         walked = [(size, stride) for size, stride in zip(program.dims, access.strides, strict=True) if stride]
         if any(size == 0 for size, _ in walked):
             continue

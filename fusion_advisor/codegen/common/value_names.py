@@ -43,7 +43,9 @@ class ValueNames:
     def take(self, program: Program, number: int) -> str:
         """A name that no other value has."""
         value = program.values[number]
-        word = f"{program.operands[value.operand].name}_value" if value.op == "load" else _WORDS.get(value.op, f"{value.op}_value")
+        word = (
+            f"{program.operands[value.operand].name}_value" if value.op == "load" else _WORDS.get(value.op, f"{value.op}_value")
+        )
         return self.fresh(value.constant_name or word)
 
     def fresh(self, wanted: str) -> str:

@@ -43,9 +43,7 @@ for (int run = 0; run < 30; ++run) {{
 }}"""
 
 
-def with_launcher(
-    rendered: Rendered, program: Program, *, shared: SharedMemory, arch: int = 90, fast_math: bool = False
-) -> str:
+def with_launcher(rendered: Rendered, program: Program, *, shared: SharedMemory, arch: int = 90, fast_math: bool = False) -> str:
     """Return the whole file of a CUDA C++ kernel.
 
     Args:
@@ -60,7 +58,9 @@ def with_launcher(
     if all(plan.is_empty for plan in plans):
         return rendered.source
     width = min(pack_width(plan, form)[0] for plan in plans)
-    macros, grids = launch_shapes(plans, rendered.tuning, form=form, width=width, shared=shared if form.is_looped else SharedMemory())
+    macros, grids = launch_shapes(
+        plans, rendered.tuning, form=form, width=width, shared=shared if form.is_looped else SharedMemory()
+    )
     blocks = [across for across, _, _ in grids]
     integers = [*starts(blocks), *(item for call in calls for item in call.arguments)]
     check = check_context(program, fast_math=fast_math)

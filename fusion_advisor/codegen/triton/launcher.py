@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
 from fusion_advisor.codegen.common.interface import Rendered, environment
@@ -20,9 +19,7 @@ FLOORS = {"float32": 5e-7, "float64": 1e-14}
 FAST_MATH_FLOOR = 1e-4
 
 
-def with_launcher(
-    rendered: Rendered, program: Program, *, layouts: Sequence[Layout | None] = (), fast_math: bool = False
-) -> str:
+def with_launcher(rendered: Rendered, program: Program, *, layouts: Sequence[Layout | None] = (), fast_math: bool = False) -> str:
     """Return the whole file of a Triton kernel.
 
     Args:

@@ -6,6 +6,7 @@ truth; run in float32 it has the error that an op-by-op computation has.
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,20 +20,18 @@ _INFIX = {
     "and": "&", "or": "|", "xor": "^", "quotient": "//",
 }  # fmt: skip
 _CALLS = {
-    "maximum": "torch.maximum", "minimum": "torch.minimum", "pow": "torch.pow", "remainder": "torch.remainder", "abs": "torch.abs",
+    "maximum": "torch.maximum", "minimum": "torch.minimum", "pow": "torch.pow", "remainder": "torch.remainder",
+    "abs": "torch.abs",
     "exp": "torch.exp", "exp2": "torch.exp2", "expm1": "torch.expm1", "log": "torch.log", "log1p": "torch.log1p",
     "sqrt": "torch.sqrt", "rsqrt": "torch.rsqrt", "reciprocal": "torch.reciprocal", "sigmoid": "torch.sigmoid",
     "tanh": "torch.tanh", "erf": "torch.erf", "erfc": "torch.erfc", "sin": "torch.sin", "cos": "torch.cos",
     "floor": "torch.floor", "ceil": "torch.ceil", "trunc": "torch.trunc", "round": "torch.round", "sign": "torch.sign",
     "isnan": "torch.isnan", "where": "torch.where",
 }  # fmt: skip
-_ALWAYS_TENSORS = frozenset({"maximum", "minimum", "where", "pow", "remainder"})
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "amax", "reduce_min": "amin"}
-_PYTHON = frozenset("""
-False None True and as assert async await break class continue def del elif else except finally for from global if import in is
-lambda nonlocal not or pass raise return try while with yield torch tl triton at take put dtype device number rounded is_kept
-reference launch
-""".split())  # fmt: skip
+_RESERVED = frozenset(
+    {*keyword.kwlist, "torch", "tl", "triton", "at", "take", "put", "number", "rounded", "is_kept", "dtype", "device", "launch"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ def torch_reference(program: Program, tensors: Sequence[SiteTensor]) -> TorchRef
         program: what the kernel computes.
         tensors: of its site, in the order of the operands.
     """
-    names = ValueNames({*_PYTHON, *(tensor.name for tensor in tensors)})
+    names = ValueNames({*_RESERVED, *(tensor.name for tensor in tensors)})
     lines: list[str] = []
     helpers: set[str] = set()
     for part in nests(program):
