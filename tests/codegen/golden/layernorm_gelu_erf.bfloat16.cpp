@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -94,6 +96,8 @@ static inline float fa_erfc(float x) {
   r = std::fabs(x) > 10.0546875f ? 0.0f : r;
   return x < 0.0f ? 2.0f - r : r;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
