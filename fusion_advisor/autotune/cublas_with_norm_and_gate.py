@@ -72,7 +72,7 @@ def _kernel(
     program = with_names(lowered.program, manifest_names(spec, lowered))
     header = Header(title=name, summary=spec.summary, origin=library_origin(name, variant), source=spec.source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tuned = best_tuning(program, spec, backend, device, header=header, store=store, budget_s=_BUDGET_S)
+    tuned = best_tuning(program, spec.tunables, backend, device, header=header, store=store, budget_s=_BUDGET_S)
     maker = backend_named(backend)
     rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)
     launch = maker.build(rendered, folder / f"{rendered.entry}{rendered.suffix}").bind(program)

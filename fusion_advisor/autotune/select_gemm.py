@@ -33,12 +33,12 @@ from fusion_advisor.codegen.gemm.problem import (
     default_config,
     refusal,
 )
-from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.gemm.registry import LINEAR_BACKENDS, gemv_backend
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.content import content_dir
 from fusion_advisor.ir.program import ITEM_BYTES
 from fusion_advisor.timing.kernel_timer import Clock, make_clock
 
-BACKENDS = ("cuda", "triton")
 _WGMMA_CAPABILITY = (9, 0)
 Build = Callable[[GemvConfig], Launcher]
 
@@ -96,7 +96,7 @@ def choose(
     device: torch.device | str,
     *,
     header: Header,
-    backends: Sequence[str] = BACKENDS,
+    backends: Sequence[str] = LINEAR_BACKENDS,
     with_cublas: bool = True,
     store: TuningStore | None = None,
     clock: Clock | None = None,
@@ -108,7 +108,7 @@ def choose(
         problem: at its sizes.
         device: where it will run; without CUDA nothing is measured.
         header: as it will be rendered.
-        backends: in order of preference; the first that is here takes part, ``cuda`` only where cuda-core is installed. No Triton
+        backends: in order of preference; the first that is installed takes part. No Triton
             kernel won over the CUDA kernel of the same problem on an H200, and compiling both would double the time.
         with_cublas: whether torch's own ops take part. Without them and without a kernel that serves, the choice is still cuBLAS.
         store: the user's file by default.
@@ -117,7 +117,7 @@ def choose(
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
-    backends = tuple(name for name in backends if name != "cuda" or has_cuda_core())[:1]
+    backends = tuple(name for name in backends if descriptor(name).is_available())[:1]
     ours = candidates(problem, backends)
     fallback = default_config(problem, backends) if with_cublas or not ours else ours[0]
     theirs = [CUBLAS] if with_cublas else []
@@ -191,7 +191,7 @@ def operands(problem: GemvProblem, device: torch.device, *, seed: int = 0) -> li
 def choice_key(problem: GemvProblem, title: str, contenders: tuple[str, ...], device_name: str) -> str:
     """Name what a choice holds for: m and n up to the next power of two, k itself; a template that changed asks again."""
     digest = hashlib.sha256()
-    for backend in BACKENDS:
+    for backend in LINEAR_BACKENDS:
         for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
             digest.update(path.read_bytes())
     bucket = f"{_up(problem.m)}x{_up(problem.n)}x{problem.k}"

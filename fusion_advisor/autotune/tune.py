@@ -14,24 +14,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.codegen.common.arguments import column_passes, next_power, parts_of
-from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Tuning
-from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.codegen.cuda.nvrtc import device_shared_memory
-from fusion_advisor.codegen.cuda.shared_memory import SharedMemory
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.content import content_dir
-from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, layout_key, nests
-from fusion_advisor.library.spec import KernelSpec
+from fusion_advisor.ir.program import ITEM_BYTES, Program, Store, Value, is_tiny, layout_key, nests
 from fusion_advisor.timing.kernel_timer import Clock, cache_bytes, free_bytes, interleaved, make_clock, plan_rotation
 
 MOST_TRIALS = 6
@@ -42,20 +36,6 @@ _BUDGET_S = 1.4
 _TIMING_S = 0.2
 _MOST_SETS = 64
 _GUESSED_BYTES_PER_NS = 2000.0
-_NO_SHARED_MEMORY = SharedMemory()
-_CLUSTERS = (Tuning(cluster=4, packs=6), Tuning(cluster=8, packs=6), Tuning(cluster=4, packs=8), Tuning(cluster=8))
-"""On an H200 the fastest of sixteen: group norm of 1,024 groups of 40,960 elements 43.2 µs (8 blocks of 4 packs 48.5), 64 groups
-6.3 µs (7.2), log-softmax of 2,048 x 50,257 119.9 µs (124.2), of 128,256 251.6 µs. Two blocks never were, nor were blocks that
-stay and fetch the next row meanwhile (cp.async.bulk: 57.6, 128.2 and 337 µs), nor plain stores between cluster barriers."""
-_CLUSTERS_OF_FEW_ROWS = (Tuning(cluster=8), Tuning(cluster=8, packs=1), Tuning(cluster=4), Tuning(cluster=4, packs=8))
-"""Where there are fewer rows than a GPU runs blocks at once, as many threads as a row can use."""
-_FEW_ROWS = 512
-_TINY_ELEMENTS = 2**16
-"""Up to so many, a pointwise kernel takes as long as one thread of it: what counts is how little that has to do.
-
-One row of 4,096 (SwiGLU, bfloat16, H200) took 1.20 µs with 8 elements a thread, torch.compile's kernel of 2 a thread 1.14 µs.
-"""
-
 Build = Callable[[Tuning], Launcher]
 Choice = TypeVar("Choice")
 
@@ -79,7 +59,7 @@ class Tuned:
 
 def best_tuning(
     program: Program,
-    spec: KernelSpec | None,
+    declared: Sequence[Tuning],
     backend: str,
     device: torch.device | str,
     *,
@@ -94,9 +74,9 @@ def best_tuning(
 
     Args:
         program: what will be bound.
-        spec: its manifest, whose tunables are tried first; None for a generated kernel.
-        backend: ``triton`` or ``cuda``; ``cpp`` has nothing to choose.
-        device: where it will run; without CUDA nothing is tried.
+        declared: tunables of its manifest, tried first; none for a generated kernel.
+        backend: its language; without tile parameters there is nothing to choose.
+        device: where it will run; nothing is tried where kernels of this backend do not run.
         header: as it will be rendered, so that the compilers' own caches serve the final build.
         fast_math: as it will be rendered.
         store: the user's file by default.
@@ -106,14 +86,16 @@ def best_tuning(
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
-    if backend == "cpp" or device.type != "cuda" or 0 in program.dims:
+    language = descriptor(backend)
+    if not language.tile_parameters or device.type not in language.device_kinds or 0 in program.dims:
         return Tuned(tuning=Tuning(), source="default")
     store = TuningStore() if store is None else store
-    key = tuning_key(program, header.title, backend, torch.cuda.get_device_name(device), fast_math=fast_math)
+    device_name = torch.cuda.get_device_name(device)
+    key = tuning_key(program, header.title, backend, device_name, fast_math=fast_math, declared=declared)
     stored = store.get(key)
     if stored is not None:
         return Tuned(tuning=stored, source="stored")
-    choices = candidates(program, backend, spec.tunables if spec is not None else (), shared=_shared_memory(backend, device))
+    choices = candidates(program, backend, declared, limits=language.limits(device))
     if len(choices) < 2:
         return Tuned(tuning=Tuning(), source="default")
     with tempfile.TemporaryDirectory() as folder:
@@ -139,8 +121,14 @@ def best_tuning(
     )
 
 
-def tuning_key(program: Program, title: str, backend: str, device_name: str, *, fast_math: bool) -> str:
-    """Name what a tuning holds for; a template that changed asks again."""
+def tuning_key(
+    program: Program, title: str, backend: str, device_name: str, *, fast_math: bool, declared: Sequence[Tuning] = ()
+) -> str:
+    """Name what a tuning holds for; a template that changed asks again, and so does another manifest.
+
+    The declared candidates are part of the name; the other ones follow from the rest of it. Without them a kernel that was tuned
+    before its manifest declared some would never get these.
+    """
     buckets = []
     for part in nests(program):
         sizes = [str(1 << max(0, size - 1).bit_length()) for size in part.program.dims]
@@ -150,6 +138,7 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
     bucket = "+".join(buckets)
     dtype = next((o.dtype for o in program.operands if o.is_output), "")
     digest = hashlib.sha256(layout_key(program).encode())
+    digest.update(repr([astuple(tuning) for tuning in declared]).encode())
     for path in sorted((content_dir("templates") / backend).glob("*.jinja")):
         digest.update(path.read_bytes())
     parts = (
@@ -165,23 +154,6 @@ def tuning_key(program: Program, title: str, backend: str, device_name: str, *, 
     return "|".join(parts)
 
 
-def is_faster_in_cuda(program: Program) -> bool:
-    """Whether a Program is of a kind that CUDA C++ was faster at than Triton, so that it is worth building in both.
-
-    These are rows too wide for Triton's registers and walked more than once, which the blocks of a cluster share in CUDA, and
-    rows that channels divide, for whose number CUDA's kernels are compiled. On an H200 group norm takes Triton 1.3 to 1.6 times
-    as long from 2 to 168 MB, one row of 25,088 elements 4.0 times, log-softmax of 2,048 x 128,256 1.6 times. A tanh
-    that is no part of a GELU, which is lowered to a sigmoid, takes 1.07 to 1.10 times as long from 8 MB on.
-    """
-    from fusion_advisor.codegen.triton.body import walks
-    from fusion_advisor.codegen.triton.tiling import walks_columns
-
-    plans = [call.plan for call in calls_of(program, flatten_rows=False)]
-    rereads = any(walks_columns(plan, Tuning()) and len(walks(plan)[1]) > 1 for plan in plans)
-    has_tanh = any(value.op == "tanh" for plan in plans for value in plan.program.values)
-    return rereads or has_tanh or any(plan.kind == "rows" and parts_of(plan) for plan in plans)
-
-
 def version() -> str:
     """This package's version; empty in a bare checkout."""
     try:
@@ -191,20 +163,21 @@ def version() -> str:
 
 
 def candidates(
-    program: Program, backend: str, declared: Sequence[Tuning] = (), *, shared: SharedMemory = _NO_SHARED_MEMORY
+    program: Program, backend: str, declared: Sequence[Tuning] = (), *, limits: object | None = None
 ) -> list[tuple[Tuning, str]]:
     """Return up to six tunings whose launches differ, each with its launch shape in words; the backend's own choice first.
 
     Args:
         program: what will be bound.
-        backend: ``triton`` or ``cuda``.
+        backend: one with tile parameters.
         declared: what is tried after the backend's own choice.
-        shared: the GPU's, on which the launches of CUDA kernels depend.
+        limits: of the GPU, where launches depend on it.
     """
-    shape_of, derived = _triton(program) if backend == "triton" else _cuda(program, shared)
+    found_there = descriptor(backend).search(program, limits)
+    shape_of, derived = found_there.shape_of, found_there.tunings
     # What a manifest declares is for large tensors, and for rows that one block reads.
     shares_rows = any(tuning.cluster for tuning in derived)
-    ordered = (*derived, *declared) if shares_rows or _is_tiny(program) else (*declared, *derived)
+    ordered = (*derived, *declared) if shares_rows or is_tiny(program) else (*declared, *derived)
     found: dict[str, Tuning] = {}
     for tuning in (Tuning(), *ordered):
         try:
@@ -213,95 +186,6 @@ def candidates(
             continue
         found.setdefault(text, tuning)
     return [(tuning, text) for text, tuning in found.items()][:MOST_TRIALS]
-
-
-def _is_tiny(program: Program) -> bool:
-    return not program.is_reduced and sum(prod(part.program.dims) for part in nests(program)) <= _TINY_ELEMENTS
-
-
-def _triton(program: Program) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.codegen.triton.body import rows_stay_cached
-    from fusion_advisor.codegen.triton.tiling import choose_shape, walks_columns
-
-    plan = largest(calls_of(program, flatten_rows=False))
-    is_looped = walks_columns(plan, Tuning())
-
-    def shape_of(tuning: Tuning) -> str:
-        return choose_shape(plan, tuning, is_looped=walks_columns(plan, tuning)).text
-
-    own = choose_shape(plan, Tuning(), is_looped=is_looped)
-    warps, rows, cols = own.num_warps, own.constants.get("BLOCK_ROWS", 1), own.constants["BLOCK_COLS"]
-    if is_looped:
-        # Of rows that the L1 cache is to hold from walk to walk only a few may be under way: those of 80 kB two at a time.
-        few = ((4096, 32), (4096, 16), (8192, 32), (2048, 8), (4096, 4))
-        many = ((4096, 16), (2048, 8), (8192, 16), (2048, 4), (4096, 4))
-        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in (few if rows_stay_cached([plan]) else many)]
-    if plan.kind == "flat":
-        blocks = ((2048, 4), (1024, 2), (4096, 8), (512, 4), (512, 2))
-        tiny = ((256, 4), (128, 1), (128, 4), (512, 4), (256, 1))
-        return shape_of, [Tuning(block_cols=c, num_warps=w) for c, w in (tiny if _is_tiny(program) else blocks)]
-    if plan.kind == "tiled" and _is_tiny(program):
-        heights = ((256, 4), (128, 2), (128, 4), (64, 1), (512, 4))
-        return shape_of, [Tuning(block_rows=max(1, n // cols), num_warps=w) for n, w in heights]
-    if plan.kind == "tiled":
-        taller = [
-            Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 2, warps * 2), (rows * 4, 8)) if r <= 1024
-        ]
-        # The best tile of rope on an H200: 8 rows of 64 took 34.5 and 10.14 µs on two shapes, the own choice 34.8 and 10.45 µs.
-        small = Tuning(block_rows=max(1, 512 // (cols * (2 if plan.has_pairs else 1))), num_warps=4)
-        return shape_of, [small, *taller, Tuning(block_rows=max(1, rows // 2), num_warps=warps)]
-    around = [Tuning(num_warps=w) for w in (warps * 2, warps // 2, warps * 4) if 1 <= w <= 32]
-    if prod(program.dims) <= _TINY_ELEMENTS and cols <= 128:
-        around[:0] = [Tuning(block_rows=4, num_warps=4), Tuning(block_rows=2, num_warps=1)]
-    narrow = [Tuning(block_rows=r, num_warps=w) for r, w in ((rows * 2, warps), (rows * 4, warps * 2)) if cols * r <= 8192]
-    # One plain reduction over a row of 16 kB or more: LayerNorm's and softmax's first walks compute too much to be worth another.
-    sums = column_passes(plan)[1]
-    is_plain = len(sums) == 2 and len(sums[0].reductions) == 1 and not online_sums(plan.program)
-    is_wide = is_plain and program.dims[-1] > 4096 and plan.row_count >= _FEW_ROWS
-    walked = [Tuning(block_cols=4096, num_warps=16)] if is_wide else []
-    return shape_of, [*walked, *narrow[:1], *around, *narrow[1:]]
-
-
-def _shared_memory(backend: str, device: torch.device) -> SharedMemory:
-    if backend != "cuda":
-        return _NO_SHARED_MEMORY
-    with torch.cuda.device(device):
-        return device_shared_memory()
-
-
-def _cuda(program: Program, shared: SharedMemory) -> tuple[Callable[[Tuning], str], list[Tuning]]:
-    from fusion_advisor.codegen.cuda.ops import vector_width
-    from fusion_advisor.codegen.cuda.tiling import fits_cluster, form_for, launch_shape, pack_width
-
-    calls = calls_of(program, flatten_rows=True)
-    plans = [call.plan for call in calls]
-    plan, form = largest(calls), form_for(plans)
-
-    def shape_of(tuning: Tuning) -> str:
-        macros, _ = launch_shape(plan, tuning, form=form_for(plans, tuning), shared=shared)
-        return " ".join(f"{name}={value}" for name, value in macros.items())
-
-    if plan.kind != "rows" and _is_tiny(program):
-        narrow = ((2, 4), (4, 2), (8, 1), (2, 8), (1, 4))
-        return shape_of, [Tuning(packs=1, block_cols=c, num_warps=w) for c, w in narrow]
-    if plan.kind == "flat":
-        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (4, 4), (2, 2), (1, 8), (8, 4))]
-    if plan.kind == "tiled":
-        return shape_of, [Tuning(packs=n, num_warps=w) for n, w in ((1, 4), (2, 2), (2, 8), (4, 4), (2, 4))]
-    if form.is_looped:
-        around = [Tuning(num_warps=16, block_rows=2), *(Tuning(packs=n, num_warps=w) for n, w in ((4, 16), (4, 32), (2, 32)))]
-        clusters = _CLUSTERS_OF_FEW_ROWS if plan.row_count < _FEW_ROWS else _CLUSTERS
-        shared_rows = [tuning for tuning in clusters if shared.is_distributed and fits_cluster(plan, tuning)]
-        # The search may run out of time: what gains most comes first.
-        return shape_of, [*shared_rows, *around, Tuning(packs=2, num_warps=16)]
-    packs = -(-program.dims[-1] // pack_width(plan, form)[0])
-    if packs <= 16:  # rows that share a warp
-        heights = {lanes: max(1, lanes // next_power(packs)) for lanes in (32, 64, 256)}
-        few = [Tuning(packs=2), Tuning(packs=2, block_rows=2 * heights[64])] if packs > 1 else []
-        return shape_of, [*(Tuning(block_rows=rows) for rows in heights.values()), *few]
-    # Packs, not threads: fewer threads wait for each other, more loads are under way, at any width.
-    several = [Tuning(num_warps=1, block_rows=r) for r in (2, 8)] if -(-program.dims[-1] // vector_width(plan)) <= 256 else []
-    return shape_of, [*(Tuning(packs=n) for n in (2, 8)), *several, Tuning(packs=1), Tuning(packs=3)]
 
 
 def _builder(program: Program, header: Header, backend: str, fast_math: bool, folder: Path) -> Build:

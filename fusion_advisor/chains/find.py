@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref
+from fusion_advisor.records.op_facts import reads_by_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +122,8 @@ def is_candidate(op: OpNode) -> bool:
     Nothing that writes in place.
     """
     arithmetic = op.op_class in (OpClass.POINTWISE, OpClass.REDUCTION)
-    arithmetic = arithmetic or op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op)
+    arithmetic = arithmetic or op.target.startswith(("aten.cat.", "aten.stack.")) or reads_by_number(op.target)
     return arithmetic and not op.mutates and len(op.outputs) == 1 and op.outputs[0].shape != ()
-
-
-def reads_by_number(op: OpNode) -> bool:
-    """Whether an op reads a tensor where another tensor says: it moves what it returns, not the whole table."""
-    return op.target.startswith(("aten.embedding.", "aten.index_select.", "aten.gather.", "aten.index.Tensor"))
 
 
 def writes_by_number(op: OpNode) -> bool:

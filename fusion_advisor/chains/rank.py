@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.chains.find import Group, inputs_of, reads_by_number, writes_by_number
+from fusion_advisor.chains.find import Group, inputs_of, writes_by_number
 from fusion_advisor.records import Arg, Bandwidth, Capture, Chain, Launch, NoMatch, OpClass, OpNode, Ref, Site, TensorMeta
-
-_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+from fusion_advisor.records.op_facts import item_bytes, overload_free, reads_by_number
 
 _SLOW_SHARE = 0.15
 """Of its floor: a lone pointwise op that takes so much longer has something to gain. On an H200 ATen's exact GELU in bf16 takes
@@ -122,7 +121,7 @@ def _price(capture: Capture, same: Sequence[Group], launches: Mapping[int, Seque
         refusal = NoMatch(chain_id="", code=first.verdict.code, reason=first.verdict.reason)
     chain = Chain(
         id="",
-        ops=tuple(op.target.removeprefix("aten.").split(".")[0].strip("_") for op in computing),
+        ops=tuple(overload_free(op.target).strip("_") for op in computing),
         sites=sites,
         launches=sum(len(launches.get(index, ())) for group in same for index in group.members),
         device_ns=device_ns,
@@ -175,7 +174,7 @@ def common_path(paths: Sequence[str]) -> str:
 
 def _bytes_of(meta: TensorMeta) -> int:
     distinct = math.prod(size for size, stride in zip(meta.shape, meta.stride, strict=True) if stride != 0)
-    return distinct * _ITEM_BYTES.get(meta.dtype, 1)
+    return distinct * item_bytes(meta.dtype)
 
 
 def _moved_bytes(ops: Sequence[OpNode], op: OpNode) -> int:
@@ -183,7 +182,7 @@ def _moved_bytes(ops: Sequence[OpNode], op: OpNode) -> int:
     if writes_by_number(op):  # the rows, read and written, and where they go
         return sum(_bytes_of(meta) for source in (sources[1], sources[2], sources[2]) for meta in ops[source].outputs)
     read = sum(_bytes_of(meta) for source in sources for meta in ops[source].outputs)
-    if reads_by_number(op):
+    if reads_by_number(op.target):
         tables = sum(_bytes_of(meta) for meta in ops[sources[0]].outputs)
         read -= max(0, tables - sum(_bytes_of(meta) for meta in op.outputs))
     return read + sum(_bytes_of(meta) for meta in op.outputs)

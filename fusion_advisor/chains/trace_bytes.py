@@ -11,15 +11,11 @@ import math
 from collections.abc import Sequence
 
 from fusion_advisor.records import TensorMeta
+from fusion_advisor.records.op_facts import ROWS_OPERAND, item_bytes
 
 Inputs = tuple[TensorMeta | None, ...] | None
-_ITEM_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 _SAME_SHAPE = frozenset({"layer_norm", "rms_norm", "softmax", "log_softmax", "safe_softmax", "group_norm"})
 """Reductions whose result is as large as their first input."""
-_BY_NUMBER = frozenset({"embedding", "index_select", "gather", "index"})
-"""Ops that read only some rows of a table."""
 _NARROW = frozenset({"to", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_and", "logical_or", "logical_not"})
 """Ops whose result may have one byte per element, whatever they read."""
 
@@ -29,7 +25,7 @@ def read_bytes(tensor: TensorMeta) -> int:
     strides = tensor.stride if len(tensor.stride) == len(tensor.shape) else (1,) * len(tensor.shape)
     return math.prod(
         size for size, stride in zip(tensor.shape, strides, strict=True) if stride or not size
-    ) * _ITEM_BYTES.get(tensor.dtype, 1)  # fmt: skip
+    ) * item_bytes(tensor.dtype)  # fmt: skip
 
 
 def moved_bytes(category: str, label: str, inputs: Inputs) -> int | None:
@@ -40,7 +36,7 @@ def moved_bytes(category: str, label: str, inputs: Inputs) -> int | None:
     shape = _broadcast(tensors)
     if shape is None:
         return None
-    return sum(map(read_bytes, tensors)) + math.prod(shape) * max(_ITEM_BYTES[tensor.dtype] for tensor in tensors)
+    return sum(map(read_bytes, tensors)) + math.prod(shape) * max(item_bytes(tensor.dtype) for tensor in tensors)
 
 
 def floor_bytes(ops: Sequence[tuple[str, str, Inputs]]) -> int | None:
@@ -66,14 +62,14 @@ def floor_bytes(ops: Sequence[tuple[str, str, Inputs]]) -> int | None:
         tensors = _tensors(inputs)
         for tensor in tensors:
             is_outer = number == 0 or (is_known and tensor.shape not in made)
-            if is_outer and (tensor.shape, tensor.dtype) not in seen and label not in _BY_NUMBER:
+            if is_outer and (tensor.shape, tensor.dtype) not in seen and label not in ROWS_OPERAND:
                 total += read_bytes(tensor)
             seen.add((tensor.shape, tensor.dtype))
         result = _result(category, label, tensors)
         is_known &= result is not None  # a result of any shape: from here on a tensor may be it
         made.add(result or ())
     category, label, inputs = ops[-1]
-    result, widths = _result(category, label, _tensors(inputs)), [_ITEM_BYTES[one.dtype] for one in _tensors(inputs) if one.shape]
+    result, widths = _result(category, label, _tensors(inputs)), [item_bytes(one.dtype) for one in _tensors(inputs) if one.shape]
     item = 1 if label in _NARROW or not widths else min(widths)
     return total + (math.prod(result) * item if result is not None else 0)
 

@@ -72,3 +72,24 @@ def permuted_copy(shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -
         values=(Value(op="load", operand=0, strides=tuple(step for _, step in dims) or (1,)),),
         stores=(Store(operand=1, value=0, strides=plain),),
     )
+
+
+_LEAST_TILE = 16
+"""Elements of a run that Triton makes tiles of."""
+
+
+def faster_language(program: Program, *, is_of_rows: bool, has_cuda: bool) -> str | None:
+    """Return the backend whose copy is faster than ATen's; None where ATen's copy serves.
+
+    Args:
+        program: of :func:`rows_copy` or :func:`permuted_copy`.
+        is_of_rows: whether it is the former.
+        has_cuda: whether CUDA C++ can be launched.
+    """
+    if is_of_rows:
+        return "cuda" if has_cuda else "triton"
+    is_turned = program.values[0].strides[-1] != 1
+    is_short = program.dims[-1] < _LEAST_TILE
+    if has_cuda and (is_short or not is_turned):
+        return "cuda"
+    return None if is_short else "triton"

@@ -1,52 +1,51 @@
-"""Backends by name; each is imported when it is asked for, so that a machine without CUDA never loads what it cannot use."""
+"""All backends, one line each; for each kind of device the preferred one first."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion_advisor.codegen.common.interface import Backend
+from fusion_advisor.codegen.common.descriptor import Backend
+from fusion_advisor.codegen.cpp.descriptor import Cpp
+from fusion_advisor.codegen.cuda.descriptor import Cuda
+from fusion_advisor.codegen.triton.descriptor import Triton
 from fusion_advisor.errors import UsageError
 
 if TYPE_CHECKING:
-    from fusion_advisor.codegen.gemm.cuda import GemvCuda
-    from fusion_advisor.codegen.gemm.triton import GemvTriton
+    from fusion_advisor.codegen.common.interface import KernelMaker
 
-BACKENDS = ("triton", "cuda", "cpp")
-
-
-def backend(name: str) -> Backend:
-    """Return the backend ``triton``, ``cuda`` or ``cpp``.
-
-    Raises:
-        UsageError: there is no backend of that name.
-    """
-    if name == "triton":
-        from fusion_advisor.codegen.triton.backend import TritonBackend
-
-        return TritonBackend()
-    if name == "cuda":
-        from fusion_advisor.codegen.cuda.backend import CudaBackend
-
-        return CudaBackend()
-    if name == "cpp":
-        from fusion_advisor.codegen.cpp.backend import CppBackend
-
-        return CppBackend()
-    raise UsageError(detail=f"there is no backend `{name}`", help=f"one of: {', '.join(BACKENDS)}")
+BACKENDS: tuple[Backend, ...] = (
+    Triton(),
+    Cuda(),
+    Cpp(),
+)
+NAMES = tuple(one.name for one in BACKENDS)
 
 
-def gemv_backend(name: str) -> GemvCuda | GemvTriton:
-    """Return the backend ``triton`` or ``cuda`` for linear layers.
+def descriptor(name: str) -> Backend:
+    """Return the backend of a name.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is none.
     """
-    if name == "triton":
-        from fusion_advisor.codegen.gemm.triton import GemvTriton
+    for one in BACKENDS:
+        if one.name == name:
+            return one
+    raise UsageError(detail=f"there is no backend `{name}`", help=f"one of: {', '.join(NAMES)}")
 
-        return GemvTriton()
-    if name == "cuda":
-        from fusion_advisor.codegen.gemm.cuda import GemvCuda
 
-        return GemvCuda()
-    raise UsageError(detail=f"there is no GEMV in `{name}`", help="one of: triton, cuda")
+def backend(name: str) -> KernelMaker:
+    """Return what renders and builds kernels in the backend of a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    return descriptor(name).maker()
+
+
+def backends_for(device_kind: str) -> tuple[Backend, ...]:
+    """Return the backends whose kernels run on a kind of device, the preferred one first.
+
+    Args:
+        device_kind: torch's device type, ``cuda`` or ``cpu``.
+    """
+    return tuple(one for one in BACKENDS if device_kind in one.device_kinds)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -27,14 +26,17 @@ from typing import Protocol
 import torch
 
 from fusion_advisor.autotune.select_gemm import is_served
+from fusion_advisor.codegen.common.descriptor import COMPILE, INTERPRET, RUN, Backend
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
-from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, problem_of
+from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates
+from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.evaluate.check_inputs import KINDS, eager, make_inputs, oracle, planned_layouts
 from fusion_advisor.evaluate.render import header_of, named_program
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
+from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
 from fusion_advisor.library.spec import Case, KernelSpec
@@ -116,10 +118,10 @@ class _Checker:
         has_patterns = with_patterns and self.spec.gemv is None
         rows = [self._pattern_row(variant) for variant, _ in self.kernel.references] if has_patterns else []
         modes = {backend: _mode(backend) for backend in backends}
-        interpreted = {}
-        if "interpret" in modes.values():
-            self.progress.step(0, len(self.spec.check), "Triton's interpreter")
-            interpreted = self._interpret()
+        interpreted: dict[str, dict[tuple[str, str], CheckRow]] = {}
+        for name in (name for name, mode in modes.items() if mode == INTERPRET):
+            self.progress.step(0, len(self.spec.check), f"{descriptor(name).title}'s interpreter")
+            interpreted[name] = self._interpret(name)
         cases = [(case, dtype) for case in self.spec.check for dtype in case.dtypes]
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
@@ -132,7 +134,7 @@ class _Checker:
                     rows += [_row(label, backend, dtype, "failed", f"{error.code}: {error.reason}") for backend in backends]
                     continue
                 for backend in backends:
-                    other = interpreted.get((label, dtype)) if modes[backend] == "interpret" else None
+                    other = interpreted.get(backend, {}).get((label, dtype))
                     result, detail = self._one(backend, modes[backend], jobs, case, dtype, other)
                     rows.append(_row(label, backend, dtype, result, detail))
         return rows
@@ -192,11 +194,11 @@ class _Checker:
         try:
             if all(isinstance(job.problem, GemvProblem) and not candidates(job.problem, (backend,)) for job in jobs):
                 return "skipped", f"{backend} has no kernel for this; cuBLAS computes it"
-            if mode == "run" and all(isinstance(job.problem, GemvProblem) and not is_served(job.problem, "cuda") for job in jobs):
+            if mode == RUN and all(isinstance(job.problem, GemvProblem) and not is_served(job.problem, "cuda") for job in jobs):
                 return "skipped", "its kernel is for another GPU, or needs cuda-core; cuBLAS computes it"
-            if mode == "run":
+            if mode == RUN:
                 return self._run_case(backend, jobs, case, dtype)
-            if mode not in ("interpret", "compile"):
+            if mode not in (INTERPRET, COMPILE):
                 return "skipped", mode
             compiled = self._compile_case(backend, jobs)
         except KernelBuildFailed as error:
@@ -206,16 +208,18 @@ class _Checker:
         return interpreted.result, f"{interpreted.detail}; {compiled}"
 
     def _run_case(self, backend: str, jobs: list[_Job], case: Case, dtype: str) -> tuple[str, str]:
-        device = "cuda" if backend != "cpp" and torch.cuda.is_available() else "cpu"
+        language = descriptor(backend)
+        device = _device_of(language) or "cpu"
+        is_interpreted = bool(language.interpreter_variable) and device == "cpu"
         elements = max(job.elements for job in jobs)
-        if backend == "triton" and device == "cpu" and elements > _INTERPRETED_ELEMENTS:
-            return "skipped", f"{elements:,} elements are too many for Triton's interpreter"
+        if is_interpreted and elements > _INTERPRETED_ELEMENTS:
+            return "skipped", f"{elements:,} elements are too many for {language.title}'s interpreter"
         worst, failures = (-1.0, ""), []
         launchers = [(job, launch) for job in jobs for launch in self._launchers(backend, job)]
         for kind in KINDS:
             inputs = make_inputs(self.spec.laid_out(case), case, dtype, kind, device)
             for job, launch in launchers:
-                for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=backend == "triton" and device == "cpu"):
+                for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=is_interpreted):
                     told = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
                     if not kept:
                         wrong = f", {ours.nonfinite} NaN or Inf out of place" if ours.nonfinite > theirs.nonfinite else ""
@@ -223,7 +227,7 @@ class _Checker:
                     worst = max(worst, (ours.rel_l2 / max(theirs.rel_l2, 1e-9), told))
         if failures:
             return "failed", failures[0] + (f", and {len(failures) - 1} more" if len(failures) > 1 else "")
-        where = " in Triton's interpreter" if backend == "triton" and device == "cpu" else ""
+        where = f" in {language.title}'s interpreter" if is_interpreted else ""
         return "passed", f"relative error {worst[1]}{where}"
 
     def _launchers(self, backend: str, job: _Job) -> Iterator[Launcher]:
@@ -247,34 +251,26 @@ class _Checker:
             yield backend_of(backend).render(job.problem, header, tuning=Tuning(), fast_math=False), None
 
     def _compile_case(self, backend: str, jobs: list[_Job]) -> str:
-        from fusion_advisor.codegen.cuda import backend as backend_cuda
-        from fusion_advisor.codegen.gemm import cuda, triton
-        from fusion_advisor.codegen.triton import backend as backend_triton
-
         for job in jobs:
             for rendered, config in self._rendered(backend, job):
                 if rendered.entry in self._compiled:
                     continue
                 if isinstance(job.problem, GemvProblem):
-                    if backend == "triton":
-                        triton.compile_for(job.problem, rendered, _ARCH, config=config)
-                    else:
-                        cuda.compile_for(rendered, _ARCH)
-                elif backend == "triton":
-                    backend_triton.compile_for(job.problem, rendered, _ARCH)
+                    gemv_backend(backend).compile_for(job.problem, rendered, _ARCH, config=config)
                 else:
-                    backend_cuda.compile_for(rendered, _ARCH, program=job.problem)
+                    descriptor(backend).compile_for(job.problem, rendered, _ARCH)
                 self._compiled[rendered.entry] = backend
         return f"compiles for sm_{_ARCH}"
 
-    def _interpret(self) -> dict[tuple[str, str], CheckRow]:
-        """The Triton rows of another process, in which the interpreter is on."""
-        command = [sys.executable, "-m", "fusion_advisor.evaluate.check", self.spec.name, *map(str, self.dirs)]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    def _interpret(self, backend: str) -> dict[tuple[str, str], CheckRow]:
+        """The rows of a backend from another process, in which its interpreter is on."""
+        language = descriptor(backend)
+        command = [sys.executable, "-m", "fusion_advisor.evaluate.check", backend, self.spec.name, *map(str, self.dirs)]
+        environment = {**os.environ, language.interpreter_variable: "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
         if done.returncode:
             cause = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
-            failed = [_row(str(case), "triton", dtype, "failed", f"Triton's interpreter stopped: {cause}")
+            failed = [_row(str(case), backend, dtype, "failed", f"{language.title}'s interpreter stopped: {cause}")
                       for case in self.spec.check for dtype in case.dtypes]  # fmt: skip
             return {(row.case, row.dtype): row for row in failed}
         rows = [CheckRow(**row) for row in json.loads(done.stdout.splitlines()[-1])]
@@ -313,20 +309,14 @@ def _errors(
 
 def _mode(backend: str) -> str:
     """``run``, ``interpret`` or ``compile``; any other text is the sentence that says why nothing can be done."""
-    if backend == "cpp":
-        from fusion_advisor.codegen.cpp.backend import find_compiler
+    language = descriptor(backend)
+    return (language.why_missing() or RUN) if _device_of(language) else language.without_device()
 
-        return "run" if find_compiler() else "no C++ compiler found; install g++ or clang++, or set CXX"
-    has_device = torch.cuda.is_available()
-    if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed"
-        return "run" if has_device or os.environ.get("TRITON_INTERPRET") == "1" else "interpret"
-    from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
 
-    if has_device:
-        return "run" if has_cuda_core() else "cuda-core is not installed; pip install 'fusion-advisor[cuda]'"
-    return "compile" if has_cuda_core() or find_nvcc() else "neither cuda-core nor nvcc was found, so nothing was compiled"
+def _device_of(language: Backend) -> str:
+    """The kind of device here on which kernels of a backend run; empty where there is none."""
+    here = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return next((kind for kind in here if kind in language.device_kinds), "")
 
 
 def _row(case: str, backend: str, dtype: str, result: str, detail: str) -> CheckRow:
@@ -339,11 +329,12 @@ class _Silent:
 
 
 def main(arguments: Sequence[str]) -> str:
-    """The Triton rows of a kernel as JSON: ``check NAME [DIR …]``, run with TRITON_INTERPRET=1."""
+    """The rows of a backend and a kernel as JSON: ``check BACKEND NAME [DIR …]``, run with the backend's interpreter on."""
     torch.set_num_threads(1)
-    dirs = tuple(map(Path, arguments[1:]))
-    checker = _Checker(load_kernel(arguments[0], dirs), dirs, _Silent())
-    return json.dumps([dataclasses.asdict(row) for row in checker.run(["triton"], with_patterns=False)])
+    backend, name, *folders = arguments
+    dirs = tuple(map(Path, folders))
+    checker = _Checker(load_kernel(name, dirs), dirs, _Silent())
+    return json.dumps([dataclasses.asdict(row) for row in checker.run([backend], with_patterns=False)])
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning, library_origin
-from fusion_advisor.codegen.gemm.problem import problem_of
+from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.codegen.registry import backend as backend_of
-from fusion_advisor.codegen.registry import gemv_backend
 from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.errors import UsageError
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import Kernel
+from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import example, kernel_patterns, lower_reference
 from fusion_advisor.library.spec import Case, KernelSpec

@@ -19,11 +19,11 @@ from fusion_advisor.fuse.decide.step_profile import attention_of
 from fusion_advisor.fuse.passes.attention import mask_meanings
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.records import Arg, Capture, Chain, Finding, Match, OpClass, OpNode, Ref
+from fusion_advisor.records.op_facts import item_bytes, overload_free
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE
 
 MIN_SHARE = 0.005
 """Of the captured step's device time: what saves less is not listed."""
-_ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 _HALF = ("float16", "bfloat16")
 _TF32_CAPABILITY = (8, 0)
 
@@ -222,7 +222,7 @@ def _written_out_attention(seen: _Seen) -> Iterator[Finding]:
     paths: set[int] = set()
     sites = 0
     for op in seen.ops:
-        if op.target.removeprefix("aten.").split(".")[0] not in ("softmax", "_softmax"):
+        if overload_free(op.target) not in ("softmax", "_softmax"):
             continue
         before = _path(op, seen.sources)
         after = _path(op, lambda found: readers.get(found.index, []))
@@ -306,7 +306,7 @@ def _upcasts(seen: _Seen) -> Iterator[Finding]:
 
 
 def _is_cast(op: OpNode) -> bool:
-    return op.target.removeprefix("aten.").split(".")[0] in ("to", "_to_copy", "type_as", "float")
+    return overload_free(op.target) in ("to", "_to_copy", "type_as", "float")
 
 
 def _mask_of(op: OpNode) -> int | None:
@@ -326,7 +326,7 @@ def _bytes(op: OpNode) -> int:
         elements = 1
         for size, stride in zip(meta.shape, meta.stride, strict=True):
             elements *= size if stride else 1
-        total += elements * _ITEM_BYTES.get(meta.dtype, 1)
+        total += elements * item_bytes(meta.dtype)
     return total
 
 

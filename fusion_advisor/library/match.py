@@ -18,6 +18,7 @@ from fractions import Fraction
 from fusion_advisor.ir.causal_mask import Order, order_of
 from fusion_advisor.ir.operand_names import with_names
 from fusion_advisor.ir.program import COMMUTATIVE, ROUNDINGS, Program, Value, nests
+from fusion_advisor.records import Tuning
 
 _RELATIVE = 1e-6
 """Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""
@@ -49,6 +50,8 @@ class Pattern:
     constant_factors: tuple[float, ...]
     """What the lowering multiplied each named constant by: 0.5 where 0.5 · (x · scale) became x · (0.5 · scale)."""
     dtypes: tuple[str, ...]
+    tunables: tuple[Tuning, ...] = ()
+    """Launch parameters that the manifest declares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Found:
     variant: str
     constants: tuple[tuple[str, float], ...]
     program: Program
+    tunables: tuple[Tuning, ...] = ()
+    """Launch parameters that the manifest declares."""
 
 
 def structure(program: Program) -> Structure:
@@ -93,7 +98,11 @@ def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
         if bound is not None:
             found = tuple(bound.items())
             return Found(
-                kernel=pattern.kernel, variant=pattern.variant, constants=found, program=_renamed(program, mine, pattern)
+                kernel=pattern.kernel,
+                variant=pattern.variant,
+                constants=found,
+                program=_renamed(program, mine, pattern),
+                tunables=pattern.tunables,
             )
     return None
 

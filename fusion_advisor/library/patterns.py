@@ -263,4 +263,5 @@ def _pattern(spec: KernelSpec, variant: str, lowered: Lowered, marks: Mapping[st
         constant_names=tuple(name for name, _ in named),
         constant_factors=tuple(factor for _, factor in named),
         dtypes=spec.dtypes,
+        tunables=spec.tunables,
     )

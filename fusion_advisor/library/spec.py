@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fusion_advisor.codegen.common.interface import Tuning, identifier
+from fusion_advisor.codegen.registry import NAMES
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.files.regular_file import read_regular
 from fusion_advisor.ir.dtypes import INTEGERS
 from fusion_advisor.ir.program import ITEM_BYTES
 
 _MOST_BYTES = 2**20
-BACKENDS = ("triton", "cuda", "cpp")
 _KEYS = ("name", "summary", "source", "backends", "dtypes", "constraints", "has_backward", "inputs", "outputs", "constants",
          "tunables", "check", "bench", "preset", "gemv")  # fmt: skip
 
@@ -175,7 +175,7 @@ class _Reader:
         letters = {dim for i in inputs for dim in i.shape if isinstance(dim, str)}
         return KernelSpec(
             name=name, summary=self._text("summary"), source=self._text("source"),
-            backends=self._names("backends", BACKENDS), dtypes=dtypes,
+            backends=self._names("backends", NAMES), dtypes=dtypes,
             constraints=tuple(self._list("constraints", str, default=[])), has_backward=self._flag("has_backward"), inputs=inputs,
             outputs=tuple(outputs), constants=self._constants(), tunables=self._tunables(),
             check=self._cases("check", letters, dtypes, inputs),

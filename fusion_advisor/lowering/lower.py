@@ -26,6 +26,7 @@ from fusion_advisor.lowering.rules.gather import READS_ONE
 from fusion_advisor.lowering.rules.scatter import written_shape
 from fusion_advisor.lowering.rules.tables import RULES
 from fusion_advisor.records import OpClass, OpNode, Ref
+from fusion_advisor.records.op_facts import overload_free
 
 __all__ = ["Lowered", "Lowering", "lower"]
 
@@ -100,7 +101,7 @@ def _widest_shape(
     shapes = [written_shape(ops, index) for index in outputs]
     for index in members:
         op = ops[index]
-        is_reduction = op.op_class is OpClass.REDUCTION and op.target.removeprefix("aten.").split(".")[0] not in READS_ONE
+        is_reduction = op.op_class is OpClass.REDUCTION and overload_free(op.target) not in READS_ONE
         if is_reduction and op.args and isinstance(op.args[0], Ref):
             found = ops[op.args[0].index].outputs
             if len(found) != 1:

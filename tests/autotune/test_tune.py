@@ -11,8 +11,9 @@ import torch
 
 from fusion_advisor.autotune import tune as tuning_module
 from fusion_advisor.autotune.cache import SCHEMA, TuningStore
-from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, is_faster_in_cuda, tuning_key
+from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
 from fusion_advisor.codegen.common.interface import Header, Tuning
+from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.layout_copy import rows_copy
 from fusion_advisor.library.discover import list_kernels, load_kernel
@@ -55,7 +56,7 @@ def on_fake_cuda(monkeypatch):
     )
 
 
-def choose(program, cost_ns, store, **more):
+def choose(program, cost_ns, store, declared=(), **more):
     """Tune with launchers that cost what ``cost_ns`` says; returns the result and the tunings that were built."""
     clock, built = CountingClock(), []
 
@@ -70,8 +71,18 @@ def choose(program, cost_ns, store, **more):
 
         return launch
 
-    found = best_tuning(program, None, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, **more)
+    found = best_tuning(program, declared, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, **more)
     return found, built
+
+
+def test_a_manifest_that_declares_more_is_measured_again(on_fake_cuda, tmp_path):
+    store, declared = TuningStore(tmp_path / "tuning.json"), [Tuning(block_cols=512, num_warps=1)]
+    program = programs.bias_gelu_erf(2048, 3584)
+    assert choose(program, lambda _: 1000, store)[0].source == "measured"
+    found, built = choose(program, lambda tuning: 100 if tuning in declared else 1000, store, declared)
+    assert (found.tuning, found.source) == (declared[0], "measured") and declared[0] in built
+    again, built = choose(program, lambda _: 1000, store, declared)
+    assert (again.tuning, again.source, built) == (declared[0], "stored", [])
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -152,12 +163,12 @@ def test_few_narrow_rows_are_tried_four_to_a_block():
 
 def test_rows_are_shared_by_clusters_where_they_are_long_and_the_gpu_has_clusters():
     def clusters(program, arch):
-        return [tuning.cluster for tuning, _ in candidates(program, "cuda", shared=shared_memory_of(arch)) if tuning.cluster]
+        return [tuning.cluster for tuning, _ in candidates(program, "cuda", limits=shared_memory_of(arch)) if tuning.cluster]
 
     assert clusters(programs.softmax(2048, 50264, "bfloat16"), 90) == [4, 8, 4, 8]
     assert clusters(programs.softmax(2048, 300000, "bfloat16"), 90) == [8, 8]  # four blocks have no registers for it
     assert clusters(programs.softmax(1, 50264, "bfloat16"), 90) == [8, 8, 4, 4]
-    found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, shared=shared_memory_of(90))
+    found = candidates(programs.softmax(4096, 50264), "cuda", [Tuning(num_warps=4)] * 5, limits=shared_memory_of(90))
     assert [bool(tuning.cluster) for tuning, _ in found[:3]] == [False, True, True]
     assert not clusters(programs.softmax(2048, 10**6), 90)
     assert not clusters(programs.softmax(2048, 50264, "bfloat16"), 80)
@@ -217,7 +228,7 @@ def test_the_budget_ends_the_search_after_the_backend_s_choice(on_fake_cuda, tmp
 @pytest.mark.parametrize(("backend", "device"), [("cpp", "cpu"), ("triton", "cpu"), ("cpp", "cuda")])
 def test_nothing_is_tried_where_nothing_can_be_chosen(backend, device, tmp_path):
     store = TuningStore(tmp_path / "t.json")
-    found = best_tuning(programs.rmsnorm(), None, backend, device, header=HEADER, store=store)
+    found = best_tuning(programs.rmsnorm(), (), backend, device, header=HEADER, store=store)
     assert (found.tuning, found.source) == (Tuning(), "default")
     assert not store.path.exists()
 
@@ -225,8 +236,8 @@ def test_nothing_is_tried_where_nothing_can_be_chosen(backend, device, tmp_path)
 def test_the_key_tells_apart_what_needs_another_choice():
     program = programs.rmsnorm(2048, 3584, "bfloat16")
 
-    def key(other=program, title="rmsnorm", backend="triton", device="NVIDIA H200", fast=False):
-        return tuning_key(other, title, backend, device, fast_math=fast)
+    def key(other=program, title="rmsnorm", backend="triton", device="NVIDIA H200", fast=False, declared=()):
+        return tuning_key(other, title, backend, device, fast_math=fast, declared=declared)
 
     assert key() == key(programs.rmsnorm(1500, 3584, "bfloat16"))  # one bucket: both are below 2048
     others = {
@@ -238,8 +249,10 @@ def test_the_key_tells_apart_what_needs_another_choice():
         key(backend="cuda"),
         key(device="NVIDIA A100"),
         key(fast=True),
+        key(declared=[Tuning(num_warps=4)]),
+        key(declared=[Tuning(num_warps=4, cluster=2)]),  # which the repr of a Tuning leaves out
     }
-    assert len(others) == 8
+    assert len(others) == 10
     assert key() not in others
     assert key(programs.bias_gelu_erf(2048, 3584)) == key(programs.bias_gelu_erf(2000, 4096))  # no row has to fit a block
 
@@ -340,8 +353,8 @@ def test_tuning_takes_less_than_two_seconds(backend, tmp_path):
     store = TuningStore(tmp_path / "tuning.json", pytest.fail)
     program = programs.rmsnorm(16384, 4096, "bfloat16")
     # The first build of a process also imports the compiler.
-    best_tuning(programs.softmax(64, 64), None, backend, "cuda", header=replace(HEADER, title="warm"), store=store)
-    found = best_tuning(program, None, backend, "cuda", header=HEADER, store=store)
+    best_tuning(programs.softmax(64, 64), (), backend, "cuda", header=replace(HEADER, title="warm"), store=store)
+    found = best_tuning(program, (), backend, "cuda", header=HEADER, store=store)
     assert found.source == "measured"
     assert len(found.tried) >= 3
     assert found.tune_ns < 2e9

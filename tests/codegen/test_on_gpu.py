@@ -12,8 +12,8 @@ import math
 import pytest
 import torch
 
-from fusion_advisor.autotune.tune import is_faster_in_cuda
 from fusion_advisor.codegen.common.interface import Tuning
+from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.evaluate.check import check_kernel

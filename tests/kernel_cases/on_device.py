@@ -56,7 +56,7 @@ def site(function, inputs, backend, folder, *, is_tuned=False):
     examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
     graph = trace(plain(function), examples)
     lowered = next(lower_graph(graph, tuple(f"x{n}" for n in range(len(inputs)))))
-    tuning = best_tuning(lowered.program, None, backend, "cuda", header=HEADER).tuning if is_tuned else Tuning()
+    tuning = best_tuning(lowered.program, (), backend, "cuda", header=HEADER).tuning if is_tuned else Tuning()
     rendered = backend_of(backend).render(lowered.program, HEADER, tuning=tuning, fast_math=False)
     built = backend_of(backend).build(rendered, folder / f"{rendered.entry}{rendered.suffix}")
     return Site(graph, lowered.program, built.bind(lowered.program), lowered.inputs)

@@ -11,6 +11,7 @@ import re
 import torch
 
 from fusion_advisor.records import OpClass
+from fusion_advisor.records.op_facts import overload_free
 
 _REDUCTIONS = frozenset(
     [
@@ -231,8 +232,7 @@ COMPOSITE = frozenset(
 
 def base_name(target: str) -> str:
     """Return ``mul`` for ``aten.mul.Tensor``, ``aten::mul_`` and ``mul``; our own ops lose their namespace likewise."""
-    name = target.replace("aten::", "").replace("fusion_advisor::", "")
-    name = name.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
+    name = overload_free(target.replace("aten::", "").replace("fusion_advisor::", ""))
     return name if name.startswith("__") or not name.endswith("_") or name in _MEMORY else name.rstrip("_")
 
 

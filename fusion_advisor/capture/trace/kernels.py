@@ -17,10 +17,10 @@ from fusion_advisor.capture.graph.op_classes import COMPOSITE, MATH_ATTENTION, b
 from fusion_advisor.capture.trace.attribute import FUSED_PREFIX, category_of, computing_ops
 from fusion_advisor.capture.trace.profiler import KERNEL_RANGE, STEP_RANGE, Event, Trace, is_kernel, is_step
 from fusion_advisor.records import OpClass, TensorMeta
+from fusion_advisor.records.op_facts import ROWS_OPERAND
 
 CAST = "to"
-_ROWS_BY_NUMBER = frozenset({"embedding", "index_select", "gather", "index"})
-_MOVING = frozenset({CAST, "cat"}) | _ROWS_BY_NUMBER
+_MOVING = frozenset({CAST, "cat"}) | frozenset(ROWS_OPERAND)
 """Ops of class ``memory`` that may stand in a chain: the same as in a captured graph."""
 _FUSIBLE = (OpClass.POINTWISE.value, OpClass.REDUCTION.value)
 

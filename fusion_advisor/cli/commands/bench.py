@@ -11,23 +11,22 @@ import typer
 from fusion_advisor.cli.common import completion, core, options
 from fusion_advisor.cli.common.console import Settings, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
+from fusion_advisor.codegen.registry import NAMES
 from fusion_advisor.errors import CannotWrite, UsageError
 
 if TYPE_CHECKING:
     from fusion_advisor.evaluate.bench.records import BenchRun
 
 
-class Which(enum.StrEnum):
-    """One contender."""
+if TYPE_CHECKING:
 
-    REF = "ref"
-    COMPILE = "compile"
-    LIGER = "liger"
-    TRITON = "triton"
-    CUDA = "cuda"
-    CPP = "cpp"
-    CUBLAS = "cublas"
-    CHOSEN = "chosen"
+    class Which(enum.StrEnum):
+        """One contender."""
+
+else:
+    Which = enum.StrEnum(
+        "Which", {name.upper(): name for name in ("ref", "compile", "liger", *NAMES, "cublas", "chosen")}
+    )  # fmt: skip
 
 
 def bench_command(
@@ -78,13 +77,13 @@ def bench_command(
         backends=_listed(backend),
         variant=variant,
         device=device or "auto",
-        with_compile=not no_compile or which is Which.COMPILE,
+        with_compile=not no_compile or which == "compile",
         kernel_dirs=tuple(kernels or ()),
     )
     with TerminalProgress(settings) as progress:
         if which is not None:
             progress.phase(f"loop {which.value}")
-            write_result(core.run_contender(plan, "eager" if which is Which.REF else which.value, iterations) + "\n")
+            write_result(core.run_contender(plan, "eager" if which == "ref" else which.value, iterations) + "\n")
             return
         progress.phase("bench")
         run = core.bench_kernels(plan, progress, lambda so_far: _save(so_far, output))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fusion_advisor.cli.common.console import Settings, write_result
+from fusion_advisor.codegen.registry import NAMES
 from fusion_advisor.errors import UsageError
 
 
@@ -72,22 +73,17 @@ class Keep(enum.StrEnum):
     VERIFIED = "verified"
 
 
-class Backend(enum.StrEnum):
-    """What kernels are written in."""
+if TYPE_CHECKING:
 
-    TRITON = "triton"
-    CUDA = "cuda"
-    CPP = "cpp"
+    class Backend(enum.StrEnum):
+        """What kernels are written in: the registry's names."""
 
+    class BackendChoice(enum.StrEnum):
+        """What a run's kernels are written in: a backend, or ``fastest``, which tries all that run on the device."""
 
-class BackendChoice(enum.StrEnum):
-    """What a run's kernels are written in."""
-
-    TRITON = "triton"
-    CUDA = "cuda"
-    CPP = "cpp"
-    FASTEST = "fastest"
-    """On a GPU each kernel in Triton and in CUDA C++, and the one that is faster alone."""
+else:
+    Backend = enum.StrEnum("Backend", {name.upper(): name for name in NAMES})
+    BackendChoice = enum.StrEnum("BackendChoice", {name.upper(): name for name in (*NAMES, "fastest")})
 
 
 def parse_share(text: str) -> float:

@@ -30,6 +30,8 @@ from fusion_advisor.ir.program import (
     with_dims,
 )
 
+FEW_ROWS = 512
+"""Fewer rows than a GPU runs blocks at once: each row then gets more threads."""
 MAX_RESIDENT_COLS = 16384
 """Rows up to this width are kept in registers over all passes; wider ones are read again (from L2, mostly)."""
 

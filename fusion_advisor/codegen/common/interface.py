@@ -118,8 +118,8 @@ class BuiltKernel(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """One module per backend provides these."""
+class KernelMaker(Protocol):
+    """What renders and builds a backend's kernels."""
 
     name: ClassVar[str]
 

@@ -88,6 +88,11 @@ class GemvCuda:
         write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
         return GemvCudaKernel(rendered)
 
+    def compile_for(self, problem: GemvProblem, rendered: Rendered, arch: int, *, config: GemvConfig | None = None) -> bytes:
+        """Compile a kernel for a GPU that need not be here; the problem and its configuration stand in the source."""
+        del problem, config
+        return compile_for(rendered, arch)
+
 
 class GemvCudaKernel:
     """A compiled kernel.

@@ -17,7 +17,6 @@ from typing import Literal
 
 from fusion_advisor.codegen.common.interface import Header, identifier
 from fusion_advisor.ir.program import ITEM_BYTES
-from fusion_advisor.library.spec import Case, KernelSpec
 
 Form = Literal["cuda_fma", "cuda_mma", "cuda_wgmma", "triton_fma", "triton_dot", "cublas", "cuda_cublas", "triton_cublas"]
 FORMS: dict[str, tuple[Form, ...]] = {"cuda": ("cuda_fma", "cuda_mma", "cuda_wgmma"), "triton": ("triton_fma", "triton_dot")}
@@ -343,24 +342,3 @@ def heading_lines(problem: GemvProblem, header: Header, config: GemvConfig) -> l
     if header.source:
         lines.append(f"Source: {header.source}")
     return lines
-
-
-def problem_of(spec: KernelSpec, variant: str, case: Case, dtype: str) -> GemvProblem:
-    """The problem that a manifest with a ``[gemv]`` table declares, at one of its sizes.
-
-    The manifest's sizes are ``M``, ``N`` and ``K``; its inputs have the names of :class:`GemvProblem`'s operands, in their order.
-    """
-    assert spec.gemv is not None, spec.name
-    sizes, names = dict(case.sizes), {tensor.name for tensor in spec.inputs}
-    return GemvProblem(
-        m=sizes["M"],
-        n=sizes["N"],
-        k=sizes["K"],
-        dtype=dtype,
-        has_norm="norm_weight" in names,
-        eps=dict(spec.constants).get("eps", 0.0),
-        norm_offset=dict(spec.gemv.norm_offsets).get(variant, 0.0),
-        has_bias="bias" in names,
-        is_gated=spec.gemv.is_gated,
-        has_residual="residual" in names,
-    )

@@ -56,6 +56,10 @@ class GemvTriton:
         """
         return GemvTritonKernel(rendered, path)
 
+    def compile_for(self, problem: GemvProblem, rendered: Rendered, arch: int, *, config: GemvConfig | None = None) -> bytes:
+        """Compile a kernel for a GPU that need not be here; see :func:`compile_for`."""
+        return compile_for(problem, rendered, arch, config=config)
+
 
 class GemvTritonKernel:
     """An imported kernel.

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.errors import UsageError
 from fusion_advisor.evaluate.bench.row import BenchOptions
 from fusion_advisor.library.discover import list_kernels, load_kernel
-from fusion_advisor.library.spec import BACKENDS, Case, KernelSpec
+from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.workload.device import resolve_device
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -56,8 +57,7 @@ def plan_bench(
     where = resolve_device(device)
     wanted = _dtypes(dtypes) or (("bfloat16",) if where.type == "cuda" else ("float32",))
     for backend in backends:
-        if backend not in BACKENDS:
-            raise UsageError(detail=f"there is no backend `{backend}`", help=f"one of: {', '.join(BACKENDS)}")
+        descriptor(backend)
     if preset:
         known = sorted({p.name for spec in specs for p in spec.presets})
         specs = tuple(spec for spec in specs if any(p.name == preset for p in spec.presets))

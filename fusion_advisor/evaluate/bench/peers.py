@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.autotune.select_gemm import BACKENDS, choose, launcher_for
+from fusion_advisor.autotune.select_gemm import choose, launcher_for
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.codegen.common.interface import Launcher
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, GemvProblem
+from fusion_advisor.codegen.gemm.registry import LINEAR_BACKENDS
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list
 from fusion_advisor.evaluate.render import header_of
@@ -107,7 +108,7 @@ def cublas(work: Work) -> Contender:
 
 def chosen(work: Work) -> Contender:
     """What the library takes by itself, cuBLAS with or without our kernels around it too."""
-    return _chosen(work, "chosen", BACKENDS, with_cublas=True)
+    return _chosen(work, "chosen", LINEAR_BACKENDS, with_cublas=True)
 
 
 def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bool) -> Contender:
@@ -143,7 +144,7 @@ def ours(work: Work, backend: str) -> Contender:
         return Contender(name=backend, note=work.refusal)
     program = with_names(work.lowered.program, manifest_names(work.spec, work.lowered))
     header = header_of(work.spec, work.variant)
-    tuned = best_tuning(program, work.spec, backend, work.device, header=header, store=work.store)
+    tuned = best_tuning(program, work.spec.tunables, backend, work.device, header=header, store=work.store)
     maker = backend_named(backend)
     started = time.perf_counter_ns()
     rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)

@@ -6,6 +6,7 @@ Okabe and Ito, told apart by every kind of colour vision; markers differ as well
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusion_advisor import units
+from fusion_advisor.codegen.registry import NAMES as BACKENDS
 from fusion_advisor.evaluate.bench.records import BenchRow, BenchRun
 from fusion_advisor.evaluate.bench.view import NAMES
 from fusion_advisor.report.escape import visible
@@ -33,14 +35,17 @@ class _Style:
     size: float = 5.0
 
 
+_OURS = (
+    _Style("#D55E00", "D", width=2.0), _Style("#0072B2", "v", width=2.0, size=6.0), _Style("#009E73", "P", width=2.0, size=6.5),
+    _Style("#F0E442", "p", width=2.0, size=6.5),
+)  # fmt: skip
+"""In the order of the registry."""
 _STYLES = {
     "eager": _Style("#8c8c8c", "o"),
     "compile": _Style("#E69F00", "s"),
     "liger": _Style("#56B4E9", "^", size=6.0),
     "cublas": _Style("#CC79A7", "X", size=6.0),
-    "triton": _Style("#D55E00", "D", width=2.0),
-    "cuda": _Style("#0072B2", "v", width=2.0, size=6.0),
-    "cpp": _Style("#009E73", "P", width=2.0, size=6.5),
+    **dict(zip(BACKENDS, itertools.cycle(_OURS), strict=False)),
     "chosen": _Style("#009E73", "*", width=2.0, size=7.0),
 }
 _INK, _FAINT = "#222222", "#d9d9d9"

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusion_advisor.codegen.registry import NAMES
 from fusion_advisor.records import Bandwidth, Environment, Timing
 from fusion_advisor.records.serialize import dump_record, load_record, read_document
 
 SCHEMA = "fusion-advisor-bench/1"
 PEERS = ("eager", "compile", "liger", "cublas")
-OURS = ("triton", "cuda", "cpp", "chosen")
+OURS = (*NAMES, "chosen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,8 @@ class Entrant:
     """One way to compute a row, and what it took."""
 
     name: str
-    """``eager`` (the reference as written, or the kernel's baseline), ``compile``, ``liger``, ``cublas``, ``triton``, ``cuda``,
-    ``cpp`` or ``chosen``."""
+    """``eager`` (the reference as written, or the kernel's baseline), ``compile``, ``liger``, ``cublas``, a backend's name
+    or ``chosen``."""
     timing: Timing | None = None
     """Of one call; None where it could not be run or its numbers were wrong, and then the note says why."""
     rel_l2: float | None = None

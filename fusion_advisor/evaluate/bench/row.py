@@ -13,12 +13,13 @@ import torch
 
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.codegen.gemm.problem import problem_of
+from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.evaluate.bench import peers
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like
 from fusion_advisor.evaluate.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.evaluate.check_inputs import in_float64
 from fusion_advisor.library.discover import load_references
+from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.patterns import example, lower_reference
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.lowering.rules.tables import CannotLower
@@ -169,7 +170,7 @@ def makers(spec: KernelSpec, options: BenchOptions) -> list[tuple[str, Callable[
     elif options.with_liger and on_cuda:
         found.append(("liger", peers.liger))
     wanted = options.backends or spec.backends
-    for backend in ("triton", "cuda") if on_cuda else ("cpp",):
+    for backend in (one.name for one in backends_for(options.device.type)):
         if backend in wanted and backend in spec.backends:
             found.append((backend, lambda work, backend=backend: peers.ours(work, backend)))  # type: ignore[misc]
     if spec.gemv is not None and on_cuda:

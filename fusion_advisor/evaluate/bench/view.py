@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fusion_advisor import units
+from fusion_advisor.codegen.registry import BACKENDS
 from fusion_advisor.evaluate.bench.records import BenchRow, BenchRun, Entrant
 from fusion_advisor.report.escape import plural
 from fusion_advisor.report.terminal.result import Column, column_table, plain
@@ -19,9 +20,7 @@ NAMES = {
     "compile": "torch.compile",
     "liger": "Liger",
     "cublas": "cuBLAS",
-    "triton": "our Triton",
-    "cuda": "our CUDA",
-    "cpp": "our C++",
+    **{one.name: f"our {one.title}" for one in BACKENDS},
     "chosen": "our choice",
 }
 _DROP = {"Wins": 6, "Moves": 5, "Limit µs": 4, "eager": 3, "compile": 2, "Liger": 1}

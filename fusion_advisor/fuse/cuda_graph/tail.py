@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, module_path, storages, written_storages
 from fusion_advisor.fuse.passes.layout_copy import PlainCopy
 from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
+from fusion_advisor.records.op_facts import PRODUCTS
 
 LEAST_BYTES = 4 << 20
 """A copy of fewer takes under 2 µs on an H200, hardly longer than the smallest kernel, and a product that is launched by itself
@@ -24,7 +25,7 @@ begins a microsecond or two after the graph has ended: nothing is left to save. 
 words) stay inside."""
 
 _aten = torch.ops.aten
-_PRODUCTS = (_aten.linear.default, _aten.mm.default, _aten.addmm.default)
+_PRODUCTS = tuple(getattr(_aten, name).default for name in PRODUCTS)
 
 MakeResult = Callable[..., torch.Tensor]
 

@@ -22,9 +22,10 @@ from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.decide.session import BIASES, PASSES, Bench, Variant
 from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
 from fusion_advisor.records import Arg, Capture, Chain, Fusion, GraphRewrite, Launch, OpClass, OpNode, Ref, TensorMeta
+from fusion_advisor.records.op_facts import PRODUCTS
 
 _LINEAR = "aten.linear.default"
-_PRODUCTS = {_LINEAR: 0, "aten.mm.default": 0, "aten.addmm.default": 1}
+_PRODUCTS = {f"aten.{name}.default": place for name, place in PRODUCTS.items()}
 """Place of the left matrix; GPT-2's layers call ``addmm``."""
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d.default" for dims in (1, 2, 3))
 _ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -55,7 +55,7 @@ def try_fusion(
     Args:
         bench: has observed the fusion's first site.
         planned: the fusion.
-        backend: ``triton``, ``cuda`` or ``cpp``.
+        backend: name of the backend.
         fast_math: let the kernel approximate.
         tolerance: the user's limit on its errors, instead of the original ops' own.
         kernel_dir: where its source goes, named after the fusion.
@@ -84,8 +84,9 @@ def try_fusion(
     device = roots[0].device
     try:
         tuned = best_tuning(
-            planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
-        )
+            planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math,
+            store=TuningStore(warn=log),
+        )  # fmt: skip
         rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
         rendered = with_launcher(
             rendered, planned.program, tensors=_operand_layouts(bench, planned, roots, chain.in_place), fast_math=fast_math

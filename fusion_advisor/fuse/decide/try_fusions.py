@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion_advisor import units
-from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
+from fusion_advisor.autotune.tune import MUST_GAIN
+from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
 from fusion_advisor.fuse.decide.result_bits import inexact_passes
@@ -24,7 +24,6 @@ from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 
 FASTEST = "fastest"
-GPU_BACKENDS = ("triton", "cuda")
 
 
 def try_all(
@@ -81,15 +80,14 @@ def backends_of(asked: str | None, program: Program, *, on_cuda: bool) -> tuple[
     """Return the languages that a kernel is tried in, the preferred one first.
 
     Args:
-        asked: for ``triton``, ``cuda``, ``cpp`` or ``fastest``; None leaves it to the device and the kernel.
+        asked: for a backend or ``fastest``; None leaves it to the device and the kernel.
         program: what the kernel computes.
         on_cuda: whether the device is a GPU.
     """
-    if not on_cuda and asked in (None, FASTEST):
-        return ("cpp",)
-    if asked is None and has_cuda_core() and is_faster_in_cuda(program):
-        return GPU_BACKENDS
-    return GPU_BACKENDS if asked == FASTEST else (asked or GPU_BACKENDS[0],)
+    first, *others = backends_for("cuda" if on_cuda else "cpu")
+    if asked is None:
+        others = [one for one in others if one.is_available() and one.is_worth_a_trial(program)]
+    return (first.name, *(one.name for one in others)) if asked in (None, FASTEST) else (asked,)
 
 
 def faster_of(trials: Sequence[Trial]) -> Trial:

@@ -31,7 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from fusion_advisor.codegen.layout_copy import permuted_copy, rows_copy
+from fusion_advisor.codegen.layout_copy import faster_language, permuted_copy, rows_copy
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
@@ -51,8 +51,6 @@ _PERMUTED = Header(
     summary="permuted dims, contiguous",
     origin="generated for what a GEMM over patches reads and gives",
 )
-_LEAST_TILE = 16
-"""Elements of a run that Triton makes tiles of."""
 
 
 class PlainCopy:
@@ -122,16 +120,9 @@ def backend_for(layout: TensorMeta, *, has_cuda: bool) -> str | None:
         layout: any.
         has_cuda: whether CUDA C++ can be launched.
     """
-    if is_rows(layout):
-        return "cuda" if has_cuda else "triton"
-    if not is_permuted(layout):
+    if not is_rows(layout) and not is_permuted(layout):
         return None
-    program, _ = _program(layout)
-    is_turned = program.values[0].strides[-1] != 1
-    is_short = program.dims[-1] < _LEAST_TILE
-    if has_cuda and (is_short or not is_turned):
-        return "cuda"
-    return None if is_short else "triton"
+    return faster_language(_program(layout)[0], is_of_rows=is_rows(layout), has_cuda=has_cuda)
 
 
 @functools.cache
@@ -142,11 +133,11 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
 
     Args:
         layout: one for which :func:`is_rows` or :func:`is_permuted` holds.
-        backend: ``cuda``, ``triton`` or ``cpp``.
+        backend: name of the backend.
     """
     program, header = _program(layout)
     maker = backend_named(backend)
-    tuned = best_tuning(program, None, backend, layout.device, header=header)
+    tuned = best_tuning(program, (), backend, layout.device, header=header)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         try:
             rendered = with_launcher(maker.render(program, header, tuning=tuned.tuning, fast_math=False), program)

@@ -21,12 +21,13 @@ from torch.fx import Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
+from fusion_advisor.records.op_facts import PLAIN_VIEWS, PRODUCTS
 from fusion_advisor.runtime import torch_internals
 
 _ATEN = torch.ops.aten
 _SELECT, _SLICE = _ATEN.select.int, _ATEN.slice.Tensor
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
-_VIEWS = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+_VIEWS = tuple(getattr(_ATEN, name).default for name in PLAIN_VIEWS)
 _LIKE_POINTWISE = (
     _ATEN.to.dtype,
     _ATEN.to.dtype_layout,
@@ -37,7 +38,7 @@ _LIKE_POINTWISE = (
     _ATEN.type_as.default,
 )
 _NORMS = (_ATEN.layer_norm.default, _ATEN.rms_norm.default)
-_PRODUCTS: Mapping[object, int] = {_ATEN.linear.default: 0, _ATEN.mm.default: 0, _ATEN.addmm.default: 1}
+_PRODUCTS: Mapping[object, int] = {getattr(_ATEN, name).default: place for name, place in PRODUCTS.items()}
 """Place of the left matrix."""
 _ATTENTION_ARGS = ("attn_mask", "dropout_p", "is_causal")
 """Behind query, key and value."""

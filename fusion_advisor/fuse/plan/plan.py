@@ -6,7 +6,7 @@ import fnmatch
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
 from fusion_advisor.chains.rank import Ranked, rank_chains
@@ -18,7 +18,7 @@ from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.lowering.rules.tables import CannotLower
-from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode
+from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode, Tuning
 
 _NAME_OPS = 6
 _LONGEST_TITLE = 40
@@ -36,6 +36,8 @@ class PlannedFusion:
     sites: tuple[Lowered, ...]
     """Inputs and outputs of each site, in the order of ``chain.sites``."""
     header: Header
+    tunables: tuple[Tuning, ...] = ()
+    """Launch parameters that the kernel's manifest declares: tried first. A saved plan has its own and needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ def make_plan(
     answers: list[Match | NoMatch] = []
     planned: list[PlannedFusion] = []
     for row in rows:
-        answer, program = _answer(capture.ops, row, patterns, sources or {}, is_exact=is_exact)
+        answer, program, tunables = _answer(capture.ops, row, patterns, sources or {}, is_exact=is_exact)
         if isinstance(answer, Match):
             seen.add(answer.kernel)
         refusal = _refusal(row, answer, min_share=min_share, only=only, skip=skip)
@@ -110,7 +112,8 @@ def make_plan(
         if refusal is None and isinstance(answer, Match) and program is not None:
             places = [(group.members, group.outputs) for group in row.groups]
             sites = lower_sites(capture.ops, places, is_exact=is_exact)
-            planned.append(_planned(row, answer, program, sites, len(planned) + 1))
+            fusion = _planned(row, answer, program, sites, len(planned) + 1)
+            planned.append(replace(fusion, tunables=tunables))
     unused = tuple(pattern for pattern in (*only, *skip) if not any(fnmatch.fnmatchcase(name, pattern) for name in seen))
     return Plan(chains=tuple(row.chain for row in rows), answers=tuple(answers), fusions=tuple(planned), unused=unused)
 
@@ -151,20 +154,21 @@ def _answer(
     sources: Mapping[str, str],
     *,
     is_exact: bool,
-) -> tuple[Match | NoMatch, Program | None]:
+) -> tuple[Match | NoMatch, Program | None, tuple[Tuning, ...]]:
+    """Return what computes a chain, its Program with the kernel's names, and the launch parameters that are declared for it."""
     if row.refusal is not None:
-        return row.refusal, None
+        return row.refusal, None, ()
     group = row.groups[0]
     program = lower(ops, group.members, group.outputs, is_exact=is_exact).program
     found = find_match(program, patterns)
     if found is None:
-        return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program
+        return Match(chain_id=row.chain.id, kernel=generated_name(row.chain.ops, program), is_library=False), program, ()
     operands, named_values = names_in(found.program)
     match = Match(
         chain_id=row.chain.id, kernel=found.kernel, is_library=True, variant=found.variant, constants=found.constants,
         operands=operands, named_values=named_values, source=sources.get(found.kernel, ""),
     )  # fmt: skip
-    return match, found.program
+    return match, found.program, found.tunables
 
 
 def _refusal(

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.autotune.select_gemm import BACKENDS, choose, is_served
+from fusion_advisor.autotune.select_gemm import choose, is_served
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, library_origin
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
-from fusion_advisor.codegen.registry import gemv_backend
+from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY, LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
@@ -166,10 +166,10 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
     Args:
         kernel_dir: where sources go.
         device: where they will run.
-        backend: ``triton`` or ``cuda``; None for the faster one. ``cpp`` has no such kernels.
+        backend: one of ``LINEAR_BACKENDS``, None for the faster one. The others have no such kernels.
         log: told of each choice.
     """
-    backends = BACKENDS if backend is None else tuple(name for name in BACKENDS if name == backend)
+    backends = LINEAR_BACKENDS if backend is None else tuple(name for name in LINEAR_BACKENDS if name == backend)
     if device.type != "cuda" or not backends:
         return None
 
@@ -365,7 +365,7 @@ def _is_wanted(title: str, options: ApplyOptions) -> bool:
 
 def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
     """Whether one may serve: for many rows there is none in Triton."""
-    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend != "triton")
+    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)
 
 
 def _is_of_one_dtype(site: GemvSite) -> bool:

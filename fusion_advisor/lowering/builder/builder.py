@@ -16,6 +16,7 @@ from fusion_advisor.lowering.builder.collapse_loops import Lowered, Result, asse
 from fusion_advisor.lowering.builder.rounding import before_store, narrows, rounded, rounded_ops
 from fusion_advisor.lowering.builder.values import Values
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
+from fusion_advisor.records.op_facts import overload_free
 
 Ops = Mapping[int, OpNode] | Sequence[OpNode]
 Rule = Callable[["Lowering", OpNode, Index], int]
@@ -249,7 +250,7 @@ class Lowering(Values):
 
     def _inside(self, index: int, where: Index) -> int:
         op = self.op(index)
-        name = op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
+        name = overload_free(op.target)
         if op.op_class is OpClass.VIEW or (name in self.rules.views_too and name not in self.rules.pointwise):
             return self._through_view(op, name, where)
         rule = self.rules.special.get(name) or self.rules.pointwise.get(name)
@@ -312,7 +313,7 @@ class Lowering(Values):
             sizes, strides = [meta.shape[dim] for dim in run], [meta.stride[dim] for dim in run]
             return all(strides[n] == strides[n + 1] * sizes[n + 1] for n in range(len(run) - 1))
         op = self.op(index)
-        if op.target.removeprefix("aten.").split(".")[0] not in _BY_ELEMENT:
+        if overload_free(op.target) not in _BY_ELEMENT:
             return False
         for source in inputs_of(op):
             shape = self.meta(source).shape

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from fusion_advisor.chains.find import inputs_of
 from fusion_advisor.ir.program import ROUNDINGS, Program, Value, nests
 from fusion_advisor.records import OpNode, Ref
+from fusion_advisor.records.op_facts import overload_free
 
 if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
@@ -38,11 +39,6 @@ _WHOLE = frozenset(["floor", "ceil", "trunc", "round"])
 """A 16-bit float's neighbouring whole numbers are 16-bit floats themselves."""
 
 
-def base_name(op: OpNode) -> str:
-    """Return ``mul`` of ``aten.mul.Tensor``."""
-    return op.target.removeprefix("aten.").removeprefix("fusion_advisor.").split(".")[0]
-
-
 def narrows(ops: Mapping[int, OpNode] | Sequence[OpNode], op: OpNode) -> bool:
     """Whether an op is asked by name for a float dtype with fewer numbers than its argument's: a cast, or ``dtype=``.
 
@@ -50,7 +46,7 @@ def narrows(ops: Mapping[int, OpNode] | Sequence[OpNode], op: OpNode) -> bool:
     """
     if not op.outputs or op.outputs[0].dtype not in ROUNDINGS:
         return False
-    is_asked = base_name(op) in _CASTS or any(name == "dtype" and value is not None for name, value in op.kwargs)
+    is_asked = overload_free(op.target) in _CASTS or any(name == "dtype" and value is not None for name, value in op.kwargs)
     is_asked = is_asked or any(isinstance(value, str) and value.startswith("dtype:") for value in op.args)
     source = op.args[0] if op.args else None
     if not is_asked or not isinstance(source, Ref) or len(ops[source.index].outputs) != 1:
@@ -84,10 +80,10 @@ def rounded_ops(
 
 
 def _jumps(ops: Mapping[int, OpNode] | Sequence[OpNode], op: OpNode) -> bool:
-    if base_name(op) in JUMPS:
+    if overload_free(op.target) in JUMPS:
         return True
     source = op.args[0] if op.args else None
-    if base_name(op) not in _CASTS or not isinstance(source, Ref) or not op.outputs:
+    if overload_free(op.target) not in _CASTS or not isinstance(source, Ref) or not op.outputs:
         return False
     given = ops[source.index].outputs
     return bool(given) and given[0].dtype in _WIDTH and op.outputs[0].dtype not in _WIDTH

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fusion_advisor.ir.affine_index import ORIGIN, Index, fixed, reshaped
 from fusion_advisor.ir.dtypes import CannotLower, argument_of
 from fusion_advisor.records import OpNode, TensorMeta
+from fusion_advisor.records.op_facts import overload_free
 
 
 def _transpose_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
@@ -67,7 +68,7 @@ def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) 
     Raises:
         CannotLower: the op that has several outputs is no split.
     """
-    name = splitter.target.removeprefix("aten.").split(".")[0]
+    name = overload_free(splitter.target)
     if name == "unbind":
         dim = int(argument_of(splitter, 1, "dim", 0)) % len(before.shape)  # type: ignore[arg-type]
         return (*where[:dim], fixed(number), *where[dim:])

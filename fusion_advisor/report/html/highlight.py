@@ -9,14 +9,15 @@ from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexer import Lexer
-from pygments.lexers import CppLexer, CudaLexer, PythonLexer
+from pygments.lexers import PythonLexer, get_lexer_by_name
 from pygments.token import Keyword, Number, Operator
 
+from fusion_advisor.codegen.registry import BACKENDS
 from fusion_advisor.report.escape import visible_lines
 
 MAX_LINES = 200
 _QUOTES = '"""'
-_LEXERS = {"triton": PythonLexer, "python": PythonLexer, "cuda": CudaLexer, "cpp": CppLexer}
+_LEXERS = {one.name: one.lexer for one in BACKENDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def panel(source: str, language: str, numbers: tuple[int, ...] = ()) -> CodePane
         numbers: Line numbers; counted from 1 when empty.
     """
     lines, left_out = visible_lines(source, MAX_LINES)
-    lexer = _LEXERS.get(language, PythonLexer)(stripnl=False, ensurenl=False)
+    lexer = get_lexer_by_name(_LEXERS.get(language, "python"), stripnl=False, ensurenl=False)
     opening = _opening(lines, lexer)
     # the formatter closes every span at a line's end, so each line is whole by itself; Pygments escapes the text
     marked = highlight("\n".join((*opening, *lines)), lexer, HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")[len(opening) :]

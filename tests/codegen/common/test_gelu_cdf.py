@@ -50,7 +50,7 @@ def test_every_spelling_is_one_multiplication(name):
         assert sum(value.op == "mul" and set(value.args) == {found[0], *values[found[0]].args} for value in values) == 1
         for backend, written in (("cuda", ("erfc(", "sigmoid_16bit(")), ("triton", ("erfc(", "sigmoid_16bit("))):
             source = render(program, backend).source
-            assert f"half_{op}(" in source
+            assert f"{op}_16bit(" in source
             assert not [function for function in written if function in source]
 
 

@@ -34,13 +34,13 @@ from fusion_advisor.codegen.gemm.problem import (
     candidates,
     default_config,
     fits,
-    problem_of,
     refusal,
     stage_bytes,
 )
 from fusion_advisor.codegen.gemm.triton import GemvTriton
 from fusion_advisor.evaluate.check import check_kernel
 from fusion_advisor.library.discover import load_kernel
+from fusion_advisor.library.linear import problem_of
 from tests.kernel_cases import simt_on_host
 from tests.kernel_cases.gemv_cases import EPILOGUES, HEADER, complaint, gated_on_many_rows, problems, surrounded, tensors
 

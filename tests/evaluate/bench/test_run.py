@@ -12,7 +12,6 @@ import torch
 from fusion_advisor.cli.app import main
 from fusion_advisor.cli.commands.bench import parse_shape
 from fusion_advisor.cli.common.console import build_console
-from fusion_advisor.codegen.gemm.problem import problem_of
 from fusion_advisor.errors import UnknownSchema, UsageError
 from fusion_advisor.evaluate.bench import peers as bench_peers
 from fusion_advisor.evaluate.bench import row as bench_row
@@ -25,6 +24,7 @@ from fusion_advisor.evaluate.bench.row import BenchOptions, Ceilings
 from fusion_advisor.evaluate.bench.run import bench, run_alone
 from fusion_advisor.evaluate.bench.view import bench_markdown, bench_tables, summary_line
 from fusion_advisor.library.discover import list_kernels, load_kernel
+from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.spec import Case
 from fusion_advisor.records import Bandwidth, Environment, Timing
 from fusion_advisor.timing.kernel_timer import WallClock, cache_bytes, interleaved, plan_rotation

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fusion_advisor.autotune.tune import Tuned
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.trial import original_source, try_fusion
+from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.records import Status, Timing
 from tests.tiny import EvaluatedKernel, bench_of, planned, profiled
 
@@ -141,3 +143,19 @@ def test_every_chain_of_a_real_model_passes_as_compiled_cpp(tmp_path, monkeypatc
             if found.built is not None:
                 built.append(found.built)
         torch.testing.assert_close(bench.run(bench.build(built, ())), bench.run(bench.build((), ())), rtol=1e-5, atol=1e-5)
+
+
+def test_tunables_of_the_manifest_are_tried(monkeypatch, attempt):
+    """Of the library's kernel, so that ``apply`` and ``kernels bench`` choose from one list."""
+    given = []
+
+    def best(_program, declared, _backend, _device, **_):
+        given.append(declared)
+        return Tuned(tuning=declared[-1], source="measured")
+
+    monkeypatch.setattr(trial, "best_tuning", best)
+    declared = load_kernel("gelu_tanh").spec.tunables
+    assert declared and attempt.planned.tunables == declared
+    tried = attempt(Backend())
+    assert given == [declared]
+    assert tried.fusion.rendered[0].parameters == declared[-1]

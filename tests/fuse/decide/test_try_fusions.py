@@ -9,6 +9,7 @@ import torch
 
 import fusion_advisor as fa
 import fusion_advisor.fuse.decide.try_fusions as selection
+from fusion_advisor.codegen.cuda import nvrtc
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.decide.trial import Trial
 from fusion_advisor.fuse.decide.try_fusions import FASTEST, backends_of, faster_of, try_all
@@ -55,12 +56,12 @@ def program_of(name):
     ],
 )
 def test_device_and_kernel_decide_what_is_tried(monkeypatch, asked, name, on_cuda, expected):
-    monkeypatch.setattr(selection, "has_cuda_core", lambda: True)
+    monkeypatch.setattr(nvrtc, "has_cuda_core", lambda: True)
     assert backends_of(asked, program_of(name), on_cuda=on_cuda) == expected
 
 
 def test_without_cuda_core_nothing_of_cuda_is_tried_unasked(monkeypatch):
-    monkeypatch.setattr(selection, "has_cuda_core", lambda: False)
+    monkeypatch.setattr(nvrtc, "has_cuda_core", lambda: False)
     assert backends_of(None, program_of("groupnorm"), on_cuda=True) == ("triton",)
     assert backends_of(FASTEST, program_of("groupnorm"), on_cuda=True) == ("triton", "cuda")  # and says what is missing
 
