@@ -7,18 +7,23 @@ import torch
 from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning, library_origin
 from fusion_advisor.codegen.gemm.registry import gemv_backend
 from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.errors import UsageError
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import Kernel
 from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.match import Pattern, find_match
-from fusion_advisor.library.patterns import kernel_patterns, lower_reference
-from fusion_advisor.library.spec import KernelSpec
+from fusion_advisor.library.patterns import example, kernel_patterns, lower_reference
+from fusion_advisor.library.spec import Case, KernelSpec
+from fusion_advisor.lowering.lower import Lowered
+from fusion_advisor.records import TensorMeta
 
 _OWN = Tuning()
 
 
-def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN) -> Rendered:
+def render_kernel(
+    kernel: Kernel, backend: str, dtype: str, *, variant: str = "", tuning: Tuning = _OWN, case: Case | None = None
+) -> Rendered:
     """Render a kernel as it would be for a model that spells it like one of the references.
 
     Args:
@@ -27,6 +32,10 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
         dtype: one of the manifest's.
         variant: name of a reference; the first by default.
         tuning: launch parameters; the backend's own by default.
+        case: the sizes; those of the manifest's first benchmark by default.
+
+    Returns:
+        the kernel; its ``file_text`` ends in a launch and a check at these sizes, but for kernels of linear layers.
 
     Raises:
         UsageError: the manifest lacks the backend or dtype, or there is no such reference.
@@ -38,12 +47,20 @@ def render_kernel(kernel: Kernel, backend: str, dtype: str, *, variant: str = ""
     ):  # fmt: skip
         if asked not in known:
             raise UsageError(detail=f"`{spec.name}` has no {what} `{asked}`", help=f"one of: {', '.join(known)}")
-    case = next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
+    case = case or next((case for case in spec.bench if dtype in case.dtypes), spec.bench[0])
     if spec.gemv is not None:
         return gemv_backend(backend).render(problem_of(spec, chosen, case, dtype), header_of(spec, chosen))
     lowered = next(lower_reference(spec, references[chosen], dict(case.sizes), dtype=getattr(torch, dtype)))
     program = named_program(lowered.program, tuple(kernel_patterns(spec)))
-    return backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
+    rendered = backend_of(backend).render(program, header_of(spec, chosen), tuning=tuning, fast_math=False)
+    return with_launcher(rendered, program, tensors=_operand_layouts(kernel, lowered, case, dtype))
+
+
+def _operand_layouts(kernel: Kernel, lowered: Lowered, case: Case, dtype: str) -> list[TensorMeta | None]:
+    """The layouts of a kernel's inputs in one of its own cases; none of its outputs."""
+    made = [example(kernel.spec.inputs[index], dict(case.sizes), getattr(torch, dtype)) for index in lowered.inputs]
+    inputs = [TensorMeta(shape=tuple(t.shape), stride=tuple(t.stride()), dtype=str(t.dtype)) for t in made]
+    return [*inputs, *[None] * len(lowered.outputs)]
 
 
 def header_of(spec: KernelSpec, variant: str) -> Header:

@@ -136,12 +136,12 @@ static unsigned short to_bfloat16(float x) {
 }
 """
 _BODIES = {
-    "float wide(half_bits x) {": "return of_half(x.bits);",
-    "half_bits narrow(float x) {": "const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;",
-    "bfloat16_bits narrow(float x) {": "return bfloat16_bits{to_bfloat16(x)};",
+    "float to_float32(half_bits x) {": "return of_half(x.bits);",
+    "half_bits from_float32(float x) {": "const _Float16 h = (_Float16)x; half_bits y; memcpy(&y.bits, &h, 2); return y;",
+    "bfloat16_bits from_float32(float x) {": "return bfloat16_bits{to_bfloat16(x)};",
     "unsigned long long stream_policy() {": "return 0;",
     "void cluster_start() {": "",
-    "unsigned narrow_pair(float low, float high) {": "return to_bfloat16(high) << 16 | to_bfloat16(low);",
+    "unsigned from_float32_pair(float low, float high) {": "return to_bfloat16(high) << 16 | to_bfloat16(low);",
 }
 
 

@@ -150,7 +150,7 @@ def scaffold_kernel(name: str, directory: Path) -> Any:
 
 def render_kernel(kernel: Any, backend: str, dtype: str) -> str:
     """Return a kernel's source for one backend and dtype."""
-    source: str = import_module("fusion_advisor.evaluate.render").render_kernel(kernel, backend, dtype).source
+    source: str = import_module("fusion_advisor.evaluate.render").render_kernel(kernel, backend, dtype).file_text
     return source
 
 

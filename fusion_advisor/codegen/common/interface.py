@@ -96,6 +96,13 @@ class Rendered:
     """C++: what the compiler is called with."""
     is_for_one_arch: bool = False
     """CUDA: uses instructions that no other generation has; ``sm_90a``, not ``sm_90``."""
+    text: str = ""
+    """The whole file with its launcher, see ``codegen.standalone``; empty where none was asked for."""
+
+    @property
+    def file_text(self) -> str:
+        """What is written to the kernel's file; compilers are given ``source`` or this, and make the same kernel of both."""
+        return self.text or self.source
 
 
 Launcher = Callable[..., None]

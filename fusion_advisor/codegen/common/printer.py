@@ -30,7 +30,7 @@ _NOUNS = {
     "add": "total",
     "sub": "difference",
     "div": "quotient",
-    "where": "chosen",
+    "where": "selected",
     "neg": "negated",
     "cast": "cast",
     "quotient": "part",
@@ -212,7 +212,7 @@ class Writer:
         for number, value in enumerate(program.values):
             args = [nouns[a] for a in value.args]
             if number in ranges:
-                noun = f"has_{program.operands[reader_of(program, number)].name}"
+                noun = f"{program.operands[reader_of(program, number)].name}_in_bounds"
             elif number in fits:
                 noun = f"fits_{program.operands[reader_of(program, number)].name}"
             elif value.op == "load":

@@ -171,7 +171,7 @@ class CppBackend:
                 kernel=rendered.entry, target="cpp", cause="no C++ compiler found; install g++ or clang++, or set CXX"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, rendered.source.encode())
+        _replace(path, rendered.file_text.encode())
         flags = rendered.flags or _FLAGS
         code = "\n".join(line for line in rendered.source.splitlines() if not line.startswith("//"))
         key = hashlib.sha256("\0".join((code, _identity(compiler), *flags)).encode()).hexdigest()[:32]

@@ -19,11 +19,12 @@ _WORDS = {
     "add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "neg": "negated", "abs": "magnitude",
     "maximum": "larger", "minimum": "smaller", "exp": "exponential", "exp2": "exponential", "expm1": "exponential",
     "log": "logarithm", "log1p": "logarithm", "sqrt": "root", "rsqrt": "inverse_root", "reciprocal": "inverse", "sigmoid": "gate",
-    "tanh": "bent", "erf": "bent", "eq": "is_equal", "ne": "is_other", "lt": "is_below", "le": "is_at_most", "gt": "is_above",
-    "ge": "is_at_least", "sin": "sine", "cos": "cosine", "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
-    "round": "whole", "remainder": "rest", "sign": "sign", "where": "chosen", "cast": "converted", "isnan": "is_nan",
+    "tanh": "tanh_value", "erf": "erf_value", "eq": "is_equal", "ne": "is_other", "lt": "is_below", "le": "is_at_most",
+    "gt": "is_above", "ge": "is_at_least", "sin": "sine", "cos": "cosine",
+    "pow": "power", "floor": "whole", "ceil": "whole", "trunc": "whole",
+    "round": "whole", "remainder": "rest", "sign": "sign", "where": "selected", "cast": "converted", "isnan": "is_nan",
     "and": "both", "or": "either", "xor": "differs", "not": "otherwise", "reduce_sum": "row_sum", "reduce_max": "row_max",
-    "reduce_min": "row_min", "dropout": "factor", "inside": "is_inside", "round_float16": "rounded", "round_bfloat16": "rounded",
+    "reduce_min": "row_min", "dropout": "factor", "inside": "in_bounds", "round_float16": "rounded", "round_bfloat16": "rounded",
 }  # fmt: skip
 
 

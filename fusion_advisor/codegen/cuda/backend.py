@@ -139,7 +139,7 @@ class CudaBackend:
         Raises:
             KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
         """
-        write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+        write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
         return CudaKernel(rendered)
 
 

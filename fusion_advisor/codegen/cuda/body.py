@@ -33,10 +33,10 @@ from fusion_advisor.codegen.cuda.register_reuse import Carried, Hidden, carried,
 from fusion_advisor.codegen.cuda.shared_memory import looped_passes, packs_of, staged_packs
 
 _HELPERS_IN_ORDER = (
-    "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "checked", "half", "bfloat16", "narrow", "narrow_half",
-    "narrow_bfloat16", "round_fp16", "round_bf16",
+    "INF_VALUEF", "INF_VALUE", "NAN_VALUEF", "NAN_VALUE", "checked", "half", "bfloat16", "from_float32", "from_float32_half",
+    "from_float32_bfloat16", "round_fp16", "round_bf16",
     "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
-    "nan_max", "nan_min", "half_exp2", "half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16",
+    "nan_max", "nan_min", "exp2_16bit", "exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
     "row_reduce", "moments",
 )  # fmt: skip
@@ -521,8 +521,8 @@ def ordered(helpers: set[str]) -> list[str]:
 
 def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     """The helpers that a kernel's text calls."""
-    if writer.helpers & {"half_exp", "half_sigmoid", "half_tanh_cdf", "normal_cdf_half", "normal_cdf_bfloat16"}:
-        writer.helpers.add("half_exp2")
+    if writer.helpers & {"exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16"}:
+        writer.helpers.add("exp2_16bit")
     dtypes = {o.dtype for o in plan.program.operands}
     outputs = {o.dtype for o in plan.program.operands if o.is_output}
     wanted = set(writer.helpers)
@@ -532,6 +532,6 @@ def _helpers(plan: Schedule, writer: CudaWriter, text: str) -> list[str]:
     wanted |= {name for name in names if f"{name}(" in text or f"{name}<" in text}
     wanted |= {part.replace("part", "pack") for part in ("load_part", "store_part") if part in wanted}
     wanted |= ({"half"} if "float16" in dtypes else set()) | ({"bfloat16"} if "bfloat16" in dtypes else set())
-    narrow = {"float16": "narrow_half", "bfloat16": "narrow_bfloat16"}
-    wanted |= {narrow[d] for d in outputs if d in narrow} | ({"narrow"} if outputs & set(narrow) else set())
+    narrow = {"float16": "from_float32_half", "bfloat16": "from_float32_bfloat16"}
+    wanted |= {narrow[d] for d in outputs if d in narrow} | ({"from_float32"} if outputs & set(narrow) else set())
     return ordered(wanted)

@@ -120,8 +120,9 @@ class CudaWriter(Writer):
     """
 
     helper_names = frozenset(
-        {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "wide", "narrow", "load_pack", "store_pack",
-         "checked", "half_normal_cdf", "half_tanh_cdf", "half_exp", "half_exp2", "half_sigmoid", "erfc", "row_reduce",
+        {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "to_float32", "from_float32", "load_pack",
+         "store_pack",
+         "checked", "normal_cdf_16bit", "tanh_cdf_16bit", "exp_16bit", "exp2_16bit", "sigmoid_16bit", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
@@ -171,7 +172,11 @@ class CudaWriter(Writer):
             pack = self.packs[min(pair)] + ("" if is_shared else "[p]")
             if access.operand.dtype == "bfloat16":
                 self.helpers.add("wide_pack")
-                return f"wide({pack}, {lane})" if value.dtype == "float32" else f"({COMPUTE[value.dtype]})wide({pack}, {lane})"
+                return (
+                    f"to_float32({pack}, {lane})"
+                    if value.dtype == "float32"
+                    else f"({COMPUTE[value.dtype]})to_float32({pack}, {lane})"
+                )
             return self.widened(f"{pack}[{lane}]", access.operand.dtype, value.dtype)
         code = self.widened(f"{self.base(access)}[{self.element(access)}]", access.operand.dtype, value.dtype)
         if value.guard is None:
@@ -262,7 +267,7 @@ class CudaWriter(Writer):
     def widened(code: str, dtype: str, compute: str) -> str:
         """An element as a number to compute with."""
         if dtype in ("float16", "bfloat16"):
-            wide = f"wide({code})"
+            wide = f"to_float32({code})"
             return wide if compute == "float32" else f"({COMPUTE[compute]}){wide}"
         if dtype == compute:
             return code
@@ -272,7 +277,7 @@ class CudaWriter(Writer):
     def narrowed(code: str, compute: str, dtype: str) -> str:
         """A number as an element: rounded to nearest even."""
         if dtype in ("float16", "bfloat16"):
-            return f"narrow<{SCALARS[dtype]}>({code})"
+            return f"from_float32<{SCALARS[dtype]}>({code})"
         if dtype == compute:
             return code
         return f"{Text(code, LOOSE).at(ATOM)} != 0" if dtype == "bool" else f"({SCALARS[dtype]})({code})"
@@ -299,7 +304,7 @@ class CudaWriter(Writer):
         """A call of the helper, which is as good as the results' dtype asks for."""
         is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
-        return f"half_normal_cdf({code})"
+        return f"normal_cdf_16bit({code})"
 
     def _is_folded(self, number: int, value: Value, text: Text) -> bool:
         """What a causal mask chooses keeps its name: a pack that it hides takes another value for it."""
@@ -348,7 +353,7 @@ class CudaWriter(Writer):
             )
         if op in ROUNDERS:
             kind = "half" if op == "round_float16" else "bfloat16"
-            self.helpers |= {kind, "narrow", f"narrow_{kind}", ROUNDERS[op]}
+            self.helpers |= {kind, "from_float32", f"from_float32_{kind}", ROUNDERS[op]}
             return Text(f"{ROUNDERS[op]}({code})")
         if op == "quotient":
             index = self.plan.program.values[value.args[0]]
@@ -384,16 +389,16 @@ class CudaWriter(Writer):
         if op == "normal_cdf":
             return Text(self.normal_cdf(code))
         if op == "tanh_cdf":
-            self.helpers.add("half_tanh_cdf")
-            return Text(f"half_tanh_cdf({code})")
+            self.helpers.add("tanh_cdf_16bit")
+            return Text(f"tanh_cdf_16bit({code})")
         if op in ("sigmoid", "exp") and is_float32 and self.is_half:
             if op == "exp" and not self._is_below_maximum(value.args[0]):
                 return Text(f"__expf({code})")
             if op == "exp":
-                self.helpers.add("half_exp")
-                return Text(f"half_exp({code})")
-            self.helpers.add("half_sigmoid")
-            return Text(f"half_sigmoid({code})")
+                self.helpers.add("exp_16bit")
+                return Text(f"exp_16bit({code})")
+            self.helpers.add("sigmoid_16bit")
+            return Text(f"sigmoid_16bit({code})")
         if op in _HELPERS:
             self.helpers.add(_HELPERS[op])
             return Text(f"{_HELPERS[op]}({code})")

@@ -53,12 +53,12 @@ class GemvCuda:
         is_mma = config.form == "cuda_mma"
         kind = {"float16": "half", "bfloat16": "bfloat16"}.get(problem.dtype, "")
         type_name = _TYPES[problem.dtype]
-        helpers = [kind, "narrow", f"narrow_{kind}"] if kind else []
+        helpers = [kind, "from_float32", f"from_float32_{kind}"] if kind else []
         helpers += ["pack", "load_pack", "stream_policy", "stream_pack"]
         helpers += ["lanes_sum", *(["sigmoid"] if problem.is_gated else [])]
         if is_mma:
-            helpers += [f"mma_{kind}", *(["narrow_pair"] if problem.has_norm else [])]
-        wide = "wide" if kind else ""
+            helpers += [f"mma_{kind}", *(["from_float32_pair"] if problem.has_norm else [])]
+        wide = "to_float32" if kind else ""
         loaded = f"{wide}(norm[col])" if wide else "norm[col]"
         macros = [
             ("rows of x", "M", problem.m),
@@ -73,7 +73,7 @@ class GemvCuda:
         source = environment().get_template(f"cuda/gemv_{'mma' if is_mma else 'fma'}.cu.jinja").render(
             heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=helpers, entry=entry,
             signature=signature, bounds="WARPS * 32", is_clustered=False, problem=problem, type=type_name,
-            wide=wide, narrow=f"narrow<{type_name}>" if kind else "", has_pairs=False, fast_math=False, bits=32,
+            wide=wide, narrow=f"from_float32<{type_name}>" if kind else "", has_pairs=False, fast_math=False, bits=32,
             tokens=16 * token_tiles(problem) if is_mma else problem.m, eps=f"{problem.eps!r}f",
             norm_factor=f"({loaded} + {problem.norm_offset!r}f)" if problem.norm_offset else loaded,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def render(problem: GemvProblem, header: Header, config: GemvConfig) -> Rendered
         ("blocks that share the weight's tiles: 1 or 2", "CLUSTER", blocks_of(problem)),
     ]
     source = environment().get_template("cuda/gemm_gated.cu.jinja").render(
-        heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=["half_exp2", "half_sigmoid"],
+        heading=comment(heading_lines(problem, header, config)), macros=macros, helpers=["exp2_16bit", "sigmoid_16bit"],
         entry=entry,
         signature=[f"const __grid_constant__ TensorMap {name}" for name, _ in problem.operands], bounds=f"{_THREADS}, 1",
         is_clustered=True, fast_math=False, bits=32, has_pairs=False, rows=config.rows, ptx=_PTX_TYPES[problem.dtype],

@@ -365,7 +365,7 @@ def load_source(rendered: Rendered, path: Path) -> ModuleType:
     """Write a kernel file and import it under a name of its own, without entering it into ``sys.modules``."""
     if path.suffix != ".py":
         raise KernelBuildFailed(kernel=rendered.entry, target="triton", cause=f"{path.name} is not a Python file")
-    write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+    write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
     module = ModuleType(f"fusion_advisor_kernel_{rendered.entry}")
     module.__file__ = str(path)
     try:

@@ -27,4 +27,8 @@ def is_interpreted() -> bool:
 
 def for_interpreter(rendered: Rendered) -> Rendered:
     """Return a Triton kernel whose roundings to bfloat16 come out in the interpreter as on a GPU."""
-    return replace(rendered, source=rendered.source.replace(_BY_CONVERSION, _BY_BITS))
+    return replace(
+        rendered,
+        source=rendered.source.replace(_BY_CONVERSION, _BY_BITS),
+        text=rendered.text.replace(_BY_CONVERSION, _BY_BITS),  # the interpreter reads a function's text from its file
+    )

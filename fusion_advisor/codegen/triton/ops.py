@@ -55,7 +55,17 @@ class TritonWriter(Writer):
 
     helper_names = frozenset(
         _HELPERS
-        | {"exp", "half_sigmoid", "half_tanh_cdf", "half_normal_cdf", "wide", "maximum", "minimum", "philox", "dropout_factor"}
+        | {
+            "exp",
+            "sigmoid_16bit",
+            "tanh_cdf_16bit",
+            "normal_cdf_16bit",
+            "to_float32",
+            "maximum",
+            "minimum",
+            "philox",
+            "dropout_factor",
+        }
         | {"checked", "erfc", "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
     )
 
@@ -202,8 +212,8 @@ class TritonWriter(Writer):
         if value.dtype == access.operand.dtype:
             return code
         if access.operand.dtype == "bfloat16" and value.dtype == "float32":
-            self.helpers.add("wide")
-            return f"wide({code})"
+            self.helpers.add("to_float32")
+            return f"to_float32({code})"
         return f"{code} != 0" if value.dtype == "bool" else f"{code}.to(tl.{value.dtype})"
 
     def _guard(self, number: int, access: Access) -> str:
@@ -283,7 +293,7 @@ class TritonWriter(Writer):
         """A call of the helper, which is as good as the results' dtype asks for."""
         is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
-        return f"half_normal_cdf({code})"
+        return f"normal_cdf_16bit({code})"
 
     def call(self, value: Value, args: list[Text]) -> Text:
         """A ``tl`` function or a helper; empty for what is an infix operator."""
@@ -343,8 +353,8 @@ class TritonWriter(Writer):
         if op == "normal_cdf":
             return Text(self.normal_cdf(code[0]))
         if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):
-            self.helpers.add(f"half_{op}")
-            return Text(f"half_{op}({code[0]})")
+            self.helpers.add(f"{op}_16bit")
+            return Text(f"{op}_16bit({code[0]})")
         if op in _PLAIN:
             return Text(f"{_PLAIN[op]}({', '.join(code)})")
         if op in _HELPERS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.profile import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, Tolerance
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Tolerance
 from fusion_advisor.timing import interleaving
 from fusion_advisor.verify import check_chain
 
@@ -67,7 +68,8 @@ def try_fusion(
     base = untried(planned)
     chain, roots = bench.first_site(planned)
     try:
-        made = _made(planned, roots[0].device, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log)
+        layouts = _operand_layouts(bench, planned, roots, chain.in_place)
+        made = _made(planned, roots[0].device, layouts, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log)
         base = replace(base, rendered=(made.kernel,))
         inputs = [check_chain.layout_of(root) for root in roots]
         outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
@@ -127,6 +129,7 @@ class _Made:
 def _made(
     planned: PlannedFusion,
     device: torch.device,
+    layouts: Sequence[TensorMeta | None],
     *,
     backend: str,
     fast_math: bool,
@@ -140,6 +143,7 @@ def _made(
         planned.program, planned.tunables, backend, device, header=planned.header, fast_math=fast_math, store=store
     )
     rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
+    rendered = with_launcher(rendered, planned.program, tensors=layouts, fast_math=fast_math)
     path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
     started = time.perf_counter_ns()
     built = maker.build(rendered, path)
@@ -148,7 +152,7 @@ def _made(
         name=rendered.entry,
         backend=backend,
         path=f"kernels/{path.name}",
-        source=rendered.source,
+        source=rendered.file_text,
         origin=planned.header.origin,
         build_ns=time.perf_counter_ns() - started,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
@@ -156,6 +160,17 @@ def _made(
         fast_math=fast_math,
     )
     return _Made(kernel=kernel, built=built, launch=launch)
+
+
+def _operand_layouts(
+    bench: Bench, planned: PlannedFusion, roots: Sequence[torch.Tensor], in_place: Sequence[int]
+) -> list[TensorMeta | None]:
+    """The layouts of a kernel's operands at its first site; outputs that lie in other tensors have none of their own."""
+    count = sum(not operand.is_output for operand in planned.program.operands)
+    outputs = [
+        None if position in in_place else bench.ops[index].outputs[0] for position, index in enumerate(planned.sites[0].outputs)
+    ]
+    return [*map(check_chain.layout_of, roots[:count]), *outputs]
 
 
 def _timed(

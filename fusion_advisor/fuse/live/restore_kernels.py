@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
 from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
@@ -76,6 +77,7 @@ def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tupl
         )
         for kernel in kernels
     ]
+    found = [replace(one, text=kernel.source) for kernel, one in zip(kernels, found, strict=True)]
     pairs = list(zip(kernels, found, strict=True))
     return next((pair for pair in pairs if pair[0].name == pair[1].entry), pairs[0])
 

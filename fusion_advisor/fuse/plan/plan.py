@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import Capture, Chain, Match, NoMatch, OpNode, Tuning
 
 _NAME_OPS = 6
+_LONGEST_TITLE = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,10 +204,23 @@ def generated_name(op_names: Sequence[str], program: Program) -> str:
     return "_".join([*clean, digest])
 
 
+def module_title(chain: Chain) -> str:
+    """Name a generated kernel after the module of its sites: ``bert_embeddings``. Empty where sites lie in different modules.
+
+    Numbers of layers are left out, because the layers of a stack share one kernel.
+    """
+    paths = {tuple(name for name in site.module_path.split(".") if not name.isdecimal()) for site in chain.sites}
+    names = [re.sub(r"[^0-9A-Za-z_]", "", name) for name in (paths.pop() if len(paths) == 1 else ())]
+    while len("_".join(names)) > _LONGEST_TITLE:
+        names = names[1:]
+    title = "_".join(names)
+    return title if title.isidentifier() and title.isascii() else ""
+
+
 def _planned(row: Ranked, match: Match, program: Program, sites: Sequence[Lowered], number: int) -> PlannedFusion:
     origin = library_origin(match.kernel, match.variant) if match.is_library else "generated from the chain"
     header = Header(
-        title=match.kernel,
+        title=match.kernel if match.is_library else module_title(row.chain) or match.kernel,
         summary=f"{' -> '.join(row.chain.ops)} in one kernel",
         origin=origin,
         source=match.source,

@@ -33,6 +33,7 @@ from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, L
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.layout_copy import faster_language, permuted_copy, rows_copy
 from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.codegen.standalone import with_launcher
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.launch_count import tally_of
 from fusion_advisor.ir.program import Program
@@ -139,7 +140,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
     tuned = best_tuning(program, (), backend, layout.device, header=header)
     with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
         try:
-            rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)
+            rendered = with_launcher(maker.render(program, header, tuning=tuned.tuning, fast_math=False), program)
             built = maker.build(rendered, Path(folder) / f"{rendered.entry}{rendered.suffix}")
             launch = built.bind(program)
         except KernelBuildFailed:
@@ -148,7 +149,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
         name=rendered.entry,
         backend=backend,
         path=f"{header.title}_{rendered.entry.rpartition('_')[2]}{rendered.suffix}",
-        source=rendered.source,
+        source=rendered.file_text,
         origin=header.origin,
         tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
         parameters=tuned.tuning,

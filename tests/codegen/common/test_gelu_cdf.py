@@ -48,9 +48,9 @@ def test_every_spelling_is_one_multiplication(name):
         found = [number for number, value in enumerate(values) if value.op == op]
         assert len(found) == 1
         assert sum(value.op == "mul" and set(value.args) == {found[0], *values[found[0]].args} for value in values) == 1
-        for backend, written in (("cuda", ("erfc(", "half_sigmoid(")), ("triton", ("erfc(", "half_sigmoid("))):
+        for backend, written in (("cuda", ("erfc(", "sigmoid_16bit(")), ("triton", ("erfc(", "sigmoid_16bit("))):
             source = render(program, backend).source
-            assert f"half_{op}(" in source
+            assert f"{op}_16bit(" in source
             assert not [function for function in written if function in source]
 
 
@@ -80,7 +80,7 @@ def test_a_distribution_function_with_another_user_stays():
 
 def coefficients(source):
     """Those of the polynomial in a rendered helper, highest power first."""
-    body = source[source.index("half_normal_cdf(") : source.index("tail =")]
+    body = source[source.index("normal_cdf_16bit(") : source.index("tail =")]
     first, *rest = re.findall(r"power = .*", body)
     found = [first, *rest]
     return [float(re.sub(r"\s", "", re.findall(r"[-+]? ?\d[\d.]*(?:e-\d+)?", line)[-1])) for line in found]

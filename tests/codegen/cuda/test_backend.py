@@ -108,7 +108,7 @@ def test_a_pack_takes_whole_calls_of_the_random_numbers():
 def test_a_guard_is_asked_once_for_a_pack_where_it_cannot_change_inside():
     source = render(p.rope(2, 3, 5, 128, "bfloat16")).source
     assert "load_pack(x_ptr + (x_start + first + x_offset), is_inside && first < 64)" in source
-    assert "is_lt ? wide(x_ptr[x_start + col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
+    assert "is_lt ? to_float32(x_ptr[x_start + col" in render(p.rope(2, 3, 5, 12, "bfloat16")).source
 
 
 @pytest.mark.parametrize("program", [p.rope(0), p.rope(seq=0), p.rmsnorm(0), p.gelu_tanh((0,))])

@@ -9,12 +9,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -29,8 +33,8 @@ def fa_add_layernorm_1b26b0(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
-    residual = wide(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    residual = to_float32(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
     total = x + residual
     total_sum = tl.sum(total, axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
@@ -39,8 +43,8 @@ def fa_add_layernorm_1b26b0(
     total_variance = tl.div_rn(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(total_ptr + row * total_stride0 + col, total, mask=mask)

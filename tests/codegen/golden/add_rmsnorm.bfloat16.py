@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def round_bf16(x):
@@ -17,10 +19,12 @@ def round_bf16(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -35,9 +39,9 @@ def fa_add_rmsnorm_370240(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
-    residual = wide(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    residual = to_float32(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
     total = x + residual
     total_squared_sum = tl.sum(total * total, axis=1, keep_dims=True)
     total_squared_mean = tl.div_rn(total_squared_sum, tl.cast(cols, tl.float32))

@@ -8,9 +8,11 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_normal_cdf(x):
+def normal_cdf_16bit(x):
     # The normal distribution function to 3e-4 of itself down to x = -5.7 and to 3e-3 down to x = -13.3, where bfloat16 ends,
     # whose rounding costs 4e-3: 2 to the power of a polynomial in |x|, which is the minimax fit of log2(cdf(-|x|)). The sign of
     # its last coefficient makes it -inf for x = -inf.
@@ -28,10 +30,12 @@ def half_normal_cdf(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -48,9 +52,9 @@ def fa_bias_gelu_erf_155701(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     total = x + bias
-    out = total * half_normal_cdf(total)
+    out = total * normal_cdf_16bit(total)
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -26,15 +26,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -58,8 +60,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -94,6 +96,8 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 }
 #endif
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_bias_relu_squared_429c3b(
     const bfloat16_bits* __restrict__ x_ptr,
@@ -124,11 +128,11 @@ fa_bias_relu_squared_429c3b(
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x = wide(x_packs[p], lane);
-                const float bias = wide(bias_pack, lane);
+                const float x = to_float32(x_packs[p], lane);
+                const float bias = to_float32(bias_pack, lane);
                 const float maximum_total = nan_max(x + bias, 0.0f);
                 const float out = maximum_total * maximum_total;
-                out_pack[lane] = narrow<bfloat16_bits>(out);
+                out_pack[lane] = from_float32<bfloat16_bits>(out);
             }
             store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }

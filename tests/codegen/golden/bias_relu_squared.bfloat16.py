@@ -8,12 +8,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -30,8 +34,8 @@ def fa_bias_relu_squared_157acd(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     maximum_total = tl.maximum(x + bias, 0.0, propagate_nan=tl.PropagateNan.ALL)
     out = maximum_total * maximum_total
 

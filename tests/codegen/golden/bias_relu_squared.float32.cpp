@@ -7,11 +7,15 @@
 #include <cmath>
 #include <cstdint>
 
+// ---- helpers ----
+
 // A NaN on either side wins, as in torch.
 template <typename T>
 static inline T fa_max(T a, T b) {
   return (a > b) | (a != a) ? a : b;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <memory>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -70,6 +72,8 @@ static inline float fa_exp(float x) {
   const float result = fa_scale(1.0f + fa_expm1_core(r), n);
   return is_zero ? 0.0f : result;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;

@@ -27,17 +27,19 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -61,8 +63,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -98,14 +100,14 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 #endif
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
-__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+__device__ __forceinline__ float exp_16bit(float x) { return exp2_16bit(x * 1.4426950408889634f); }
 
 struct Sum {
     template <typename T>
@@ -142,6 +144,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_causal_softmax_e7e63e(
     const bfloat16_bits* __restrict__ x_ptr,
@@ -168,52 +172,52 @@ fa_causal_softmax_e7e63e(
         x_packs[p] = load_pack(x_row + first, is_inside && first <= i1);
     }
 
-    float chosen_max_part = -INF_VALUEF;
+    float selected_max_part = -INF_VALUEF;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            chosen_max_part = nan_max(chosen_max_part, chosen);
+            const float selected = -INF_VALUEF;
+            selected_max_part = nan_max(selected_max_part, selected);
             continue;
         }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const bool is_kept_2 = lane <= i1 - first;
-            const float x = wide(x_packs[p], lane);
-            const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
-            chosen_max_part = nan_max(chosen_max_part, chosen);
+            const float x = to_float32(x_packs[p], lane);
+            const float selected = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
+            selected_max_part = nan_max(selected_max_part, selected);
         }
     }
-    const float chosen_max = row_reduce<Max, 0>(chosen_max_part);
+    const float selected_max = row_reduce<Max, 0>(selected_max_part);
 
-    float exp_chosen_shifted_sum_part = 0;
-    float exp_chosen_shifted_columns[PACKS][VEC];
+    float exp_selected_shifted_sum_part = 0;
+    float exp_selected_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            const float exp_chosen_shifted = half_exp(chosen - chosen_max);
-            exp_chosen_shifted_sum_part += VEC * exp_chosen_shifted;
+            const float selected = -INF_VALUEF;
+            const float exp_selected_shifted = exp_16bit(selected - selected_max);
+            exp_selected_shifted_sum_part += VEC * exp_selected_shifted;
             continue;
         }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const bool is_kept_2 = lane <= i1 - first;
-            const float x = wide(x_packs[p], lane);
-            const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
-            const float exp_chosen_shifted = half_exp(chosen - chosen_max);
-            exp_chosen_shifted_sum_part += exp_chosen_shifted;
-            exp_chosen_shifted_columns[p][lane] = exp_chosen_shifted;
+            const float x = to_float32(x_packs[p], lane);
+            const float selected = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
+            const float exp_selected_shifted = exp_16bit(selected - selected_max);
+            exp_selected_shifted_sum_part += exp_selected_shifted;
+            exp_selected_shifted_columns[p][lane] = exp_selected_shifted;
         }
     }
-    const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
-    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
+    const float exp_selected_shifted_sum = row_reduce<Sum, 1>(exp_selected_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_selected_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -221,13 +225,13 @@ fa_causal_softmax_e7e63e(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            const float exp_chosen_shifted = half_exp(chosen - chosen_max);
-            const float out = exp_chosen_shifted * inverse_sum;
+            const float selected = -INF_VALUEF;
+            const float exp_selected_shifted = exp_16bit(selected - selected_max);
+            const float out = exp_selected_shifted * inverse_sum;
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                out_pack[lane] = narrow<bfloat16_bits>(out);
+                out_pack[lane] = from_float32<bfloat16_bits>(out);
             }
             store_pack(out_row + first, out_pack);
             continue;
@@ -235,9 +239,9 @@ fa_causal_softmax_e7e63e(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float exp_chosen_shifted = exp_chosen_shifted_columns[p][lane];
-            const float out = exp_chosen_shifted * inverse_sum;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            const float exp_selected_shifted = exp_selected_shifted_columns[p][lane];
+            const float out = exp_selected_shifted * inverse_sum;
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_row + first, out_pack);
     }

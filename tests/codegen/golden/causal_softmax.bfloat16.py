@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def maximum(a, b):
@@ -17,10 +19,12 @@ def maximum(a, b):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -40,13 +44,13 @@ def fa_causal_softmax_f440cd(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     is_kept = col <= i1
-    x = wide(tl.load(x_row + col, mask=mask & (col // 8 * 8 <= i1), other=0.0))
+    x = to_float32(tl.load(x_row + col, mask=mask & (col // 8 * 8 <= i1), other=0.0))
     scale = 0.08838834764831845
-    chosen = tl.where(is_kept, tl.fma(x, scale, 0.0), float("-inf"))
-    chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)
-    exp_chosen_shifted = tl.exp(chosen - chosen_max)
-    exp_chosen_shifted_sum = tl.sum(tl.where(col_mask, exp_chosen_shifted, 0.0), axis=1, keep_dims=True)
-    inverse_sum = tl.div_rn(1.0, exp_chosen_shifted_sum)
-    out = exp_chosen_shifted * inverse_sum
+    selected = tl.where(is_kept, tl.fma(x, scale, 0.0), float("-inf"))
+    selected_max = tl.reduce(tl.where(col_mask, selected, float("-inf")), 1, maximum, keep_dims=True)
+    exp_selected_shifted = tl.exp(selected - selected_max)
+    exp_selected_shifted_sum = tl.sum(tl.where(col_mask, exp_selected_shifted, 0.0), axis=1, keep_dims=True)
+    inverse_sum = tl.div_rn(1.0, exp_selected_shifted_sum)
+    out = exp_selected_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

@@ -27,6 +27,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 template <int BYTES> struct Word { typedef uint4 type; };
@@ -110,6 +112,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_causal_softmax_ac5096(
     const float* __restrict__ x_ptr,
@@ -136,52 +140,52 @@ fa_causal_softmax_ac5096(
         x_packs[p] = load_pack(x_row + first, is_inside && first <= i1);
     }
 
-    float chosen_max_part = -INF_VALUEF;
+    float selected_max_part = -INF_VALUEF;
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            chosen_max_part = nan_max(chosen_max_part, chosen);
+            const float selected = -INF_VALUEF;
+            selected_max_part = nan_max(selected_max_part, selected);
             continue;
         }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const bool is_kept_2 = lane <= i1 - first;
             const float x = x_packs[p][lane];
-            const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
-            chosen_max_part = nan_max(chosen_max_part, chosen);
+            const float selected = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
+            selected_max_part = nan_max(selected_max_part, selected);
         }
     }
-    const float chosen_max = row_reduce<Max, 0>(chosen_max_part);
+    const float selected_max = row_reduce<Max, 0>(selected_max_part);
 
-    float exp_chosen_shifted_sum_part = 0;
-    float exp_chosen_shifted_columns[PACKS][VEC];
+    float exp_selected_shifted_sum_part = 0;
+    float exp_selected_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
-            exp_chosen_shifted_sum_part += VEC * exp_chosen_shifted;
+            const float selected = -INF_VALUEF;
+            const float exp_selected_shifted = expf(selected - selected_max);
+            exp_selected_shifted_sum_part += VEC * exp_selected_shifted;
             continue;
         }
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
             const bool is_kept_2 = lane <= i1 - first;
             const float x = x_packs[p][lane];
-            const float chosen = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
-            exp_chosen_shifted_sum_part += exp_chosen_shifted;
-            exp_chosen_shifted_columns[p][lane] = exp_chosen_shifted;
+            const float selected = is_kept_2 ? __fmul_rn(x, scale) : -INF_VALUEF;
+            const float exp_selected_shifted = expf(selected - selected_max);
+            exp_selected_shifted_sum_part += exp_selected_shifted;
+            exp_selected_shifted_columns[p][lane] = exp_selected_shifted;
         }
     }
-    const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
-    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
+    const float exp_selected_shifted_sum = row_reduce<Sum, 1>(exp_selected_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_selected_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -189,9 +193,9 @@ fa_causal_softmax_ac5096(
         const bool is_inside = FULL || first < cols;
         if (!is_inside) continue;
         if (first > i1) {  // the mask hides all of the pack
-            const float chosen = -INF_VALUEF;
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
-            const float out = exp_chosen_shifted * inverse_sum;
+            const float selected = -INF_VALUEF;
+            const float exp_selected_shifted = expf(selected - selected_max);
+            const float out = exp_selected_shifted * inverse_sum;
             Pack<float> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
@@ -203,8 +207,8 @@ fa_causal_softmax_ac5096(
         Pack<float> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float exp_chosen_shifted = exp_chosen_shifted_columns[p][lane];
-            const float out = exp_chosen_shifted * inverse_sum;
+            const float exp_selected_shifted = exp_selected_shifted_columns[p][lane];
+            const float out = exp_selected_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_row + first, out_pack);

@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 #define NAN_VALUEF __int_as_float(0x7fffffff)
@@ -41,13 +43,13 @@ __device__ __forceinline__ bool checked(long long place, long long extent) {
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -71,8 +73,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -101,14 +103,14 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 #endif
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
-__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+__device__ __forceinline__ float exp_16bit(float x) { return exp2_16bit(x * 1.4426950408889634f); }
 
 struct Sum {
     template <typename T>
@@ -145,6 +147,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_cross_entropy_2fb491(
     const long long* __restrict__ targets_ptr,
@@ -159,8 +163,8 @@ fa_cross_entropy_2fb491(
     if (ROWS > 1 && row >= rows) return;
     const long long targets = targets_ptr[row];
     const bool is_eq = targets == -100;
-    const bool has_logits = (!is_eq) && checked(targets, logits_extent);
-    const float logits_2 = has_logits ? wide(logits_ptr[targets + row * logits_stride0_2]) : 0.0f;
+    const bool logits_in_bounds = (!is_eq) && checked(targets, logits_extent);
+    const float logits_2 = logits_in_bounds ? to_float32(logits_ptr[targets + row * logits_stride0_2]) : 0.0f;
     constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;
@@ -181,11 +185,11 @@ fa_cross_entropy_2fb491(
             if (!is_inside) continue;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float logits = wide(logits_packs[p], lane);
+                const float logits = to_float32(logits_packs[p], lane);
                 logits_max_raised = nan_max(logits_max_raised, logits);
             }
         }
-        exp_logits_shifted_sum_part *= half_exp(logits_max_part - logits_max_raised);
+        exp_logits_shifted_sum_part *= exp_16bit(logits_max_part - logits_max_raised);
         logits_max_part = logits_max_raised;
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {
@@ -194,13 +198,13 @@ fa_cross_entropy_2fb491(
             if (!is_inside) continue;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float logits = wide(logits_packs[p], lane);
-                exp_logits_shifted_sum_part += half_exp(logits - logits_max_part);
+                const float logits = to_float32(logits_packs[p], lane);
+                exp_logits_shifted_sum_part += exp_16bit(logits - logits_max_part);
             }
         }
     }
     const float row_logits_max = row_reduce<Max, 0>(logits_max_part);
-    exp_logits_shifted_sum_part *= half_exp(logits_max_part - row_logits_max);
+    exp_logits_shifted_sum_part *= exp_16bit(logits_max_part - row_logits_max);
     const float row_exp_logits_shifted_sum = row_reduce<Sum, 1>(exp_logits_shifted_sum_part);
     // Only a row of -inf alone leaves the sum at 0.
     const float logits_max = row_exp_logits_shifted_sum == 0 ? -INF_VALUEF : row_logits_max;
@@ -209,6 +213,6 @@ fa_cross_entropy_2fb491(
     const float loss = is_eq ? 0.0f : difference;
 
     if (threadIdx.x == 0) {
-        loss_ptr[row] = narrow<bfloat16_bits>(loss);
+        loss_ptr[row] = from_float32<bfloat16_bits>(loss);
     }
 }

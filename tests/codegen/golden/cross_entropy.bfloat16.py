@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def add_exp(highest, total, x):
@@ -41,10 +43,12 @@ def merge_exp_sums(highest, total):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -57,8 +61,8 @@ def fa_cross_entropy_f0330b(
     row_mask = row < rows
     targets = tl.load(targets_ptr + row, mask=row_mask, other=0)
     is_eq = targets == -100
-    has_logits = checked(targets, logits_extent, row_mask & (~is_eq))
-    logits_2 = wide(tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=0.0))
+    logits_in_bounds = checked(targets, logits_extent, row_mask & (~is_eq))
+    logits_2 = to_float32(tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & logits_in_bounds, other=0.0))
 
     logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], -3.4028234663852886e38, tl.float32)
     exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)
@@ -66,7 +70,7 @@ def fa_cross_entropy_f0330b(
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
-        logits = wide(tl.load(logits_ptr + row * logits_stride0 + col, mask=mask, other=0.0))
+        logits = to_float32(tl.load(logits_ptr + row * logits_stride0 + col, mask=mask, other=0.0))
         logits_max_tile, exp_logits_shifted_sum_tile = add_exp(
             logits_max_tile, exp_logits_shifted_sum_tile, tl.where(col_mask, logits, float("-inf"))
         )

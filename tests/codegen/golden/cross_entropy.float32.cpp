@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -96,6 +98,8 @@ static inline float fa_log(float x) {
   return (x > 0.0f) & (x < INFINITY) ? result : edge;
 }
 
+// ---- kernel ----
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
@@ -109,8 +113,8 @@ extern "C" void fa_cross_entropy_abbc50(const int64_t *__restrict targets, const
     const float *logits_0_row = logits + row * logits_0_row_stride;
     const int64_t targets_value = targets[row];
     const bool is_equal = targets_value == int64_t{-100};
-    const bool is_inside = !is_equal && fa_inside(targets_value, logits_extent, 1, wrong);
-    const float logits_value = is_inside ? logits[targets_value + row * logits_1_row_stride] : 0.0f;
+    const bool in_bounds = !is_equal && fa_inside(targets_value, logits_extent, 1, wrong);
+    const float logits_value = in_bounds ? logits[targets_value + row * logits_1_row_stride] : 0.0f;
     float row_max = std::numeric_limits<float>::lowest();
     double row_sum = 0;
     int row_max_has_nan = 0;

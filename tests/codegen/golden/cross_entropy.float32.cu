@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 #define NAN_VALUEF __int_as_float(0x7fffffff)
@@ -113,6 +115,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_cross_entropy_1e0a78(
     const long long* __restrict__ targets_ptr,
@@ -127,8 +131,8 @@ fa_cross_entropy_1e0a78(
     if (ROWS > 1 && row >= rows) return;
     const long long targets = targets_ptr[row];
     const bool is_eq = targets == -100;
-    const bool has_logits = (!is_eq) && checked(targets, logits_extent);
-    const float logits_2 = has_logits ? logits_ptr[targets + row * logits_stride0_2] : 0.0f;
+    const bool logits_in_bounds = (!is_eq) && checked(targets, logits_extent);
+    const float logits_2 = logits_in_bounds ? logits_ptr[targets + row * logits_stride0_2] : 0.0f;
     constexpr index_t step = PACKS * THREADS * VEC;
 
     float logits_max_part = -3.40282347e38f;

@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -49,6 +51,8 @@ def merge_exp_sums(highest, total):
     total = tl.sum(total * exp(highest - row_highest), axis=1, keep_dims=True)
     return tl.where(total == 0.0, float("-inf"), row_highest), total
 
+# ---- kernel ----
+
 
 @triton.jit
 def fa_cross_entropy_b7d8f0(
@@ -60,8 +64,8 @@ def fa_cross_entropy_b7d8f0(
     row_mask = row < rows
     targets = tl.load(targets_ptr + row, mask=row_mask, other=0)
     is_eq = targets == -100
-    has_logits = checked(targets, logits_extent, row_mask & (~is_eq))
-    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & has_logits, other=0.0)
+    logits_in_bounds = checked(targets, logits_extent, row_mask & (~is_eq))
+    logits_2 = tl.load(logits_ptr + targets + row * logits_stride0_2, mask=row_mask & logits_in_bounds, other=0.0)
 
     logits_max_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], -3.4028234663852886e38, tl.float32)
     exp_logits_shifted_sum_tile = tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.float32)

@@ -10,6 +10,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def philox(seed, counter):
@@ -50,10 +52,12 @@ def dropout_factor(seed, base, col, threshold: tl.constexpr, scale: tl.constexpr
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -65,8 +69,8 @@ def fa_dropout_add_8f91c4(
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
 
-    residual = wide(tl.load(residual_ptr + index, mask=mask, other=0.0))
-    x = wide(tl.load(x_ptr + index, mask=mask, other=0.0))
+    residual = to_float32(tl.load(residual_ptr + index, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + index, mask=mask, other=0.0))
     seed = tl.load(seed_ptr)
     factor = dropout_factor(seed, 0, index, 429496730, 1.1111111111111112, BY_FOUR)
     out = residual + x * factor

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 
+// ---- helpers ----
+
 // Whether dropout keeps an element: its word of Philox4x32-10 (Salmon et al., SC'11) is not below the threshold. Four neighbours
 // share a counter, and each makes the call anew: so the loop around it is one that vectorises.
 static inline bool fa_is_kept(int64_t seed, int64_t element, uint32_t threshold) {
@@ -28,6 +30,8 @@ static inline bool fa_is_kept(int64_t seed, int64_t element, uint32_t threshold)
   const uint32_t low = element & 1 ? b : a, high = element & 1 ? d : c;
   return (element & 2 ? high : low) >= threshold;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 8192;

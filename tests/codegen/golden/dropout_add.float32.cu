@@ -22,6 +22,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -93,6 +95,8 @@ __device__ __forceinline__ unsigned kept_bits(long long seed, index_t element, u
     }
     return bits;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fa_dropout_add_4e8310(

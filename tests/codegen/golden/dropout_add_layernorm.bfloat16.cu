@@ -32,15 +32,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -64,8 +66,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -165,6 +167,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_dropout_add_layernorm_194ffc(
     const bfloat16_bits* __restrict__ residual_ptr,
@@ -215,12 +219,12 @@ fa_dropout_add_layernorm_194ffc(
         Pack<bfloat16_bits> total_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float residual = wide(residual_packs[p], lane);
-            const float x = wide(x_packs[p], lane);
+            const float residual = to_float32(residual_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float factor = kept[p] >> lane & 1 ? 1.1111111111111112f : 0.0f;
             const float total = residual + x * factor;
             total_sum_part += total;
-            total_pack[lane] = narrow<bfloat16_bits>(total);
+            total_pack[lane] = from_float32<bfloat16_bits>(total);
         }
         store_pack(total_ptr + row * total_stride0 + first, total_pack);
     }
@@ -235,8 +239,8 @@ fa_dropout_add_layernorm_194ffc(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float residual = wide(residual_packs[p], lane);
-            const float x = wide(x_packs[p], lane);
+            const float residual = to_float32(residual_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float factor = kept[p] >> lane & 1 ? 1.1111111111111112f : 0.0f;
             const float total = residual + x * factor;
             const float total_centered = total - total_mean;
@@ -257,15 +261,15 @@ fa_dropout_add_layernorm_194ffc(
         if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float residual = wide(residual_packs[p], lane);
-            const float x = wide(x_packs[p], lane);
+            const float residual = to_float32(residual_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float factor = kept[p] >> lane & 1 ? 1.1111111111111112f : 0.0f;
             const float total = residual + x * factor;
             const float total_centered = total - total_mean;
-            const float weight = wide(weight_packs[p], lane);
-            const float bias = wide(bias_packs[p], lane);
+            const float weight = to_float32(weight_packs[p], lane);
+            const float bias = to_float32(bias_packs[p], lane);
             const float out = total_centered * inverse_deviation * weight + bias;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
     }

@@ -11,6 +11,8 @@
 #include <cstring>
 #include <memory>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -51,6 +53,8 @@ static inline bool fa_is_kept(int64_t seed, int64_t element, uint32_t threshold)
   const uint32_t low = element & 1 ? b : a, high = element & 1 ? d : c;
   return (element & 2 ? high : low) >= threshold;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 8192;

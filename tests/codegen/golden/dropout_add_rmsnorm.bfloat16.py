@@ -11,6 +11,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def philox(seed, counter):
@@ -51,10 +53,12 @@ def dropout_factor(seed, base, col, threshold: tl.constexpr, scale: tl.constexpr
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -69,10 +73,10 @@ def fa_dropout_add_rmsnorm_82ab22(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    residual = wide(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    residual = to_float32(tl.load(residual_ptr + row * residual_stride0 + col, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     seed = tl.load(seed_ptr)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
     factor = dropout_factor(seed, row * element_stride0, col, 429496730, 1.1111111111111112, BY_FOUR)
     total = residual + x * factor
     total_squared_sum = tl.sum(tl.where(col_mask, total * total, 0.0), axis=1, keep_dims=True)

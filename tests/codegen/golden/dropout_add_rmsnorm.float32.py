@@ -11,6 +11,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def philox(seed, counter):
@@ -48,6 +50,8 @@ def dropout_factor(seed, base, col, threshold: tl.constexpr, scale: tl.constexpr
     a, b, c, d = philox(seed, counter)
     word = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
     return tl.where(word >= tl.full([], threshold, tl.uint32), tl.full([], scale, tl.float32), 0.0)
+
+# ---- kernel ----
 
 
 @triton.jit

@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -20,10 +22,12 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -47,11 +51,11 @@ def fa_embedding_add_b3f3a8(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = checked(ids, weight_extent, row_mask)
-    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0))
+    weight_in_bounds = checked(ids, weight_extent, row_mask)
+    weight = to_float32(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & weight_in_bounds, other=0.0))
     position_ids = tl.load(position_ids_ptr + row, mask=row_mask, other=0)
-    has_positions = checked(position_ids, positions_extent, row_mask)
-    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0))
+    positions_in_bounds = checked(position_ids, positions_extent, row_mask)
+    positions = to_float32(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & positions_in_bounds, other=0.0))
     out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -17,6 +19,8 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -40,11 +44,11 @@ def fa_embedding_add_4181f9(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = checked(ids, weight_extent, row_mask)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    weight_in_bounds = checked(ids, weight_extent, row_mask)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & weight_in_bounds, other=0.0)
     position_ids = tl.load(position_ids_ptr + row, mask=row_mask, other=0)
-    has_positions = checked(position_ids, positions_extent, row_mask)
-    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0)
+    positions_in_bounds = checked(position_ids, positions_extent, row_mask)
+    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & positions_in_bounds, other=0.0)
     out = weight + positions
 
     tl.store(out_row + col, out, mask=mask)

@@ -30,6 +30,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -41,13 +43,13 @@ __device__ __forceinline__ bool checked(long long place, long long extent) {
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -71,8 +73,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -134,6 +136,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_add_layernorm_65772e(
     const long long* __restrict__ ids_ptr,
@@ -167,11 +171,11 @@ fa_embedding_add_layernorm_65772e(
     const long long* const type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1;
     bfloat16_bits* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
     const long long ids = ids_row[0];
-    const bool has_words = checked(ids, words_extent);
+    const bool words_in_bounds = checked(ids, words_extent);
     const long long type_ids = type_ids_row[0];
-    const bool has_types = checked(type_ids, types_extent);
+    const bool types_in_bounds = checked(type_ids, types_extent);
     const long long position_ids = position_ids_ptr[i1];
-    const bool has_positions = checked(position_ids, positions_extent);
+    const bool positions_in_bounds = checked(position_ids, positions_extent);
     const float eps = 1e-12f;
     Pack<bfloat16_bits> words_packs[PACKS];
     Pack<bfloat16_bits> types_packs[PACKS];
@@ -182,9 +186,9 @@ fa_embedding_add_layernorm_65772e(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
-        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
-        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && words_in_bounds);
+        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && types_in_bounds);
+        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && positions_in_bounds);
         if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
         if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }
@@ -197,9 +201,9 @@ fa_embedding_add_layernorm_65772e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p], lane);
-            const float types = wide(types_packs[p], lane);
-            const float positions = wide(positions_packs[p], lane);
+            const float words = to_float32(words_packs[p], lane);
+            const float types = to_float32(types_packs[p], lane);
+            const float positions = to_float32(positions_packs[p], lane);
             const float total = words + types + positions;
             total_sum_part += total;
         }
@@ -215,9 +219,9 @@ fa_embedding_add_layernorm_65772e(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p], lane);
-            const float types = wide(types_packs[p], lane);
-            const float positions = wide(positions_packs[p], lane);
+            const float words = to_float32(words_packs[p], lane);
+            const float types = to_float32(types_packs[p], lane);
+            const float positions = to_float32(positions_packs[p], lane);
             const float total = words + types + positions;
             const float total_centered = total - total_mean;
             total_centered_squared_sum_part += total_centered * total_centered;
@@ -237,15 +241,15 @@ fa_embedding_add_layernorm_65772e(
         if (LATE) bias_packs[p] = load_pack(bias_ptr + first);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float words = wide(words_packs[p], lane);
-            const float types = wide(types_packs[p], lane);
-            const float positions = wide(positions_packs[p], lane);
+            const float words = to_float32(words_packs[p], lane);
+            const float types = to_float32(types_packs[p], lane);
+            const float positions = to_float32(positions_packs[p], lane);
             const float total = words + types + positions;
             const float total_centered = total - total_mean;
-            const float weight = wide(weight_packs[p], lane);
-            const float bias = wide(bias_packs[p], lane);
+            const float weight = to_float32(weight_packs[p], lane);
+            const float bias = to_float32(bias_packs[p], lane);
             const float out = total_centered * inverse_deviation * weight + bias;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_row + first, out_pack);
     }

@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -20,10 +22,12 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -45,14 +49,14 @@ def fa_embedding_add_layernorm_d63559(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_words = checked(ids, words_extent, row_mask)
-    words = wide(tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=0.0))
+    words_in_bounds = checked(ids, words_extent, row_mask)
+    words = to_float32(tl.load(words_ptr + ids * words_step0 + col, mask=mask & words_in_bounds, other=0.0))
     type_ids = tl.load(type_ids_row, mask=row_mask, other=0)
-    has_types = checked(type_ids, types_extent, row_mask)
-    types = wide(tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=0.0))
+    types_in_bounds = checked(type_ids, types_extent, row_mask)
+    types = to_float32(tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & types_in_bounds, other=0.0))
     position_ids = tl.load(position_ids_ptr + i1, mask=row_mask, other=0)
-    has_positions = checked(position_ids, positions_extent, row_mask)
-    positions = wide(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0))
+    positions_in_bounds = checked(position_ids, positions_extent, row_mask)
+    positions = to_float32(tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & positions_in_bounds, other=0.0))
     total = words + types + positions
     total_sum = tl.sum(total, axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))
@@ -61,8 +65,8 @@ def fa_embedding_add_layernorm_d63559(
     total_variance = tl.div_rn(total_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-12
     inverse_deviation = tl.rsqrt(total_variance + eps)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     out = total_centered * inverse_deviation * weight + bias
 
     tl.store(out_row + col, out, mask=mask)

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 
+// ---- helpers ----
+
 // Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
 __attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
   int64_t none = 0;
@@ -20,6 +22,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
   return is_inside;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
@@ -44,20 +48,20 @@ extern "C" void fa_embedding_add_layernorm_a8c8d8(const int64_t *__restrict ids,
       for (int64_t i1 = 0; i1 < n1; ++i1) {
         float *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         const int64_t ids_value = ids[i0 * ids_i0_stride + i1];
-        const bool is_inside = fa_inside(ids_value, words_extent, 1, wrong);
+        const bool in_bounds = fa_inside(ids_value, words_extent, 1, wrong);
         const int64_t type_ids_value = type_ids[i0 * type_ids_i0_stride + i1];
-        const bool is_inside_2 = fa_inside(type_ids_value, types_extent, 2, wrong);
+        const bool in_bounds_2 = fa_inside(type_ids_value, types_extent, 2, wrong);
         const int64_t position_ids_value = position_ids[i1];
-        const bool is_inside_3 = fa_inside(position_ids_value, positions_extent, 3, wrong);
+        const bool in_bounds_3 = fa_inside(position_ids_value, positions_extent, 3, wrong);
         double row_sum = 0;
         for (int64_t start = 0; start < cols; start += kChunk) {
           const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
           float row_sum_part = 0;
 #pragma omp simd reduction(+ : row_sum_part)
           for (int64_t col = start; col < stop; ++col) {
-            const float words_value = is_inside ? words[ids_value * words_step + col] : 0.0f;
-            const float types_value = is_inside_2 ? types[type_ids_value * types_step + col] : 0.0f;
-            const float positions_value = is_inside_3 ? positions[position_ids_value * positions_step + col] : 0.0f;
+            const float words_value = in_bounds ? words[ids_value * words_step + col] : 0.0f;
+            const float types_value = in_bounds_2 ? types[type_ids_value * types_step + col] : 0.0f;
+            const float positions_value = in_bounds_3 ? positions[position_ids_value * positions_step + col] : 0.0f;
             const float sum = words_value + types_value + positions_value;
             sum_buffer[col] = sum;
             row_sum_part += sum;

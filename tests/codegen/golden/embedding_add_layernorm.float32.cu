@@ -30,6 +30,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -112,6 +114,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_add_layernorm_61ec3e(
     const long long* __restrict__ ids_ptr,
@@ -145,11 +149,11 @@ fa_embedding_add_layernorm_61ec3e(
     const long long* const type_ids_row = type_ids_ptr + i0 * type_ids_stride0 + i1;
     float* const out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1;
     const long long ids = ids_row[0];
-    const bool has_words = checked(ids, words_extent);
+    const bool words_in_bounds = checked(ids, words_extent);
     const long long type_ids = type_ids_row[0];
-    const bool has_types = checked(type_ids, types_extent);
+    const bool types_in_bounds = checked(type_ids, types_extent);
     const long long position_ids = position_ids_ptr[i1];
-    const bool has_positions = checked(position_ids, positions_extent);
+    const bool positions_in_bounds = checked(position_ids, positions_extent);
     const float eps = 1e-12f;
     Pack<float> words_packs[PACKS];
     Pack<float> types_packs[PACKS];
@@ -160,9 +164,9 @@ fa_embedding_add_layernorm_61ec3e(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && has_words);
-        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && has_types);
-        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && has_positions);
+        words_packs[p] = load_pack(words_ptr + ids * words_step0 + first, is_inside && words_in_bounds);
+        types_packs[p] = load_pack(types_ptr + type_ids * types_step0 + first, is_inside && types_in_bounds);
+        positions_packs[p] = load_pack(positions_ptr + position_ids * positions_step0 + first, is_inside && positions_in_bounds);
         if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
         if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }

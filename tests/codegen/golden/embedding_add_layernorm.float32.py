@@ -9,6 +9,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -17,6 +19,8 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,14 +42,14 @@ def fa_embedding_add_layernorm_b51c13(
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_words = checked(ids, words_extent, row_mask)
-    words = tl.load(words_ptr + ids * words_step0 + col, mask=mask & has_words, other=0.0)
+    words_in_bounds = checked(ids, words_extent, row_mask)
+    words = tl.load(words_ptr + ids * words_step0 + col, mask=mask & words_in_bounds, other=0.0)
     type_ids = tl.load(type_ids_row, mask=row_mask, other=0)
-    has_types = checked(type_ids, types_extent, row_mask)
-    types = tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & has_types, other=0.0)
+    types_in_bounds = checked(type_ids, types_extent, row_mask)
+    types = tl.load(types_ptr + type_ids * types_step0 + col, mask=mask & types_in_bounds, other=0.0)
     position_ids = tl.load(position_ids_ptr + i1, mask=row_mask, other=0)
-    has_positions = checked(position_ids, positions_extent, row_mask)
-    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & has_positions, other=0.0)
+    positions_in_bounds = checked(position_ids, positions_extent, row_mask)
+    positions = tl.load(positions_ptr + position_ids * positions_step0 + col, mask=mask & positions_in_bounds, other=0.0)
     total = words + types + positions
     total_sum = tl.sum(total, axis=1, keep_dims=True)
     total_mean = tl.div_rn(total_sum, tl.cast(cols, tl.float32))

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -42,6 +44,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   return is_inside;
 }
 
+// ---- kernel ----
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
 
@@ -59,10 +63,10 @@ extern "C" void fa_embedding_add_rows_b0ec71(const int64_t *__restrict ids, cons
         const uint16_t *positions_row = positions + i1 * positions_i1_stride;
         uint16_t *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         const int64_t ids_value = ids[i0 * ids_i0_stride + i1];
-        const bool is_inside = fa_inside(ids_value, weight_extent, 1, wrong);
+        const bool in_bounds = fa_inside(ids_value, weight_extent, 1, wrong);
 #pragma omp simd
         for (int64_t col = start; col < stop; ++col) {
-          const float weight_value = fa_from_bf16(is_inside ? weight[ids_value * weight_step + col] : uint16_t{0});
+          const float weight_value = fa_from_bf16(in_bounds ? weight[ids_value * weight_step + col] : uint16_t{0});
           out_row[col] = fa_to_bf16(weight_value + fa_from_bf16(positions_row[col]));
         }
       }

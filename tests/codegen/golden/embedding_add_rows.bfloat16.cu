@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -37,13 +39,13 @@ __device__ __forceinline__ bool checked(long long place, long long extent) {
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -67,8 +69,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -90,6 +92,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_add_rows_259108(
@@ -123,8 +127,8 @@ fa_embedding_add_rows_259108(
             const bool is_inside = top + p < rows;
             const index_t ids_start = i0 * ids_stride0 + i1;
             const long long ids = is_inside ? ids_ptr[ids_start] : 0;
-            const bool has_weight = is_inside && checked(ids, weight_extent);
-            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            const bool weight_in_bounds = is_inside && checked(ids, weight_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && weight_in_bounds);
             positions_packs[p] = load_pack(positions_ptr + (i1 * positions_stride1 + first), is_inside);
         }
         #pragma unroll
@@ -136,10 +140,10 @@ fa_embedding_add_rows_259108(
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float weight = wide(weight_packs[p], lane);
-                const float positions = wide(positions_packs[p], lane);
+                const float weight = to_float32(weight_packs[p], lane);
+                const float positions = to_float32(positions_packs[p], lane);
                 const float out = weight + positions;
-                out_pack[lane] = narrow<bfloat16_bits>(out);
+                out_pack[lane] = from_float32<bfloat16_bits>(out);
             }
             store_pack(out_ptr + (out_start + first), out_pack);
         }

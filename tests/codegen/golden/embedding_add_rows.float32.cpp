@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 
+// ---- helpers ----
+
 // Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
 __attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
   int64_t none = 0;
@@ -19,6 +21,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
   return is_inside;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
@@ -37,10 +41,10 @@ extern "C" void fa_embedding_add_rows_2b5d8d(const int64_t *__restrict ids, cons
         const float *positions_row = positions + i1 * positions_i1_stride;
         float *out_row = out + i0 * out_i0_stride + i1 * out_i1_stride;
         const int64_t ids_value = ids[i0 * ids_i0_stride + i1];
-        const bool is_inside = fa_inside(ids_value, weight_extent, 1, wrong);
+        const bool in_bounds = fa_inside(ids_value, weight_extent, 1, wrong);
 #pragma omp simd
         for (int64_t col = start; col < stop; ++col) {
-          const float weight_value = is_inside ? weight[ids_value * weight_step + col] : 0.0f;
+          const float weight_value = in_bounds ? weight[ids_value * weight_step + col] : 0.0f;
           out_row[col] = weight_value + positions_row[col];
         }
       }

@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -69,6 +71,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_add_rows_c62eee(
     const long long* __restrict__ ids_ptr,
@@ -101,8 +105,8 @@ fa_embedding_add_rows_c62eee(
             const bool is_inside = top + p < rows;
             const index_t ids_start = i0 * ids_stride0 + i1;
             const long long ids = is_inside ? ids_ptr[ids_start] : 0;
-            const bool has_weight = is_inside && checked(ids, weight_extent);
-            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            const bool weight_in_bounds = is_inside && checked(ids, weight_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && weight_in_bounds);
             positions_packs[p] = load_pack(positions_ptr + (i1 * positions_stride1 + first), is_inside);
         }
         #pragma unroll

@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -16,6 +18,8 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -39,8 +43,8 @@ def fa_embedding_add_rows_f3d6cc(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     ids = tl.load(ids_row, mask=row_mask, other=0)
-    has_weight = checked(ids, weight_extent, row_mask)
-    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0)
+    weight_in_bounds = checked(ids, weight_extent, row_mask)
+    weight = tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & weight_in_bounds, other=0.0)
     positions = tl.load(positions_ptr + row * positions_stride1 + col, mask=mask, other=0.0)
     out = weight + positions
 

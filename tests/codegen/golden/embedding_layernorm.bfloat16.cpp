@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -42,6 +44,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   return is_inside;
 }
 
+// ---- kernel ----
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
@@ -56,14 +60,14 @@ extern "C" void fa_embedding_layernorm_2118d1(const int64_t *__restrict ids, con
   for (int64_t row = 0; row < rows; ++row) {
     uint16_t *out_row = out + row * out_row_stride;
     const int64_t ids_value = ids[row];
-    const bool is_inside = fa_inside(ids_value, table_extent, 1, wrong);
+    const bool in_bounds = fa_inside(ids_value, table_extent, 1, wrong);
     double row_sum = 0;
     for (int64_t start = 0; start < cols; start += kChunk) {
       const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
       float row_sum_part = 0;
 #pragma omp simd reduction(+ : row_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+        const float table_value = fa_from_bf16(in_bounds ? table[ids_value * table_step + col] : uint16_t{0});
         row_sum_part += table_value;
       }
       row_sum += row_sum_part;
@@ -75,7 +79,7 @@ extern "C" void fa_embedding_layernorm_2118d1(const int64_t *__restrict ids, con
       float square_sum_part = 0;
 #pragma omp simd reduction(+ : square_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+        const float table_value = fa_from_bf16(in_bounds ? table[ids_value * table_step + col] : uint16_t{0});
         const float centred = table_value - mean;
         square_sum_part += centred * centred;
       }
@@ -85,7 +89,7 @@ extern "C" void fa_embedding_layernorm_2118d1(const int64_t *__restrict ids, con
     const float inverse_root = 1.0f / std::sqrt(variance + eps);
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
-      const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+      const float table_value = fa_from_bf16(in_bounds ? table[ids_value * table_step + col] : uint16_t{0});
       const float product = (table_value - mean) * inverse_root * fa_from_bf16(weight[col]);
       out_row[col] = fa_to_bf16(product + fa_from_bf16(bias[col]));
     }

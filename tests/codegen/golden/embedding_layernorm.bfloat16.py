@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -19,10 +21,12 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,8 +42,8 @@ def fa_embedding_layernorm_724c10(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_table = checked(ids, table_extent, row_mask)
-    table = wide(tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0))
+    table_in_bounds = checked(ids, table_extent, row_mask)
+    table = to_float32(tl.load(table_ptr + ids * table_step0 + col, mask=mask & table_in_bounds, other=0.0))
     table_sum = tl.sum(table, axis=1, keep_dims=True)
     table_mean = tl.div_rn(table_sum, tl.cast(cols, tl.float32))
     table_centered = table - table_mean
@@ -47,8 +51,8 @@ def fa_embedding_layernorm_724c10(
     table_variance = tl.div_rn(table_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(table_variance + eps)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     out = table_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -29,6 +29,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -111,6 +113,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_layernorm_41b6d8(
     const long long* __restrict__ ids_ptr,
@@ -127,7 +131,7 @@ fa_embedding_layernorm_41b6d8(
     if (ROWS > 1 && row >= rows) return;
     if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const long long ids = ids_ptr[row];
-    const bool has_table = checked(ids, table_extent);
+    const bool table_in_bounds = checked(ids, table_extent);
     const float eps = 1e-05f;
     Pack<float> table_packs[PACKS];
     Pack<float> weight_packs[PACKS];
@@ -136,7 +140,7 @@ fa_embedding_layernorm_41b6d8(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && table_in_bounds);
         if (!LATE) weight_packs[p] = load_pack(weight_ptr + first, is_inside);
         if (!LATE) bias_packs[p] = load_pack(bias_ptr + first, is_inside);
     }

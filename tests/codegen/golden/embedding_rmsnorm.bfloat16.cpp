@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -44,6 +46,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   return is_inside;
 }
 
+// ---- kernel ----
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
 
@@ -59,14 +63,14 @@ extern "C" void fa_embedding_rmsnorm_5f133b(const int64_t *__restrict ids, const
     uint16_t *rows_row = rows + row * rows_row_stride;
     uint16_t *out_row = out + row * out_row_stride;
     const int64_t ids_value = ids[row];
-    const bool is_inside = fa_inside(ids_value, table_extent, 1, wrong);
+    const bool in_bounds = fa_inside(ids_value, table_extent, 1, wrong);
     double square_sum = 0;
     for (int64_t start = 0; start < cols; start += kChunk) {
       const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
       float square_sum_part = 0;
 #pragma omp simd reduction(+ : square_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+        const float table_value = fa_from_bf16(in_bounds ? table[ids_value * table_step + col] : uint16_t{0});
         rows_row[col] = fa_to_bf16(table_value);
         square_sum_part += table_value * table_value;
       }
@@ -76,7 +80,7 @@ extern "C" void fa_embedding_rmsnorm_5f133b(const int64_t *__restrict ids, const
     const float inverse_root = 1.0f / std::sqrt(mean_square + eps);
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
-      const float table_value = fa_from_bf16(is_inside ? table[ids_value * table_step + col] : uint16_t{0});
+      const float table_value = fa_from_bf16(in_bounds ? table[ids_value * table_step + col] : uint16_t{0});
       out_row[col] = fa_to_bf16(fa_from_bf16(weight[col]) * fa_round_bf16(table_value * inverse_root));
     }
   }

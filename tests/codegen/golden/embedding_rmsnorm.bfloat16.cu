@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -37,19 +39,19 @@ __device__ __forceinline__ bool checked(long long place, long long extent) {
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+__device__ __forceinline__ float round_bf16(float x) { return to_float32(from_float32<bfloat16_bits>(x)); }
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -69,8 +71,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -132,6 +134,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_rmsnorm_244fc4(
     const long long* __restrict__ ids_ptr,
@@ -149,7 +153,7 @@ fa_embedding_rmsnorm_244fc4(
     if (ROWS > 1 && row >= rows) return;
     if (FULL) __builtin_assume(cols == PACKS * THREADS * VEC);  // a mean then takes no division
     const long long ids = ids_ptr[row];
-    const bool has_table = checked(ids, table_extent);
+    const bool table_in_bounds = checked(ids, table_extent);
     const float eps = 1e-06f;
     Pack<bfloat16_bits> table_packs[PACKS];
     Pack<bfloat16_bits> weight_packs[PACKS];
@@ -157,7 +161,7 @@ fa_embedding_rmsnorm_244fc4(
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
         const bool is_inside = FULL || first < cols;
-        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && has_table);
+        table_packs[p] = load_pack(table_ptr + ids * table_step0 + first, is_inside && table_in_bounds);
         weight_packs[p] = load_pack(weight_ptr + first, is_inside);
     }
 
@@ -170,9 +174,9 @@ fa_embedding_rmsnorm_244fc4(
         Pack<bfloat16_bits> rows_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p], lane);
+            const float table = to_float32(table_packs[p], lane);
             table_squared_sum_part += table * table;
-            rows_pack[lane] = narrow<bfloat16_bits>(table);
+            rows_pack[lane] = from_float32<bfloat16_bits>(table);
         }
         store_pack(rows_ptr + row * rows_stride0 + first, rows_pack);
     }
@@ -188,10 +192,10 @@ fa_embedding_rmsnorm_244fc4(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float table = wide(table_packs[p], lane);
-            const float weight = wide(weight_packs[p], lane);
+            const float table = to_float32(table_packs[p], lane);
+            const float weight = to_float32(weight_packs[p], lane);
             const float out = weight * round_bf16(table * inverse_rms);
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
     }

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 
+// ---- helpers ----
+
 // Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
 __attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
   int64_t none = 0;
@@ -19,6 +21,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
   return is_inside;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;
@@ -35,14 +39,14 @@ extern "C" void fa_embedding_rmsnorm_70cc6d(const int64_t *__restrict ids, const
     float *rows_row = rows + row * rows_row_stride;
     float *out_row = out + row * out_row_stride;
     const int64_t ids_value = ids[row];
-    const bool is_inside = fa_inside(ids_value, table_extent, 1, wrong);
+    const bool in_bounds = fa_inside(ids_value, table_extent, 1, wrong);
     double square_sum = 0;
     for (int64_t start = 0; start < cols; start += kChunk) {
       const int64_t stop = start + kChunk < cols ? start + kChunk : cols;
       float square_sum_part = 0;
 #pragma omp simd reduction(+ : square_sum_part)
       for (int64_t col = start; col < stop; ++col) {
-        const float table_value = is_inside ? table[ids_value * table_step + col] : 0.0f;
+        const float table_value = in_bounds ? table[ids_value * table_step + col] : 0.0f;
         rows_row[col] = table_value;
         square_sum_part += table_value * table_value;
       }
@@ -52,7 +56,7 @@ extern "C" void fa_embedding_rmsnorm_70cc6d(const int64_t *__restrict ids, const
     const float inverse_root = 1.0f / std::sqrt(mean_square + eps);
 #pragma omp simd
     for (int64_t col = 0; col < cols; ++col) {
-      const float table_value = is_inside ? table[ids_value * table_step + col] : 0.0f;
+      const float table_value = in_bounds ? table[ids_value * table_step + col] : 0.0f;
       out_row[col] = weight[col] * (table_value * inverse_root);
     }
   }

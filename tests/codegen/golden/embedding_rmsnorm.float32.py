@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -16,6 +18,8 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -31,8 +35,8 @@ def fa_embedding_rmsnorm_acbdc7(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_table = checked(ids, table_extent, row_mask)
-    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & has_table, other=0.0)
+    table_in_bounds = checked(ids, table_extent, row_mask)
+    table = tl.load(table_ptr + ids * table_step0 + col, mask=mask & table_in_bounds, other=0.0)
     weight = tl.load(weight_ptr + col, mask=col_mask, other=0.0)
     table_squared_sum = tl.sum(table * table, axis=1, keep_dims=True)
     table_squared_mean = tl.div_rn(table_squared_sum, tl.cast(cols, tl.float32))

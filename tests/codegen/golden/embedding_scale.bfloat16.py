@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -19,10 +21,12 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -40,8 +44,8 @@ def fa_embedding_scale_da64fa(
     mask = row_mask & col_mask
 
     ids = tl.load(ids_ptr + row, mask=row_mask, other=0)
-    has_weight = checked(ids, weight_extent, row_mask)
-    weight = wide(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & has_weight, other=0.0))
+    weight_in_bounds = checked(ids, weight_extent, row_mask)
+    weight = to_float32(tl.load(weight_ptr + ids * weight_step0 + col, mask=mask & weight_in_bounds, other=0.0))
     scale = 55.42562584220407
     out = weight * scale
 

@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -69,6 +71,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_embedding_scale_1ae667(
     const long long* __restrict__ ids_ptr,
@@ -91,8 +95,8 @@ fa_embedding_scale_1ae667(
             const index_t row = top + p;
             const bool is_inside = row < rows;
             const long long ids = is_inside ? ids_ptr[row] : 0;
-            const bool has_weight = is_inside && checked(ids, weight_extent);
-            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && has_weight);
+            const bool weight_in_bounds = is_inside && checked(ids, weight_extent);
+            weight_packs[p] = load_pack(weight_ptr + ids * weight_step0 + first, is_inside && weight_in_bounds);
         }
         #pragma unroll
         for (int p = 0; p < PACKS; ++p) {

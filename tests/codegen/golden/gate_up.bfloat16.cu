@@ -30,8 +30,10 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -39,11 +41,13 @@ __device__ __forceinline__ float half_exp2(float x) {
 
 // Good to 20 bits, for results that are rounded to 11 at most. A reciprocal would need three more instructions, or lose what is
 // below 2^-126; the root of it cannot get there.
-__device__ __forceinline__ float half_sigmoid(float x) {
+__device__ __forceinline__ float sigmoid_16bit(float x) {
     float root;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + half_exp2(x * -1.4426950408889634f)));
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(1.0f + exp2_16bit(x * -1.4426950408889634f)));
     return root * root;
 }
+
+// ---- kernel ----
 
 constexpr int TOKENS = 128;  // rows of x for a block, 64 for each of its two multiplying warpgroups
 constexpr int DEPTH = 64;    // columns of a tile: 128 bytes, the span of the swizzle
@@ -132,8 +136,8 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS], unsigned long long
                  : "l"(x), "l"(weight), "r"(is_added));
 }
 __device__ __forceinline__ unsigned gated_pair(const float (&sums)[ROWS], int at) {
-    const float low = sums[at] * half_sigmoid(sums[at]) * sums[at + ROWS / 2];
-    const float high = sums[at + 1] * half_sigmoid(sums[at + 1]) * sums[at + 1 + ROWS / 2];
+    const float low = sums[at] * sigmoid_16bit(sums[at]) * sums[at + ROWS / 2];
+    const float high = sums[at + 1] * sigmoid_16bit(sums[at + 1]) * sums[at + 1 + ROWS / 2];
     unsigned both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;

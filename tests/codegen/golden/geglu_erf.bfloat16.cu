@@ -20,15 +20,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -52,8 +54,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -77,7 +79,7 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -86,7 +88,7 @@ __device__ __forceinline__ float half_exp2(float x) {
 // The normal distribution function to 3e-4 of itself down to x = -5.7 and to 3e-3 down to x = -13.3, where bfloat16 ends, whose
 // rounding costs 4e-3: 2 to the power of a polynomial in |x|, which is the minimax fit of log2(cdf(-|x|)). The sign of its last
 // coefficient makes it -inf for x = -inf.
-__device__ __forceinline__ float half_normal_cdf(float x) {
+__device__ __forceinline__ float normal_cdf_16bit(float x) {
     float power = -4.6692085e-07f;
     power = fmaf(power, fabsf(x), 2.4229113e-05f);
     power = fmaf(power, fabsf(x), -0.0005259484f);
@@ -95,9 +97,11 @@ __device__ __forceinline__ float half_normal_cdf(float x) {
     power = fmaf(power, fabsf(x), -0.4664553f);
     power = fmaf(power, fabsf(x), -1.1472828f);
     power = fmaf(power, fabsf(x), -1.0003203f);
-    const float tail = half_exp2(power);
+    const float tail = exp2_16bit(power);
     return x < 0.0f ? tail : 1.0f - tail;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fa_geglu_erf_8a6654(
@@ -122,10 +126,10 @@ fa_geglu_erf_8a6654(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float gate = wide(gate_packs[p], lane);
-            const float up = wide(up_packs[p], lane);
-            const float out = gate * half_normal_cdf(gate) * up;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            const float gate = to_float32(gate_packs[p], lane);
+            const float up = to_float32(up_packs[p], lane);
+            const float out = gate * normal_cdf_16bit(gate) * up;
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + first, out_pack);
     }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -77,6 +79,8 @@ static inline float fa_erf(float x) {
   const float large = fa_fma(-fa_pow2(n), 1.0f + fa_expm1_core(r), 1.0f);
   return std::fabs(x) < 1.0f ? small : std::copysign(large, x);
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;

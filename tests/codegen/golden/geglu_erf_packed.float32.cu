@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -59,6 +61,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_geglu_erf_packed_210739(

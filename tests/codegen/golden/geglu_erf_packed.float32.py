@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -44,6 +46,8 @@ def erfc(x):
     r = tl.fma(r, power, r * power * tl.fma(-a, a, square))
     r = tl.where(magnitude > 10.0546875, 0.0, r)
     return tl.where(x < 0.0, 2.0 - r, r)
+
+# ---- kernel ----
 
 
 @triton.jit

@@ -26,15 +26,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -58,8 +60,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -83,18 +85,20 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
-__device__ __forceinline__ float half_tanh_cdf(float x) {
+__device__ __forceinline__ float tanh_cdf_16bit(float x) {
     float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + half_exp2(x * fmaf(x * x, -0.10294324f, -2.3022082f))));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_16bit(x * fmaf(x * x, -0.10294324f, -2.3022082f))));
     return y;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_geglu_tanh_packed_dcd931(
@@ -127,10 +131,10 @@ fa_geglu_tanh_packed_dcd931(
             Pack<bfloat16_bits> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float packed = wide(packed_packs[p], lane);
-                const float packed_shifted = wide(packed_shifted_packs[p], lane);
-                const float out = packed * half_tanh_cdf(packed) * packed_shifted;
-                out_pack[lane] = narrow<bfloat16_bits>(out);
+                const float packed = to_float32(packed_packs[p], lane);
+                const float packed_shifted = to_float32(packed_shifted_packs[p], lane);
+                const float out = packed * tanh_cdf_16bit(packed) * packed_shifted;
+                out_pack[lane] = from_float32<bfloat16_bits>(out);
             }
             store_pack(out_ptr + (row * out_stride0 + first), out_pack);
         }

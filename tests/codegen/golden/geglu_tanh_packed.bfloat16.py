@@ -8,19 +8,23 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_tanh_cdf(x):
+def tanh_cdf_16bit(x):
     # The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
     root = tl.rsqrt(1.0 + tl.exp2(x * (x * x * -0.10294324 - 2.3022082)))
     return root * root  # a third of the instructions of a division
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -37,8 +41,8 @@ def fa_geglu_tanh_packed_203ccd(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    packed = wide(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
-    packed_shifted = wide(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
-    out = packed * half_tanh_cdf(packed) * packed_shifted
+    packed = to_float32(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
+    packed_shifted = to_float32(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
+    out = packed * tanh_cdf_16bit(packed) * packed_shifted
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -8,9 +8,11 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_normal_cdf(x):
+def normal_cdf_16bit(x):
     # The normal distribution function to 3e-4 of itself down to x = -5.7 and to 3e-3 down to x = -13.3, where bfloat16 ends,
     # whose rounding costs 4e-3: 2 to the power of a polynomial in |x|, which is the minimax fit of log2(cdf(-|x|)). The sign of
     # its last coefficient makes it -inf for x = -inf.
@@ -28,10 +30,12 @@ def half_normal_cdf(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -43,7 +47,7 @@ def fa_gelu_erf_ab2c47(
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
 
-    x = wide(tl.load(x_ptr + index, mask=mask, other=0.0))
-    out = x * half_normal_cdf(x)
+    x = to_float32(tl.load(x_ptr + index, mask=mask, other=0.0))
+    out = x * normal_cdf_16bit(x)
 
     tl.store(out_ptr + index, out, mask=mask)

@@ -20,15 +20,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -52,8 +54,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -77,18 +79,20 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 }
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
-__device__ __forceinline__ float half_tanh_cdf(float x) {
+__device__ __forceinline__ float tanh_cdf_16bit(float x) {
     float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + half_exp2(x * fmaf(x * x, -0.10294324f, -2.3022082f))));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_16bit(x * fmaf(x * x, -0.10294324f, -2.3022082f))));
     return y;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fa_gelu_tanh_8a6287(
@@ -110,9 +114,9 @@ fa_gelu_tanh_8a6287(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
-            const float out = x * half_tanh_cdf(x);
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            const float x = to_float32(x_packs[p], lane);
+            const float out = x * tanh_cdf_16bit(x);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + first, out_pack);
     }

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -28,6 +30,8 @@ static inline uint16_t fa_to_bf16(float x) {
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return static_cast<uint16_t>((x != x ? 0x7fc00000u : rounded) >> 16);
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;

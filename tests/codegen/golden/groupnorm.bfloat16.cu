@@ -29,15 +29,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -61,8 +63,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -140,6 +142,8 @@ __device__ __forceinline__ Moments<T> merged(const Moments<T>& a, const Moments<
     return {a.count + b.count, a.sum + b.sum, a.mean + apart * share, a.squares + b.squares + a.count * share * apart * apart};
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_groupnorm_8175d0(
     const bfloat16_bits* __restrict__ x_ptr,
@@ -196,7 +200,7 @@ fa_groupnorm_8175d0(
             if (!is_inside) continue;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x = wide(x_packs[p], lane);
+                const float x = to_float32(x_packs[p], lane);
                 x_step.sum += x;
             }
             x_step.count += VEC;
@@ -209,7 +213,7 @@ fa_groupnorm_8175d0(
             if (!is_inside) continue;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x = wide(x_packs[p], lane);
+                const float x = to_float32(x_packs[p], lane);
                 const float x_apart = x - x_step.mean;
                 x_step.squares += x_apart * x_apart;
             }
@@ -238,14 +242,14 @@ fa_groupnorm_8175d0(
             if (!is_inside) continue;
             Pack<bfloat16_bits> out_pack;
             const index_t part = first / weight_extent;
-            const float weight = wide(weight_ptr[part + i1 * weight_stride1]);
-            const float bias = wide(bias_ptr[part + i1 * bias_stride1]);
+            const float weight = to_float32(weight_ptr[part + i1 * weight_stride1]);
+            const float bias = to_float32(bias_ptr[part + i1 * bias_stride1]);
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x = wide(x_packs[p], lane);
+                const float x = to_float32(x_packs[p], lane);
                 const float x_centered = x - x_mean;
                 const float out = x_centered * inverse_deviation * weight + bias;
-                out_pack[lane] = narrow<bfloat16_bits>(out);
+                out_pack[lane] = from_float32<bfloat16_bits>(out);
             }
             store_pack(out_row + first, out_pack);
         }

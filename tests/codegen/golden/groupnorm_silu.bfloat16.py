@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
@@ -27,7 +29,7 @@ def add_moments(total, squares, x, mask, count, FULL: tl.constexpr):
 
 
 @triton.jit
-def half_sigmoid(x):
+def sigmoid_16bit(x):
     # For results that are rounded to 11 bits at most. tl.exp, and the division, would take four instructions more each, and
     # the root keeps what is below 2^-126.
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
@@ -44,10 +46,12 @@ def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -71,7 +75,7 @@ def fa_groupnorm_silu_0ff570(
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
-        x = wide(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_last"))
+        x = to_float32(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_last"))
         x_sum_tile, x_centered_squared_sum_tile = add_moments(
             x_sum_tile, x_centered_squared_sum_tile, x, col_mask, start // BLOCK_COLS, FULL
         )
@@ -86,11 +90,11 @@ def fa_groupnorm_silu_0ff570(
         col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)
         col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
         mask = row_mask & col_mask
-        x = wide(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first"))
+        x = to_float32(tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first"))
         x_centered = x - x_mean
         part = tl.cast((start if WHOLE else col) // weight_extent, tl.int64)
-        weight = wide(tl.load(weight_ptr + part + i1 * weight_stride1, mask=row_mask if WHOLE else mask, other=0.0))
-        bias = wide(tl.load(bias_ptr + part + i1 * bias_stride1, mask=row_mask if WHOLE else mask, other=0.0))
+        weight = to_float32(tl.load(weight_ptr + part + i1 * weight_stride1, mask=row_mask if WHOLE else mask, other=0.0))
+        bias = to_float32(tl.load(bias_ptr + part + i1 * bias_stride1, mask=row_mask if WHOLE else mask, other=0.0))
         total = x_centered * (inverse_deviation * weight) + bias
-        out = total * half_sigmoid(total)
+        out = total * sigmoid_16bit(total)
         tl.store(out_row + col, out, mask=mask)

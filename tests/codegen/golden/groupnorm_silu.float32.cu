@@ -29,6 +29,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -120,6 +122,8 @@ __device__ __forceinline__ Moments<T> merged(const Moments<T>& a, const Moments<
     const T share = b.count / (a.count + b.count), apart = b.mean - a.mean;
     return {a.count + b.count, a.sum + b.sum, a.mean + apart * share, a.squares + b.squares + a.count * share * apart * apart};
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_groupnorm_silu_a7e60e(

@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -49,6 +51,8 @@ def squares_about(mean, total, squares, cols, BLOCK_COLS: tl.constexpr):
     count = tl.cast(cols // BLOCK_COLS * 8 + tl.minimum(tl.maximum(rest, 0), 8), total.dtype)
     apart = total / tl.maximum(count, 1.0) - mean
     return squares + count * apart * apart
+
+# ---- kernel ----
 
 
 @triton.jit

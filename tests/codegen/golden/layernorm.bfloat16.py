@@ -8,12 +8,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -28,7 +32,7 @@ def fa_layernorm_e55342(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     x_sum = tl.sum(x, axis=1, keep_dims=True)
     x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
     x_centered = x - x_mean
@@ -36,8 +40,8 @@ def fa_layernorm_e55342(
     x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(x_variance + eps)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     out = x_centered * inverse_deviation * weight + bias
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -8,19 +8,23 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_tanh_cdf(x):
+def tanh_cdf_16bit(x):
     # The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
     root = tl.rsqrt(1.0 + tl.exp2(x * (x * x * -0.10294324 - 2.3022082)))
     return root * root  # a third of the instructions of a division
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -35,7 +39,7 @@ def fa_layernorm_gelu_tanh_8c9827(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     x_sum = tl.sum(x, axis=1, keep_dims=True)
     x_mean = tl.div_rn(x_sum, tl.cast(cols, tl.float32))
     x_centered = x - x_mean
@@ -43,9 +47,9 @@ def fa_layernorm_gelu_tanh_8c9827(
     x_variance = tl.div_rn(x_centered_squared_sum, tl.cast(cols, tl.float32))
     eps = 1e-05
     inverse_deviation = tl.rsqrt(x_variance + eps)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + col, mask=col_mask, other=0.0))
     total = x_centered * inverse_deviation * weight + bias
-    out = total * half_tanh_cdf(total)
+    out = total * tanh_cdf_16bit(total)
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -61,6 +63,8 @@ static inline float fa_exp(float x) {
 }
 
 static inline float fa_sigmoid(float x) { return 1.0f / (1.0f + fa_exp(-x)); }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 8192;

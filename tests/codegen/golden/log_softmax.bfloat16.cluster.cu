@@ -27,17 +27,19 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -61,8 +63,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -98,14 +100,14 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 #endif
 
 // Good to 22 bits; below 2^-126 it is 0, which no 16-bit result tells apart unless it is made of such numbers alone.
-__device__ __forceinline__ float half_exp2(float x) {
+__device__ __forceinline__ float exp2_16bit(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 // Of a difference from a maximum: three instructions fewer than __expf, which scales what would be below 2^-126.
-__device__ __forceinline__ float half_exp(float x) { return half_exp2(x * 1.4426950408889634f); }
+__device__ __forceinline__ float exp_16bit(float x) { return exp2_16bit(x * 1.4426950408889634f); }
 
 // One for each number that a cluster's blocks exchange: complete when all its bytes have come.
 __shared__ unsigned long long arrivals[2];
@@ -185,6 +187,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS)
 fa_log_softmax_cd94c9(
     const bfloat16_bits* __restrict__ x_ptr,
@@ -212,7 +216,7 @@ fa_log_softmax_cd94c9(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             x_max_part = nan_max(x_max_part, x);
         }
     }
@@ -226,9 +230,9 @@ fa_log_softmax_cd94c9(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float x_shifted = x - x_max;
-            exp_x_shifted_sum_part += half_exp(x_shifted);
+            exp_x_shifted_sum_part += exp_16bit(x_shifted);
         }
     }
     const float exp_x_shifted_sum = row_reduce<Sum, 1>(exp_x_shifted_sum_part);
@@ -242,10 +246,10 @@ fa_log_softmax_cd94c9(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float x_shifted = x - x_max;
             const float out = x_shifted - log_exp_x_shifted_sum;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
     }

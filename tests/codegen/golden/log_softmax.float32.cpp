@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -82,6 +84,8 @@ static inline float fa_log(float x) {
   const float edge = x == 0.0f ? -INFINITY : x < 0.0f ? NAN : x;
   return (x > 0.0f) & (x < INFINITY) ? result : edge;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;

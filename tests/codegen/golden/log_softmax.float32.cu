@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 template <int BYTES> struct Word { typedef uint4 type; };
@@ -108,6 +110,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     }
     return value;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_log_softmax_093d70(

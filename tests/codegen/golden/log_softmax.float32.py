@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -23,6 +25,8 @@ def exp(x):
 def maximum(a, b):
     # tl.max would drop a NaN.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+# ---- kernel ----
 
 
 @triton.jit

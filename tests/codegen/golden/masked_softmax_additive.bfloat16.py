@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def maximum(a, b):
@@ -16,10 +18,12 @@ def maximum(a, b):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,8 +42,8 @@ def fa_masked_softmax_additive_d191fc(
     scores_row = scores_ptr + i0 * scores_stride0 + i1 * scores_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    scores = wide(tl.load(scores_row + col, mask=mask, other=0.0))
-    mask_2 = wide(tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0.0))
+    scores = to_float32(tl.load(scores_row + col, mask=mask, other=0.0))
+    mask_2 = to_float32(tl.load(mask_ptr + i0 * mask_stride0 + col, mask=mask, other=0.0))
     scale = 0.5
     total = scores * scale + mask_2
     total_max = tl.reduce(tl.where(col_mask, total, float("-inf")), 1, maximum, keep_dims=True)

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <memory>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -61,6 +63,8 @@ static inline float fa_exp(float x) {
   return is_zero ? 0.0f : result;
 }
 
+// ---- kernel ----
+
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
 
@@ -96,8 +100,8 @@ extern "C" void fa_masked_softmax_boolean_407055(const bool *__restrict mask, co
           float row_sum_part = 0;
 #pragma omp simd reduction(+ : row_sum_part)
           for (int64_t col = start; col < stop; ++col) {
-            const float chosen = mask_row[col] ? scores_row[col] * scale : blocked;
-            const float exponential = fa_exp(chosen - row_max);
+            const float selected = mask_row[col] ? scores_row[col] * scale : blocked;
+            const float exponential = fa_exp(selected - row_max);
             exponential_buffer[col] = exponential;
             row_sum_part += exponential;
           }

@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 #define INF_VALUEF __int_as_float(0x7f800000)
 
 template <int BYTES> struct Word { typedef uint4 type; };
@@ -109,6 +111,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_masked_softmax_boolean_1d6660(
     const bool* __restrict__ mask_ptr,
@@ -140,8 +144,8 @@ fa_masked_softmax_boolean_1d6660(
         scores_packs[p] = load_pack(scores_row + first, is_inside);
     }
 
-    float chosen_max_part = -INF_VALUEF;
-    float chosen_columns[PACKS][VEC];
+    float selected_max_part = -INF_VALUEF;
+    float selected_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -151,15 +155,15 @@ fa_masked_softmax_boolean_1d6660(
         for (int lane = 0; lane < VEC; ++lane) {
             const bool mask_2 = mask_packs[p][lane];
             const float scores = scores_packs[p][lane];
-            const float chosen = mask_2 ? __fmul_rn(scores, scale) : blocked;
-            chosen_max_part = nan_max(chosen_max_part, chosen);
-            chosen_columns[p][lane] = chosen;
+            const float selected = mask_2 ? __fmul_rn(scores, scale) : blocked;
+            selected_max_part = nan_max(selected_max_part, selected);
+            selected_columns[p][lane] = selected;
         }
     }
-    const float chosen_max = row_reduce<Max, 0>(chosen_max_part);
+    const float selected_max = row_reduce<Max, 0>(selected_max_part);
 
-    float exp_chosen_shifted_sum_part = 0;
-    float exp_chosen_shifted_columns[PACKS][VEC];
+    float exp_selected_shifted_sum_part = 0;
+    float exp_selected_shifted_columns[PACKS][VEC];
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
         const index_t first = ((index_t)p * THREADS + threadIdx.x) * VEC;
@@ -167,14 +171,14 @@ fa_masked_softmax_boolean_1d6660(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float chosen = chosen_columns[p][lane];
-            const float exp_chosen_shifted = expf(chosen - chosen_max);
-            exp_chosen_shifted_sum_part += exp_chosen_shifted;
-            exp_chosen_shifted_columns[p][lane] = exp_chosen_shifted;
+            const float selected = selected_columns[p][lane];
+            const float exp_selected_shifted = expf(selected - selected_max);
+            exp_selected_shifted_sum_part += exp_selected_shifted;
+            exp_selected_shifted_columns[p][lane] = exp_selected_shifted;
         }
     }
-    const float exp_chosen_shifted_sum = row_reduce<Sum, 1>(exp_chosen_shifted_sum_part);
-    const float inverse_sum = 1.0f / exp_chosen_shifted_sum;
+    const float exp_selected_shifted_sum = row_reduce<Sum, 1>(exp_selected_shifted_sum_part);
+    const float inverse_sum = 1.0f / exp_selected_shifted_sum;
 
     #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -184,8 +188,8 @@ fa_masked_softmax_boolean_1d6660(
         Pack<float> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float exp_chosen_shifted = exp_chosen_shifted_columns[p][lane];
-            const float out = exp_chosen_shifted * inverse_sum;
+            const float exp_selected_shifted = exp_selected_shifted_columns[p][lane];
+            const float out = exp_selected_shifted * inverse_sum;
             out_pack[lane] = out;
         }
         store_pack(out_row + first, out_pack);

@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -23,6 +25,8 @@ def exp(x):
 def maximum(a, b):
     # tl.max would drop a NaN.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -45,11 +49,11 @@ def fa_masked_softmax_boolean_324fac(
     scores = tl.load(scores_row + col, mask=mask, other=0.0)
     scale = 0.125
     blocked = float("-inf")
-    chosen = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)
-    chosen_max = tl.reduce(tl.where(col_mask, chosen, float("-inf")), 1, maximum, keep_dims=True)
-    exp_chosen_shifted = exp(chosen - chosen_max)
-    exp_chosen_shifted_sum = tl.sum(tl.where(col_mask, exp_chosen_shifted, 0.0), axis=1, keep_dims=True)
-    inverse_sum = tl.div_rn(1.0, exp_chosen_shifted_sum)
-    out = exp_chosen_shifted * inverse_sum
+    selected = tl.where(mask_2, tl.fma(scores, scale, 0.0), blocked)
+    selected_max = tl.reduce(tl.where(col_mask, selected, float("-inf")), 1, maximum, keep_dims=True)
+    exp_selected_shifted = exp(selected - selected_max)
+    exp_selected_shifted_sum = tl.sum(tl.where(col_mask, exp_selected_shifted, 0.0), axis=1, keep_dims=True)
+    inverse_sum = tl.div_rn(1.0, exp_selected_shifted_sum)
+    out = exp_selected_shifted * inverse_sum
 
     tl.store(out_row + col, out, mask=mask)

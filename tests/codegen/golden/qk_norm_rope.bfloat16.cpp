@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -30,6 +32,8 @@ static inline uint16_t fa_to_bf16(float x) {
 }
 
 static inline float fa_round_bf16(float x) { return fa_from_bf16(fa_to_bf16(x)); }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 8192;

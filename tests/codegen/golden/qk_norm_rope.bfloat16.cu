@@ -29,21 +29,23 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+__device__ __forceinline__ float round_bf16(float x) { return to_float32(from_float32<bfloat16_bits>(x)); }
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -63,8 +65,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -117,6 +119,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     }
     return value;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_qk_norm_rope_27bc4a(
@@ -178,8 +182,8 @@ fa_qk_norm_rope_27bc4a(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
-            const float x_shifted = wide(x_shifted_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
+            const float x_shifted = to_float32(x_shifted_packs[p], lane);
             total_sum_part += x * x + x_shifted * x_shifted;
         }
     }
@@ -197,20 +201,20 @@ fa_qk_norm_rope_27bc4a(
         if (LATE) weight_shifted_packs[p] = load_pack(weight_ptr + first + weight_offset);
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float weight = wide(weight_packs[p], lane);
-            const float weight_shifted = wide(weight_shifted_packs[p], lane);
-            const float x = wide(x_packs[p], lane);
-            const float x_shifted = wide(x_shifted_packs[p], lane);
+            const float weight = to_float32(weight_packs[p], lane);
+            const float weight_shifted = to_float32(weight_shifted_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
+            const float x_shifted = to_float32(x_shifted_packs[p], lane);
             const float product_2 = weight * round_bf16(x * rsqrt_total);
             const float product_3 = weight_shifted * round_bf16(x_shifted * rsqrt_total);
-            const float cos_2 = wide(cos_packs[p], lane);
-            const float cos_shifted = wide(cos_shifted_packs[p], lane);
-            const float sin_2 = wide(sin_packs[p], lane);
-            const float sin_shifted = wide(sin_shifted_packs[p], lane);
+            const float cos_2 = to_float32(cos_packs[p], lane);
+            const float cos_shifted = to_float32(cos_shifted_packs[p], lane);
+            const float sin_2 = to_float32(sin_packs[p], lane);
+            const float sin_shifted = to_float32(sin_shifted_packs[p], lane);
             const float out = product_2 * cos_2 + -product_3 * sin_2;
             const float out_2 = product_3 * cos_shifted + product_2 * sin_shifted;
-            out_pack[lane] = narrow<bfloat16_bits>(out);
-            out_pack_2[lane] = narrow<bfloat16_bits>(out_2);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
+            out_pack_2[lane] = from_float32<bfloat16_bits>(out_2);
         }
         store_pack(out_row + first, out_pack);
         store_pack(out_row + first + out_offset, out_pack_2);

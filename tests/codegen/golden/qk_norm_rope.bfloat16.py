@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def round_bf16(x):
@@ -16,10 +18,12 @@ def round_bf16(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -39,16 +43,16 @@ def fa_qk_norm_rope_57c878(
     x_row = x_ptr + i0 * x_stride0 + i1 * x_stride1
     out_row = out_ptr + i0 * out_stride0 + i1 * out_stride1
 
-    x = wide(tl.load(x_row + col, mask=mask, other=0.0))
-    x_shifted = wide(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
-    cos = wide(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=mask, other=0.0))
-    cos_shifted = wide(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=mask, other=0.0))
-    sin_shifted = wide(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_row + col, mask=mask, other=0.0))
+    x_shifted = to_float32(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=mask, other=0.0))
     eps = 1e-06
     total_sum = tl.sum(x * x + x_shifted * x_shifted, axis=1, keep_dims=True)
-    weight = wide(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
-    weight_shifted = wide(tl.load(weight_ptr + col + weight_offset, mask=col_mask, other=0.0))
+    weight = to_float32(tl.load(weight_ptr + col, mask=col_mask, other=0.0))
+    weight_shifted = to_float32(tl.load(weight_ptr + col + weight_offset, mask=col_mask, other=0.0))
     product = 2.0 * tl.cast(cols, tl.float32)
     rsqrt_total = tl.rsqrt(eps + tl.div_rn(total_sum, product))
     product_2 = weight * round_bf16(x * rsqrt_total)

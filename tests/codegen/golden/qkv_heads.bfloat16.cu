@@ -28,15 +28,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -60,8 +62,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -83,6 +85,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_qkv_heads_cda03a(
@@ -144,18 +148,18 @@ fa_qkv_heads_cda03a(
             Pack<bfloat16_bits> value_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float packed = wide(packed_packs[p], lane);
-                const float bias = wide(bias_pack, lane);
+                const float packed = to_float32(packed_packs[p], lane);
+                const float bias = to_float32(bias_pack, lane);
                 const float query = packed + bias;
-                const float packed_shifted = wide(packed_shifted_packs[p], lane);
-                const float bias_shifted = wide(bias_shifted_pack, lane);
+                const float packed_shifted = to_float32(packed_shifted_packs[p], lane);
+                const float bias_shifted = to_float32(bias_shifted_pack, lane);
                 const float key = packed_shifted + bias_shifted;
-                const float packed_shifted_2 = wide(packed_shifted_packs_2[p], lane);
-                const float bias_shifted_2 = wide(bias_shifted_pack_2, lane);
+                const float packed_shifted_2 = to_float32(packed_shifted_packs_2[p], lane);
+                const float bias_shifted_2 = to_float32(bias_shifted_pack_2, lane);
                 const float value = packed_shifted_2 + bias_shifted_2;
-                query_pack[lane] = narrow<bfloat16_bits>(query);
-                key_pack[lane] = narrow<bfloat16_bits>(key);
-                value_pack[lane] = narrow<bfloat16_bits>(value);
+                query_pack[lane] = from_float32<bfloat16_bits>(query);
+                key_pack[lane] = from_float32<bfloat16_bits>(key);
+                value_pack[lane] = from_float32<bfloat16_bits>(value);
             }
             store_pack(query_ptr + (query_start + first), query_pack);
             store_pack(key_ptr + (key_start + first), key_pack);

@@ -10,12 +10,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,8 +42,8 @@ def part1(
     packed_row = packed_ptr + i0 * packed_stride0 + row * packed_stride1
     query_row = query_ptr + i0 * query_stride0 + row * query_stride1
 
-    packed = wide(tl.load(packed_row + col, mask=mask, other=0.0))
-    bias = wide(tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0))
+    packed = to_float32(tl.load(packed_row + col, mask=mask, other=0.0))
+    bias = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col, mask=col_mask, other=0.0))
     query = packed + bias
 
     tl.store(query_row + col, query, mask=mask)
@@ -68,10 +72,10 @@ def part2(
     key_row = key_ptr + i0 * key_stride0 + row * key_stride1
     value_row = value_ptr + i0 * value_stride0 + row * value_stride1
 
-    packed_shifted = wide(tl.load(packed_row + col + packed_offset, mask=mask, other=0.0))
-    bias_shifted = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0))
-    packed_shifted_2 = wide(tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0))
-    bias_shifted_2 = wide(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0))
+    packed_shifted = to_float32(tl.load(packed_row + col + packed_offset, mask=mask, other=0.0))
+    bias_shifted = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset, mask=col_mask, other=0.0))
+    packed_shifted_2 = to_float32(tl.load(packed_row + col + packed_offset_2, mask=mask, other=0.0))
+    bias_shifted_2 = to_float32(tl.load(bias_ptr + i0 * bias_stride0 + col + bias_offset_2, mask=col_mask, other=0.0))
     key = packed_shifted + bias_shifted
     value = packed_shifted_2 + bias_shifted_2
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -34,6 +36,8 @@ template <typename T>
 static inline T fa_max(T a, T b) {
   return (a > b) | (a != a) ? a : b;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 32768;

@@ -8,12 +8,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -25,8 +29,8 @@ def fa_reglu_7c6e97(
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
 
-    gate = wide(tl.load(gate_ptr + index, mask=mask, other=0.0))
-    up = wide(tl.load(up_ptr + index, mask=mask, other=0.0))
+    gate = to_float32(tl.load(gate_ptr + index, mask=mask, other=0.0))
+    up = to_float32(tl.load(up_ptr + index, mask=mask, other=0.0))
     maximum_gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     out = maximum_gate * up
 

@@ -8,12 +8,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -30,8 +34,8 @@ def fa_reglu_packed_74d489(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    packed = wide(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
-    packed_shifted = wide(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
+    packed = to_float32(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
+    packed_shifted = to_float32(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
     maximum_packed = tl.maximum(packed, 0.0, propagate_nan=tl.PropagateNan.ALL)
     out = maximum_packed * packed_shifted
 

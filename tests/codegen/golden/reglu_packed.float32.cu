@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -71,6 +73,8 @@ __device__ __forceinline__ float nan_max(float a, float b) {
     return y;
 }
 #endif
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_reglu_packed_333695(

@@ -20,6 +20,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -65,6 +67,8 @@ __device__ __forceinline__ float nan_max(float a, float b) {
     return y;
 }
 #endif
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fa_relu_squared_27e975(

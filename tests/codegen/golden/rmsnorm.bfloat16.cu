@@ -26,21 +26,23 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ float round_bf16(float x) { return wide(narrow<bfloat16_bits>(x)); }
+__device__ __forceinline__ float round_bf16(float x) { return to_float32(from_float32<bfloat16_bits>(x)); }
 
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -60,8 +62,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -123,6 +125,8 @@ __device__ __forceinline__ T row_reduce(T value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_rmsnorm_0b085c(
     const bfloat16_bits* __restrict__ weight_ptr,
@@ -154,7 +158,7 @@ fa_rmsnorm_0b085c(
         if (!is_inside) continue;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float x = wide(x_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             x_squared_sum_part += x * x;
         }
     }
@@ -169,10 +173,10 @@ fa_rmsnorm_0b085c(
         Pack<bfloat16_bits> out_pack;
         #pragma unroll
         for (int lane = 0; lane < VEC; ++lane) {
-            const float weight = wide(weight_packs[p], lane);
-            const float x = wide(x_packs[p], lane);
+            const float weight = to_float32(weight_packs[p], lane);
+            const float x = to_float32(x_packs[p], lane);
             const float out = weight * round_bf16(x * inverse_rms);
-            out_pack[lane] = narrow<bfloat16_bits>(out);
+            out_pack[lane] = from_float32<bfloat16_bits>(out);
         }
         store_pack(out_ptr + row * out_stride0 + first, out_pack);
     }

@@ -34,15 +34,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -109,6 +111,8 @@ __device__ __forceinline__ float lanes_sum(float value) {
 // For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fa_rmsnorm_gate_up_12e85e(
     const bfloat16_bits* __restrict__ x,
@@ -149,12 +153,12 @@ fa_rmsnorm_gate_up_12e85e(
                 const Pack<bfloat16_bits> tokens = load_pack(x + token * K + at, at < K);
                 #pragma unroll
                 for (int col = 0; col < VEC; ++col) {
-                    const float value = wide(tokens[col]);
+                    const float value = to_float32(tokens[col]);
                     squares[token] = fmaf(value, value, squares[token]);
-                    const float term = value * wide(norm[col]);
+                    const float term = value * to_float32(norm[col]);
                     #pragma unroll
                     for (int line = 0; line < LINES; ++line)
-                        sums[token][line] = fmaf(term, wide(tiles[step][line][col]), sums[token][line]);
+                        sums[token][line] = fmaf(term, to_float32(tiles[step][line][col]), sums[token][line]);
                 }
             }
         }
@@ -188,6 +192,6 @@ fa_rmsnorm_gate_up_12e85e(
         value *= scale;
         up *= scale;
         value *= sigmoid(value) * up;
-        out[token * N + row] = narrow<bfloat16_bits>(value);
+        out[token * N + row] = from_float32<bfloat16_bits>(value);
     }
 }

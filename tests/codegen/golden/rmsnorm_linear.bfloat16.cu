@@ -34,15 +34,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -106,6 +108,8 @@ __device__ __forceinline__ float lanes_sum(float value) {
     return value;
 }
 
+// ---- kernel ----
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fa_rmsnorm_linear_e3ed4c(
     const bfloat16_bits* __restrict__ x,
@@ -146,12 +150,12 @@ fa_rmsnorm_linear_e3ed4c(
                 const Pack<bfloat16_bits> tokens = load_pack(x + token * K + at, at < K);
                 #pragma unroll
                 for (int col = 0; col < VEC; ++col) {
-                    const float value = wide(tokens[col]);
+                    const float value = to_float32(tokens[col]);
                     squares[token] = fmaf(value, value, squares[token]);
-                    const float term = value * wide(norm[col]);
+                    const float term = value * to_float32(norm[col]);
                     #pragma unroll
                     for (int line = 0; line < LINES; ++line)
-                        sums[token][line] = fmaf(term, wide(tiles[step][line][col]), sums[token][line]);
+                        sums[token][line] = fmaf(term, to_float32(tiles[step][line][col]), sums[token][line]);
                 }
             }
         }
@@ -182,6 +186,6 @@ fa_rmsnorm_linear_e3ed4c(
         float value = total(token, place % ROWS);
         const float scale = 1.0f / sqrtf(total(token, LINES) / K + 1e-06f);
         value *= scale;
-        out[token * N + row] = narrow<bfloat16_bits>(value);
+        out[token * N + row] = from_float32<bfloat16_bits>(value);
     }
 }

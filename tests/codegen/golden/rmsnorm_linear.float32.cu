@@ -34,6 +34,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -91,6 +93,8 @@ __device__ __forceinline__ float lanes_sum(float value) {
     for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 fa_rmsnorm_linear_99652c(

@@ -8,12 +8,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -36,12 +40,12 @@ def fa_rope_b0f7e1(
     x_row = x_ptr + i0 * x_stride0 + row * x_stride1
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
-    x = wide(tl.load(x_row + col, mask=mask, other=0.0))
-    x_shifted = wide(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
-    cos = wide(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
-    cos_shifted = wide(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
-    sin_shifted = wide(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
+    x = to_float32(tl.load(x_row + col, mask=mask, other=0.0))
+    x_shifted = to_float32(tl.load(x_row + col + x_offset, mask=mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
     out = x * cos + -x_shifted * sin
     out_2 = x_shifted * cos_shifted + x * sin_shifted
 

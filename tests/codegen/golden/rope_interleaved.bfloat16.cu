@@ -27,15 +27,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -61,8 +63,8 @@ union Pack {
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
 template <int EACH>
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits, EACH>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits, EACH>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -84,6 +86,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T, EACH>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_rope_interleaved_5397bb(
@@ -128,16 +132,16 @@ fa_rope_interleaved_5397bb(
             Pack<bfloat16_bits, 2> out_pack;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float x_even = wide(x_packs[p], 2 * lane);
-                const float x_odd = wide(x_packs[p], 2 * lane + 1);
-                const float cos_even = wide(cos_pack, 2 * lane);
-                const float cos_odd = wide(cos_pack, 2 * lane + 1);
-                const float sin_even = wide(sin_pack, 2 * lane);
-                const float sin_odd = wide(sin_pack, 2 * lane + 1);
+                const float x_even = to_float32(x_packs[p], 2 * lane);
+                const float x_odd = to_float32(x_packs[p], 2 * lane + 1);
+                const float cos_even = to_float32(cos_pack, 2 * lane);
+                const float cos_odd = to_float32(cos_pack, 2 * lane + 1);
+                const float sin_even = to_float32(sin_pack, 2 * lane);
+                const float sin_odd = to_float32(sin_pack, 2 * lane + 1);
                 const float out = x_even * cos_even + -x_odd * sin_even;
                 const float out_2 = x_odd * cos_odd + x_even * sin_odd;
-                out_pack[2 * lane] = narrow<bfloat16_bits>(out);
-                out_pack[2 * lane + 1] = narrow<bfloat16_bits>(out_2);
+                out_pack[2 * lane] = from_float32<bfloat16_bits>(out);
+                out_pack[2 * lane + 1] = from_float32<bfloat16_bits>(out_2);
             }
             store_pack(out_ptr + (out_start + first * 2), out_pack);
         }

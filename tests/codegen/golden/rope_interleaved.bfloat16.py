@@ -9,12 +9,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -37,11 +41,11 @@ def fa_rope_interleaved_53ab62(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     x_run = tl.load(x_row + item, mask=item_mask, other=0.0)
-    x_even, x_odd = tl.split(wide(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
+    x_even, x_odd = tl.split(to_float32(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
     cos_run = tl.load(cos_ptr + i0 * cos_stride0 + item, mask=item_col_mask, other=0.0)
-    cos_even, cos_odd = tl.split(wide(cos_run.reshape(1, BLOCK_COLS, 2)))
+    cos_even, cos_odd = tl.split(to_float32(cos_run.reshape(1, BLOCK_COLS, 2)))
     sin_run = tl.load(sin_ptr + i0 * sin_stride0 + item, mask=item_col_mask, other=0.0)
-    sin_even, sin_odd = tl.split(wide(sin_run.reshape(1, BLOCK_COLS, 2)))
+    sin_even, sin_odd = tl.split(to_float32(sin_run.reshape(1, BLOCK_COLS, 2)))
     out = x_even * cos_even + -x_odd * sin_even
     out_2 = x_odd * cos_odd + x_even * sin_odd
 

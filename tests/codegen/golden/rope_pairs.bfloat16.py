@@ -9,12 +9,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -40,9 +44,9 @@ def fa_rope_pairs_00e335(
     out_row = out_ptr + i0 * out_stride0 + row * out_stride1
 
     x_run = tl.load(x_row + item, mask=item_mask, other=0.0)
-    x_even, x_odd = tl.split(wide(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
-    cos = wide(tl.load(cos_ptr + row * cos_stride1 + col, mask=mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + row * sin_stride1 + col, mask=mask, other=0.0))
+    x_even, x_odd = tl.split(to_float32(x_run.reshape(BLOCK_ROWS, BLOCK_COLS, 2)))
+    cos = to_float32(tl.load(cos_ptr + row * cos_stride1 + col, mask=mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + row * sin_stride1 + col, mask=mask, other=0.0))
     out = x_odd * cos + x_even * sin
     out_2 = cos * x_even - x_odd * sin
 

@@ -27,15 +27,17 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -59,8 +61,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -82,6 +84,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 __device__ __forceinline__ void part1(
     const bfloat16_bits* __restrict__ q_ptr,
@@ -132,16 +136,16 @@ __device__ __forceinline__ void part1(
             Pack<bfloat16_bits> q_out_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float q = wide(q_packs[p], lane);
-                const float q_shifted = wide(q_shifted_packs[p], lane);
-                const float cos_2 = wide(cos_pack, lane);
-                const float cos_shifted = wide(cos_shifted_pack, lane);
-                const float sin_2 = wide(sin_pack, lane);
-                const float sin_shifted = wide(sin_shifted_pack, lane);
+                const float q = to_float32(q_packs[p], lane);
+                const float q_shifted = to_float32(q_shifted_packs[p], lane);
+                const float cos_2 = to_float32(cos_pack, lane);
+                const float cos_shifted = to_float32(cos_shifted_pack, lane);
+                const float sin_2 = to_float32(sin_pack, lane);
+                const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
                 const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
-                q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
-                q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
+                q_out_pack[lane] = from_float32<bfloat16_bits>(q_out);
+                q_out_pack_2[lane] = from_float32<bfloat16_bits>(q_out_2);
             }
             store_pack(q_out_ptr + (q_out_start + first), q_out_pack);
             store_pack(q_out_ptr + (q_out_start + first + q_out_offset), q_out_pack_2);

@@ -9,12 +9,16 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,12 +42,12 @@ def part1(
     q_row = q_ptr + i0 * q_stride0 + row * q_stride1
     q_out_row = q_out_ptr + i0 * q_out_stride0 + row * q_out_stride1
 
-    q = wide(tl.load(q_row + col, mask=mask, other=0.0))
-    q_shifted = wide(tl.load(q_row + col + q_offset, mask=mask, other=0.0))
-    cos = wide(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
-    cos_shifted = wide(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
-    sin_shifted = wide(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
+    q = to_float32(tl.load(q_row + col, mask=mask, other=0.0))
+    q_shifted = to_float32(tl.load(q_row + col + q_offset, mask=mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col, mask=col_mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + i0 * cos_stride0 + col + cos_offset, mask=col_mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col, mask=col_mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + i0 * sin_stride0 + col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + -q_shifted * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -42,6 +44,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
   return is_inside;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
@@ -96,13 +100,13 @@ static void part2(const int64_t *__restrict position, const uint16_t *__restrict
       const uint16_t *v_0_row = v + row * v_0_row_stride;
       const uint16_t *v_1_row = v + v_1_offset + row * v_1_row_stride;
       const int64_t position_value = position[0];
-      const bool is_inside = fa_inside(position_value, k_cache_extent, 1, wrong);
+      const bool in_bounds = fa_inside(position_value, k_cache_extent, 1, wrong);
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float k_value = fa_from_bf16(k_0_row[col]);
         const float k_value_2 = fa_from_bf16(k_1_row[col]);
         const float product = k_value_2 * fa_from_bf16(cos_1_row[col]);
-        if (is_inside) {
+        if (in_bounds) {
           k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
               fa_to_bf16(k_value * fa_from_bf16(cos[col]) + -k_value_2 * fa_from_bf16(sin[col]));
           k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =

@@ -28,6 +28,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t size);
 
 // Whether a position lies in its tensor. One that does not stops the kernel, as it stops torch's: device-side assert triggered.
@@ -39,13 +41,13 @@ __device__ __forceinline__ bool checked(long long place, long long extent) {
 
 struct bfloat16_bits { unsigned short bits; };
 
-__device__ __forceinline__ float wide(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float32(bfloat16_bits x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 template <typename T>
-__device__ __forceinline__ T narrow(float x);
+__device__ __forceinline__ T from_float32(float x);
 
 template <>
-__device__ __forceinline__ bfloat16_bits narrow(float x) {
+__device__ __forceinline__ bfloat16_bits from_float32(float x) {
     bfloat16_bits y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
@@ -69,8 +71,8 @@ union Pack {
 
 // bfloat16 is the upper half of float32: out of the 32 bits that hold two of them each takes one instruction, the upper one out of
 // 16 bits takes two.
-__device__ __forceinline__ float wide(const Pack<bfloat16_bits>& pack, int lane) {
-    if (sizeof(pack) < 4) return wide(pack[lane]);
+__device__ __forceinline__ float to_float32(const Pack<bfloat16_bits>& pack, int lane) {
+    if (sizeof(pack) < 4) return to_float32(pack[lane]);
     const unsigned both = reinterpret_cast<const unsigned*>(pack.words)[lane / 2];
     return __uint_as_float(lane % 2 ? both & 0xffff0000u : both << 16);
 }
@@ -92,6 +94,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
     #pragma unroll
     for (int n = 0; n < sizeof(pack) / sizeof(word_t); ++n) reinterpret_cast<word_t*>(to)[n] = pack.words[n];
 }
+
+// ---- kernel ----
 
 __device__ __forceinline__ void part1(
     const bfloat16_bits* __restrict__ q_ptr,
@@ -134,16 +138,16 @@ __device__ __forceinline__ void part1(
             Pack<bfloat16_bits> q_out_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float q = wide(q_packs[p], lane);
-                const float q_shifted = wide(q_shifted_packs[p], lane);
-                const float cos_2 = wide(cos_pack, lane);
-                const float cos_shifted = wide(cos_shifted_pack, lane);
-                const float sin_2 = wide(sin_pack, lane);
-                const float sin_shifted = wide(sin_shifted_pack, lane);
+                const float q = to_float32(q_packs[p], lane);
+                const float q_shifted = to_float32(q_shifted_packs[p], lane);
+                const float cos_2 = to_float32(cos_pack, lane);
+                const float cos_shifted = to_float32(cos_shifted_pack, lane);
+                const float sin_2 = to_float32(sin_pack, lane);
+                const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float q_out = q * cos_2 + -q_shifted * sin_2;
                 const float q_out_2 = q_shifted * cos_shifted + q * sin_shifted;
-                q_out_pack[lane] = narrow<bfloat16_bits>(q_out);
-                q_out_pack_2[lane] = narrow<bfloat16_bits>(q_out_2);
+                q_out_pack[lane] = from_float32<bfloat16_bits>(q_out);
+                q_out_pack_2[lane] = from_float32<bfloat16_bits>(q_out_2);
             }
             store_pack(q_out_ptr + (row * q_out_stride0 + first), q_out_pack);
             store_pack(q_out_ptr + (row * q_out_stride0 + first + q_out_offset), q_out_pack_2);
@@ -210,20 +214,20 @@ __device__ __forceinline__ void part2(
             Pack<bfloat16_bits> v_cache_pack_2;
             #pragma unroll
             for (int lane = 0; lane < VEC; ++lane) {
-                const float k = wide(k_packs[p], lane);
-                const float k_shifted = wide(k_shifted_packs[p], lane);
-                const float cos_2 = wide(cos_pack, lane);
-                const float cos_shifted = wide(cos_shifted_pack, lane);
-                const float sin_2 = wide(sin_pack, lane);
-                const float sin_shifted = wide(sin_shifted_pack, lane);
+                const float k = to_float32(k_packs[p], lane);
+                const float k_shifted = to_float32(k_shifted_packs[p], lane);
+                const float cos_2 = to_float32(cos_pack, lane);
+                const float cos_shifted = to_float32(cos_shifted_pack, lane);
+                const float sin_2 = to_float32(sin_pack, lane);
+                const float sin_shifted = to_float32(sin_shifted_pack, lane);
                 const float k_cache = k * cos_2 + -k_shifted * sin_2;
                 const float k_cache_2 = k_shifted * cos_shifted + k * sin_shifted;
-                const float v = wide(v_packs[p], lane);
-                const float v_shifted = wide(v_shifted_packs[p], lane);
-                k_cache_pack[lane] = narrow<bfloat16_bits>(k_cache);
-                k_cache_pack_2[lane] = narrow<bfloat16_bits>(k_cache_2);
-                v_cache_pack[lane] = narrow<bfloat16_bits>(v);
-                v_cache_pack_2[lane] = narrow<bfloat16_bits>(v_shifted);
+                const float v = to_float32(v_packs[p], lane);
+                const float v_shifted = to_float32(v_shifted_packs[p], lane);
+                k_cache_pack[lane] = from_float32<bfloat16_bits>(k_cache);
+                k_cache_pack_2[lane] = from_float32<bfloat16_bits>(k_cache_2);
+                v_cache_pack[lane] = from_float32<bfloat16_bits>(v);
+                v_cache_pack_2[lane] = from_float32<bfloat16_bits>(v_shifted);
             }
             if (fits_k_cache) {
                 store_pack(k_cache_ptr + position * k_cache_step0 + row * k_cache_stride0 + first, k_cache_pack);

@@ -10,6 +10,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -21,10 +23,12 @@ def checked(place, extent, wanted):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -43,12 +47,12 @@ def part1(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    q = wide(tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0))
-    q_shifted = wide(tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0))
-    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
-    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
-    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
+    q = to_float32(tl.load(q_ptr + row * q_stride0 + col, mask=mask, other=0.0))
+    q_shifted = to_float32(tl.load(q_ptr + row * q_stride0 + col + q_offset, mask=mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
     q_out = q * cos + -q_shifted * sin
     q_out_2 = q_shifted * cos_shifted + q * sin_shifted
 
@@ -75,14 +79,14 @@ def part2(
     mask = row_mask & col_mask
 
     position = tl.load(position_ptr)
-    k = wide(tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0))
-    k_shifted = wide(tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0))
-    cos = wide(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
-    cos_shifted = wide(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
-    sin = wide(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
-    sin_shifted = wide(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
-    v = wide(tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0))
-    v_shifted = wide(tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0))
+    k = to_float32(tl.load(k_ptr + row * k_stride0 + col, mask=mask, other=0.0))
+    k_shifted = to_float32(tl.load(k_ptr + row * k_stride0 + col + k_offset, mask=mask, other=0.0))
+    cos = to_float32(tl.load(cos_ptr + col, mask=col_mask, other=0.0))
+    cos_shifted = to_float32(tl.load(cos_ptr + col + cos_offset, mask=col_mask, other=0.0))
+    sin = to_float32(tl.load(sin_ptr + col, mask=col_mask, other=0.0))
+    sin_shifted = to_float32(tl.load(sin_ptr + col + sin_offset, mask=col_mask, other=0.0))
+    v = to_float32(tl.load(v_ptr + row * v_stride0 + col, mask=mask, other=0.0))
+    v_shifted = to_float32(tl.load(v_ptr + row * v_stride0 + col + v_offset, mask=mask, other=0.0))
     fits_k_cache = checked(position, k_cache_extent, True)
     k_cache = k * cos + -k_shifted * sin
     k_cache_2 = k_shifted * cos_shifted + k * sin_shifted

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 
+// ---- helpers ----
+
 // Leave the first position out of range, and the number of the check that it failed, for the caller, who raises torch's error.
 __attribute__((noinline, cold)) static void fa_leave(int64_t number, int64_t check, int64_t *wrong) {
   int64_t none = 0;
@@ -20,6 +22,8 @@ static inline bool fa_inside(int64_t number, int64_t extent, int64_t check, int6
   if (__builtin_expect(!is_inside, 0)) fa_leave(number, check, wrong);
   return is_inside;
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;
@@ -72,12 +76,12 @@ static void part2(const int64_t *__restrict position, const float *__restrict k,
       const float *v_0_row = v + row * v_0_row_stride;
       const float *v_1_row = v + v_1_offset + row * v_1_row_stride;
       const int64_t position_value = position[0];
-      const bool is_inside = fa_inside(position_value, k_cache_extent, 1, wrong);
+      const bool in_bounds = fa_inside(position_value, k_cache_extent, 1, wrong);
 #pragma omp simd
       for (int64_t col = start; col < stop; ++col) {
         const float k_value = k_0_row[col];
         const float k_value_2 = k_1_row[col];
-        if (is_inside) {
+        if (in_bounds) {
           k_cache[position_value * k_cache_0_step + row * k_cache_0_row_stride + col] =
               k_value * cos[col] + -k_value_2 * sin[col];
           k_cache[k_cache_1_offset + position_value * k_cache_1_step + row * k_cache_1_row_stride + col] =

@@ -10,6 +10,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def checked(place, extent, wanted):
@@ -18,6 +20,8 @@ def checked(place, extent, wanted):
     is_inside = (place >= 0) & (place < extent)
     tl.device_assert(is_inside | (wanted == 0), "position out of range")
     return is_inside & (wanted != 0)
+
+# ---- kernel ----
 
 
 @triton.jit

@@ -8,19 +8,23 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_tanh_cdf(x):
+def tanh_cdf_16bit(x):
     # The distribution function in GELU's tanh form, the sigmoid of sqrt(8 / pi) * (x + 0.044715 * x^3), as 1 / (1 + 2^t).
     root = tl.rsqrt(1.0 + tl.exp2(x * (x * x * -0.10294324 - 2.3022082)))
     return root * root  # a third of the instructions of a division
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -32,9 +36,9 @@ def fa_scale_gelu_tanh_71c3ba(
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
 
-    x = wide(tl.load(x_ptr + index, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + index, mask=mask, other=0.0))
     scale = 0.7
     product = x * scale
-    out = product * half_tanh_cdf(product)
+    out = product * tanh_cdf_16bit(product)
 
     tl.store(out_ptr + index, out, mask=mask)

@@ -8,9 +8,11 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_sigmoid(x):
+def sigmoid_16bit(x):
     # For results that are rounded to 11 bits at most. tl.exp, and the division, would take four instructions more each, and
     # the root keeps what is below 2^-126.
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
@@ -18,10 +20,12 @@ def half_sigmoid(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -33,7 +37,7 @@ def fa_silu_0b9643(
     index = tl.program_id(0).to(INDEX) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < size
 
-    x = wide(tl.load(x_ptr + index, mask=mask, other=0.0))
-    out = x * half_sigmoid(x)
+    x = to_float32(tl.load(x_ptr + index, mask=mask, other=0.0))
+    out = x * sigmoid_16bit(x)
 
     tl.store(out_ptr + index, out, mask=mask)

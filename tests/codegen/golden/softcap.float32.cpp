@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+// ---- helpers ----
+
 static inline uint32_t fa_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -52,6 +54,8 @@ static inline float fa_tanh(float x) {
   const float t = fa_fma(scale, fa_expm1_core(r), scale - 1.0f);
   return std::copysign(t / (t + 2.0f), x);  // -0 stays -0
 }
+
+// ---- kernel ----
 
 // Threads start from this many elements on: below it they cost more than they save.
 static constexpr int64_t kParallelFrom = 16384;

@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def tanh(x):
@@ -22,6 +24,8 @@ def tanh(x):
     poly = poly * z + 0.13332457825460658
     poly = poly * z - 0.3333332129699339
     return tl.where(magnitude < 0.6, x + x * (z * poly), tl.where(x < 0.0, -large, large))
+
+# ---- kernel ----
 
 
 @triton.jit

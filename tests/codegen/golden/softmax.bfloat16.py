@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def maximum(a, b):
@@ -16,10 +18,12 @@ def maximum(a, b):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -34,7 +38,7 @@ def fa_softmax_cd9718(
     col_mask = tl.full([1, BLOCK_COLS], True, tl.int1) if FULL else col < cols
     mask = row_mask & col_mask
 
-    x = wide(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
+    x = to_float32(tl.load(x_ptr + row * x_stride0 + col, mask=mask, other=0.0))
     x_max = tl.reduce(tl.where(col_mask, x, float("-inf")), 1, maximum, keep_dims=True)
     exp_x_shifted = tl.exp(x - x_max)
     exp_x_shifted_sum = tl.sum(tl.where(col_mask, exp_x_shifted, 0.0), axis=1, keep_dims=True)

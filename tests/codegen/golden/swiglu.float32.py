@@ -8,6 +8,8 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
 def exp(x):
@@ -23,6 +25,8 @@ def exp(x):
 def sigmoid(x):
     # For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
     return 1.0 / (1.0 + exp(-x))
+
+# ---- kernel ----
 
 
 @triton.jit

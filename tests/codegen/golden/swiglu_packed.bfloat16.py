@@ -8,9 +8,11 @@
 import triton
 import triton.language as tl
 
+# ---- helpers ----
+
 
 @triton.jit
-def half_sigmoid(x):
+def sigmoid_16bit(x):
     # For results that are rounded to 11 bits at most. tl.exp, and the division, would take four instructions more each, and
     # the root keeps what is below 2^-126.
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
@@ -18,10 +20,12 @@ def half_sigmoid(x):
 
 
 @triton.jit
-def wide(x):
+def to_float32(x):
     # bfloat16 is the upper half of float32. Of two neighbours in a register each takes one instruction so, the upper one two by
     # a conversion.
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+# ---- kernel ----
 
 
 @triton.jit
@@ -38,8 +42,8 @@ def fa_swiglu_packed_073406(
     col_mask = col < cols
     mask = row_mask & col_mask
 
-    packed = wide(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
-    packed_shifted = wide(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
-    out = packed * half_sigmoid(packed) * packed_shifted
+    packed = to_float32(tl.load(packed_ptr + row * packed_stride0 + col, mask=mask, other=0.0))
+    packed_shifted = to_float32(tl.load(packed_ptr + row * packed_stride0 + col + packed_offset, mask=mask, other=0.0))
+    out = packed * sigmoid_16bit(packed) * packed_shifted
 
     tl.store(out_ptr + row * out_stride0 + col, out, mask=mask)

@@ -26,6 +26,8 @@ typedef long long index_t;  // an index or an address passes 32 bits
 typedef int index_t;
 #endif
 
+// ---- helpers ----
+
 template <int BYTES> struct Word { typedef uint4 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<4> { typedef unsigned type; };
@@ -62,6 +64,8 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack) {
 
 // For very negative x exp(-x) is inf and 1 / inf is 0: no overflow to guard.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// ---- kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
 fa_swiglu_packed_38d3a5(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.fuse.plan.plan import generated_name, judge_with, make_plan
+from fusion_advisor.fuse.plan.plan import generated_name, judge_with, make_plan, module_title
 from fusion_advisor.lowering.lower import lower
 from fusion_advisor.records import Bandwidth, Match, NoMatch
 from fusion_advisor.records.serialize import dump_capture, load_capture
@@ -92,7 +92,8 @@ def test_every_row_has_an_answer_and_every_site_its_operands(name):
         for lowered in fusion.sites:
             assert lowered.program.dims == fusion.program.dims
             assert len(lowered.inputs) + len(lowered.outputs) == len(fusion.program.operands)
-        assert fusion.header.title == fusion.match.kernel
+        own = fusion.match.kernel if fusion.match.is_library else module_title(fusion.chain) or fusion.match.kernel
+        assert fusion.header.title == own
 
 
 def test_a_plan_is_the_same_from_the_written_capture():
@@ -173,6 +174,25 @@ def test_a_generated_name_is_an_identifier_and_tells_variants_apart():
     assert one.isidentifier() and one.startswith("mul_mul_") and len(one.split("_")) == 7
     assert one != generated_name(ops, program(lambda x: torch.tanh(x * 2 + 1)))
     assert generated_name(["we;ird"], program(lambda x: x * 2)).isidentifier()
+
+
+@pytest.mark.parametrize(
+    ("paths", "title"),
+    [
+        (["bert.embeddings"], "bert_embeddings"),
+        (["model.layers.0.mlp", "model.layers.1.mlp"], "model_layers_mlp"),
+        (["model.layers.0.mlp", "model.norm"], ""),
+        ([""], ""),
+        (["0"], ""),
+        (["a-b.c"], "ab_c"),
+        (["x" * 30 + "." + "y" * 30], "y" * 30),
+        (["x" * 50], ""),
+    ],
+)
+def test_a_generated_kernel_is_named_after_the_one_module_of_its_sites(paths, title):
+    chain = planned("gpt2").fusions[0].chain
+    sites = tuple(replace(chain.sites[0], module_path=path) for path in paths)
+    assert module_title(replace(chain, sites=sites)) == title
 
 
 def test_the_judges_key_is_equal_for_equal_layouts_alone():
