@@ -321,6 +321,16 @@ class UnknownRun(AdvisorError):
     exit_code = 9
 
 
+class NoCapture(AdvisorError):
+    """A run whose directory holds no capture, so that nothing can be planned from it."""
+
+    code = "FA511"
+    message = "there is no `{path}`"
+    note = "`profile` and `apply` write the capture; an interrupted run, a traced file and a training step have none"
+    hint = "run `fusion-advisor profile MODEL_ID -o DIR`, then `fusion-advisor plan DIR`"
+    exit_code = 9
+
+
 class RunExists(AdvisorError):
     """The output directory already holds a run."""
 

@@ -35,6 +35,7 @@ from fusion_advisor.records.soundness import Unsound, check_capture, check_repor
 REPORT_SCHEMA = "fusion-advisor/1"
 CAPTURE_SCHEMA = "fusion-advisor-capture/1"
 TRACE_SCHEMA = "fusion-advisor-trace/1"
+PLAN_SCHEMA = "fusion-advisor-plan/1"
 
 T = TypeVar("T")
 

@@ -34,7 +34,10 @@ def put_run(name: str, fixture: str = "applied") -> Path:
     return directory
 
 
-@pytest.mark.parametrize("command", [(), ("profile",), ("apply",), ("report",), ("kernels",), ("doctor",), ("explain",)])
+COMMANDS = ("profile", "plan", "apply", "report", "kernels", "doctor", "explain")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_needs_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
         "import sys; from fusion_advisor.cli.app import main\n"

@@ -53,6 +53,7 @@ def models_and_runs(incomplete: str) -> list[str]:
 
 _BY_COMMAND: dict[tuple[str, ...], Callable[[str], list[str]]] = {
     ("profile",): models,
+    ("plan",): runs,
     ("apply",): models_and_runs,
     ("report",): runs,
     ("compare",): runs,

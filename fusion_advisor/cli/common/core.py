@@ -14,7 +14,7 @@ from fusion_advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
-    from fusion_advisor.records import Capture, Report, TraceReport, Workload
+    from fusion_advisor.records import Capture, PlanPreview, Report, TraceReport, Workload
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
 
@@ -89,6 +89,12 @@ def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport
         path, progress=progress, **options
     )
     return report
+
+
+def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
+    """Rank, match and plan a captured step; nothing runs on a device."""
+    preview: PlanPreview = import_module("fusion_advisor.fuse.modes.plan_only").plan_capture(path, options)
+    return preview
 
 
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:

@@ -169,6 +169,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
         "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
     ),
+    "FA511": (
+        "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
+        "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
+    ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
         "says so. speedup and regression judge ratios of times of one run; milliseconds of different runs differ between "
