@@ -71,7 +71,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from pathlib import Path
 
     from fusion_advisor.fuse.live.fused_model import take_out
-    from fusion_advisor.fuse.live.saved_plan import apply_plan
+    from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.pipeline import apply_workload
     from fusion_advisor.fuse.plan.options import ApplyOptions
     from fusion_advisor.records.serialize import write_capture, write_report

@@ -16,7 +16,7 @@ import torch
 
 from fusion_advisor import load_plan
 from fusion_advisor.cli.common.core import load_request
-from fusion_advisor.fuse.live.saved_plan import apply_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.workload.load import load_workload
 from tools.host_cores import loop_ms

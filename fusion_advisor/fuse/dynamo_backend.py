@@ -24,8 +24,9 @@ from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.try_fusions import choose, kept_passes, try_all
+from fusion_advisor.fuse.decide.try_fusions import choose, try_all
 from fusion_advisor.fuse.live.model_check import check_region
+from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress

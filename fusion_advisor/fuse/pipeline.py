@@ -19,21 +19,19 @@ from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.errors import ModelInTraining, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.decide.exact import BitJudge
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.decide.try_fusions import FASTEST, choose, kernel_dir_of, try_all
-from fusion_advisor.fuse.finish import WALL_S, AppliedRun, install
+from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
+from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.live.fused_model import is_training
 from fusion_advisor.fuse.live.model_check import named_tensors
+from fusion_advisor.fuse.after_side import WALL_S
+from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
-from fusion_advisor.fuse.stages.try_linear_kernels import maker, place_gemvs
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_gemms
-from fusion_advisor.fuse.stages.try_slice_pushdown import leave_out_rows
+from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
@@ -106,14 +104,11 @@ def apply_workload(
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
             with kernel_dir_of(options) as kernel_dir:
-                judge = BitJudge(kept, is_on=options.exact, note=progress.note)
-                kept = judge.after("leaving out rows", leave_out_rows(kept, options, kernel_dir, progress, budget_s=budget_s / 2))
-                merged = merge_gemms(kept, options, kernel_dir, progress, budget_s=budget_s / 2, free_bytes=free_bytes)
-                kept = judge.after("merging GEMMs", merged)
-                kept = judge.after("epilogues", compute_in_epilogues(kept, options, progress, budget_s=budget_s / 2))
-                asked = None if options.backend == FASTEST else options.backend  # GEMVs are timed in both languages anyway
-                make = maker(kernel_dir, torch.device(loaded.record.device), backend=asked, log=progress.note)
-                kept = judge.after("kernels of linears", place_gemvs(kept, options, progress, budget_s=budget_s, make=make))
+                trial = Trial(
+                    options=options, kernel_dir=kernel_dir, progress=progress, device=torch.device(loaded.record.device),
+                    budget_s=budget_s, free_bytes=free_bytes,
+                )  # fmt: skip
+                kept = try_on_top(kept, trial)
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
@@ -163,13 +158,15 @@ def _profile(
             patterns,
             min_share=options.min_share,
             top=options.top,
-            only=options.only,
-            skip=options.skip,
+            only=options.only_kernels,
+            skip=options.skipped_kernels,
             sources=sources,
             is_exact=options.exact,
         )
         for pattern in plan.unused:
             progress.warn(f"`{pattern}` of --only or --skip fits the name of no kernel that was found for a chain")
+        for pattern in options.unused_patterns(rewrite.id for rewrite in REWRITES):
+            progress.warn(f"`{pattern}` of --only or --skip fits the id of no rewrite")
         share = sum(chain.share for chain in plan.chains)
         progress.note(f"{len(plan.chains)} chains hold {share:.1%} of device time, {len(plan.fusions)} to try")
     return capture, live, plan

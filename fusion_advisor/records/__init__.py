@@ -16,11 +16,6 @@ from fusion_advisor.records.graph import Arg, Launch, OpClass, OpNode, Ref, Tens
 from fusion_advisor.records.plan import ChainPlan, PlanPreview, RewriteCandidate
 from fusion_advisor.records.report import Report
 from fusion_advisor.records.rewrite import (
-    EPILOGUE,
-    GRAPHED,
-    MERGED,
-    NARROWED,
-    ON_TOP,
     ULP_ENDS,
     Finding,
     FrozenValue,
@@ -29,6 +24,7 @@ from fusion_advisor.records.rewrite import (
     Numerics,
     Receipt,
     RenderedKernel,
+    RewriteStage,
     Status,
     Tolerance,
 )
@@ -54,11 +50,6 @@ from fusion_advisor.records.trace import TraceChain, TraceKernel, TraceReport
 __all__ = [
     "COMPILED",
     "EAGER",
-    "EPILOGUE",
-    "GRAPHED",
-    "MERGED",
-    "NARROWED",
-    "ON_TOP",
     "OURS",
     "OURS_COMPILED",
     "ULP_ENDS",
@@ -94,6 +85,7 @@ __all__ = [
     "RenderedKernel",
     "Report",
     "RewriteCandidate",
+    "RewriteStage",
     "Site",
     "Status",
     "StepProfile",

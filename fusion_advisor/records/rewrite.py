@@ -25,6 +25,17 @@ class Status(enum.StrEnum):
     """It was kept, and then a kernel that computes more took its place."""
 
 
+class RewriteStage(enum.StrEnum):
+    """When a rewrite that replaces no chain is judged, in order."""
+
+    PASS = "pass"
+    """Before the fusions, in the step."""
+    ON_TOP = "on top"
+    """On top of the fusions, in the step."""
+    CALL = "call"
+    """Last, by the wall time of the whole call."""
+
+
 ULP_ENDS = (0, 1, 2, 4, 16, 256)
 """Upper ends of the bins in which distances are counted, in units in the last place; a last bin holds all beyond."""
 
@@ -155,8 +166,9 @@ class GraphRewrite:
     """One rewrite that replaces no chain: constant folding, attention masks, merged GEMMs, the CUDA graph around the step."""
 
     id: str
-    """``R1`` …"""
+    """A stable word, ``merge-gemms``: the only key."""
     name: str
+    """Its title, for people."""
     status: Status
     reason: str
     sites: int
@@ -169,6 +181,8 @@ class GraphRewrite:
     device's own time; of rewrites of GEMMs what they save alone. None where no figure of the run says."""
     rendered: tuple[RenderedKernel, ...] = ()
     """Kernels that it put in: copies of what a GEMM reads and gives."""
+    stage: RewriteStage = RewriteStage.PASS
+    """When it was judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,17 +213,3 @@ class Finding:
     """False: ``gain_ns`` is an upper bound."""
     share: float
     """gain_ns over the captured step's device time."""
-
-
-GRAPHED = "CUDA graph around the step"
-"""Name of the rewrite that is judged by wall time."""
-
-
-NARROWED, MERGED = "rows that nobody reads are not computed", "linears that read one input run as one GEMM"
-
-
-EPILOGUE = "activations run in the GEMM that they follow"
-
-
-ON_TOP = (NARROWED, MERGED, EPILOGUE)
-"""Names of the rewrites that are judged on top of the fusions, in that order."""

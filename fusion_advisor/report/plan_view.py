@@ -57,7 +57,7 @@ def limits(plan: PlanPreview) -> str:
 
 def warnings(plan: PlanPreview) -> list[str]:
     """Return one sentence for each pattern that fits no kernel."""
-    return [f"`{visible(name, 60)}` of --only or --skip fits the name of no kernel found for a chain" for name in plan.unused]
+    return [f"`{visible(name, 60)}` of --only or --skip fits no kernel found for a chain and no rewrite" for name in plan.unused]
 
 
 def render_plan_markdown(plan: PlanPreview) -> str:

@@ -20,10 +20,11 @@ from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
-from fusion_advisor.fuse.decide.session import PASSES, Bench, replaced_sites
+from fusion_advisor.fuse.decide.session import Bench, replaced_sites
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
 from fusion_advisor.fuse.passes import gemm_epilogue
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import gemm_sites, try_epilogues
@@ -139,7 +140,7 @@ class Fused:
         built = [self._built(bench, fusion, tmp_path, seed) for seed, fusion in enumerate(self.plan.fusions)]
         self.variant = bench.build(built, tuple(PASSES), self._in_gemms(bench, built, in_gemms) if in_gemms else [])
         # Folding takes whole chains away where they depend on buffers alone (rotary tables).
-        self.replaced = replaced_sites(bench.build(built, [name for name in PASSES if name != "fold_constants"]))
+        self.replaced = replaced_sites(bench.build(built, [name for name in PASSES if name != "fold-constants"]))
         for module in self.variant.modules:
             module.graph.lint()
         self.fused = FusedModel(loaded.model, self.live.regions, self.variant.modules, loaded.args, loaded.kwargs)
@@ -291,7 +292,7 @@ def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, monkeyp
     assert run.sites_of("add_add_layer_norm_*") == 4
     run.check()
     bench = Bench(run.live, on_cuda=False)
-    for passes, gemms in (((), "addmm"), (("split_gemm_biases",), "mm")):
+    for passes, gemms in (((), "addmm"), (("split-biases",), "mm")):
         (module,) = bench.build((), passes).modules
         ops = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
         assert ops.count(f"aten.{gemms}.default") == 8

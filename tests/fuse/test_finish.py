@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule
 
 from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.fuse.decide.session import Variant, replaced_sites
-from fusion_advisor.fuse.finish import _with_receipt
+from fusion_advisor.fuse.receipts import with_receipt
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.records import Fusion, Launch, Receipt, Status
 
@@ -38,18 +38,18 @@ def a_step(*names):
 @pytest.mark.parametrize("often", [1, 3])
 def test_a_fusions_launches_are_those_of_all_its_kernels(often):
     variant, step = a_variant(), a_step(*[f"{name}(float*)" for _, name in SITES] * often)
-    first, other = (_with_receipt(a_fusion(*which), variant, step, [often]).receipt for which in (("F1", 3), ("F4", 1)))
+    first, other = (with_receipt(a_fusion(*which), variant, step, [often]).receipt for which in (("F1", 3), ("F4", 1)))
     assert (first.sites_replaced, first.launches_after, first.refusals) == (3, 3 * often, ())
     assert (other.sites_replaced, other.launches_after, other.refusals) == (1, often, ())
     assert replaced_sites(variant) == {"F1": 3, "F4": 1}
 
 
 def test_a_kernel_that_was_launched_less_often_than_it_is_called_is_named():
-    receipt = _with_receipt(a_fusion("F1", 3), a_variant(), a_step("fa_wide", "fa_one_row", "fa_one_row"), [1]).receipt
+    receipt = with_receipt(a_fusion("F1", 3), a_variant(), a_step("fa_wide", "fa_one_row", "fa_one_row"), [1]).receipt
     assert receipt.launches_after == 2
     assert receipt.refusals == ("fa_wide was launched 1 times where its sites call it 2 times",)
 
 
 def test_a_fusion_that_stands_nowhere_keeps_its_receipt():
     fusion = a_fusion("F2", 1)
-    assert _with_receipt(fusion, a_variant(), a_step(), [1]) is fusion
+    assert with_receipt(fusion, a_variant(), a_step(), [1]) is fusion

@@ -11,7 +11,7 @@ import torch
 import fusion_advisor
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import UsageError
-from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse import after_side, pipeline
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide import keep_rule
 from fusion_advisor.fuse.live.fused_model import FusedModel
@@ -31,24 +31,24 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang+
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(finish, "WALL_S", 0.02)
+    monkeypatch.setattr(after_side, "WALL_S", 0.02)
 
 
 def slow_timing(monkeypatch):
     """Let everything that is timed against something look a thousand times slower than that."""
-    real = finish.measure_all
+    real = after_side.measure_all
 
     def measured(contenders, **options):
         rows = real(contenders, **options)
         return tuple(replace(row, step=replace(row.step, wall=_slower(row))) for row in rows)
 
     def _slower(row):
-        if row.name == finish.EAGER:
+        if row.name == after_side.EAGER:
             return row.step.wall
         wall = row.step.wall
         return replace(wall, median_ns=10**12, ci_low_ns=10**12, ci_high_ns=10**12)
 
-    monkeypatch.setattr(finish, "measure_all", measured)
+    monkeypatch.setattr(after_side, "measure_all", measured)
 
 
 QUICK = {"warmup": 1, "runs": 3, "min_share": 0.0}

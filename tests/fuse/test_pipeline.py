@@ -15,11 +15,12 @@ import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
-from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse import after_side, finish, pipeline
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
-from fusion_advisor.fuse.decide.session import BIASES, PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
@@ -78,7 +79,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pipeline, "_DECIDE_S", {"cpu": 0.2})
     monkeypatch.setattr(pipeline, "WALL_S", 0.05)
-    monkeypatch.setattr(finish, "WALL_S", 0.05)
+    monkeypatch.setattr(after_side, "WALL_S", 0.05)
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
     timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
     faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
@@ -100,7 +101,7 @@ def verdicts(monkeypatch, status_of):
         return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
 
     monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(finish.step_profile, "walls", lambda calls, **_: [TIMING] * len(calls))
+    monkeypatch.setattr(after_side.step_profile, "walls", lambda calls, **_: [TIMING] * len(calls))
 
 
 TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
@@ -200,7 +201,7 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
     monkeypatch.setattr(selection, "saving_alone_ns", alone)
     verdicts(monkeypatch, keep_all)
     rows = {row.name: row for row in apply_workload(loaded, quick).report.rewrites}
-    assert rows[PASSES[BIASES][0]].predicted_saving_ns == 41_000
+    assert rows[PASSES["split-biases"].title].predicted_saving_ns == 41_000
     ((before, after),) = asked  # of this pass alone
     linears = [[len(node.args) for node in ops if "linear" in str(node.target)] for ops in (before, after)]
     assert linears == [[3, 3], [2, 2]]
@@ -216,7 +217,7 @@ def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
         asked.append(least_s)
         return [TIMING] * len(calls)
 
-    monkeypatch.setattr(finish.step_profile, "walls", walls)
+    monkeypatch.setattr(after_side.step_profile, "walls", walls)
     apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
     assert set(asked) == {0.03}
     for side in ("before", "after"):
@@ -325,7 +326,7 @@ def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick, mon
 def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     verdicts(monkeypatch, keep_all)
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, slower])
+    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
     report = apply_workload(loaded, quick).report
     assert loaded.model.__dict__ == before
@@ -383,7 +384,7 @@ def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypat
     with torch.no_grad():
         expected = model(x)
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
     run = apply_workload(describe_live(model, (x,)), quick)
     report = run.report
     assert run.capture.region_runs == (3, 3)
@@ -411,7 +412,7 @@ def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkey
             return x + 1.0
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, after])
+    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, after])
     run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
     report = run.report
     assert run.fused.is_applied == stays
@@ -430,7 +431,7 @@ def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():
         with torch.no_grad():
             live = capture_regions(Layers(layers).eval(), (x,), {})
         assert live.runs_of_regions() == (2, 2)
-        assert Bench(live, on_cuda=False).build((), ("fold_frozen",)).changed == {"fold_frozen": folded}
+        assert Bench(live, on_cuda=False).build((), ("fold-frozen",)).changed == {"fold-frozen": folded}
 
 
 def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, monkeypatch):
@@ -451,7 +452,7 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
             return torch.erfc(x)
 
     verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
+    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
     report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [

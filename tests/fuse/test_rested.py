@@ -7,7 +7,7 @@ import torch
 
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.finish import _method_notes
+from fusion_advisor.fuse.method_notes import method_notes
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.records import Status
 from fusion_advisor.report import baseline_rows
@@ -37,7 +37,7 @@ def test_the_method_tells_of_rests_where_there_were_any(rest):
     bench = Bench(live, on_cuda=False)
     timing = as_timing([9] * 6, "cuda_graph", rest=rest)
     decision = Decision(verdicts={}, noise_share=0.001, before=timing, after=timing, method="cuda_graph")
-    told = " ".join(_method_notes(decision, ApplyOptions(), bench))
+    told = " ".join(method_notes(decision, ApplyOptions(), bench))
     assert ("the device rested 2 times as long as each run took" in told) == bool(rest)
 
 

@@ -19,7 +19,7 @@ import fusion_advisor
 import fusion_advisor.fuse.decide.session as building
 import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse import dynamo_backend, finish, pipeline
+from fusion_advisor.fuse import after_side, dynamo_backend, finish, pipeline
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.records import Bandwidth, Report, Status, Timing, WarmUp
@@ -86,14 +86,14 @@ def untimed(launches: Launches) -> Iterator[None]:
 
     put(selection, "decide", decide)
     put(building, "fused_call", counted)
-    put(finish.step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
+    put(after_side.step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
     put(trial.interleaving, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
     put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
     put(dynamo_backend, "measure_bandwidth", lambda _: _BANDWIDTH)
     # The check of the whole model would take wrong kernels out again; here the judge sees them.
     checked = finish.check_whole_model
     put(finish, "check_whole_model", lambda *args, **kwargs: replace(checked(*args, **kwargs), is_passed=True))
-    put(finish, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
+    put(after_side, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
     put(pipeline, "WALL_S", 0.01)
     put(finish, "WALL_S", 0.01)
     try:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fusion_advisor as fa
-from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse import after_side, pipeline
 from tests.tiny import BANDWIDTH
 from tools import train_small_models as trained
 
@@ -74,7 +74,7 @@ def _no_time_decides():
     """On a busy machine memory looks so slow that a chain has nothing to save, and would get no kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-        patch.setattr(finish, "WALL_S", 0.02)
+        patch.setattr(after_side, "WALL_S", 0.02)
         yield
 
 

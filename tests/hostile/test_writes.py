@@ -17,13 +17,14 @@ import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import dynamo_backend
 from fusion_advisor.fuse.decide.keep_rule import Verdict
-from fusion_advisor.fuse.decide.session import FROZEN, PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
-from fusion_advisor.fuse.stages.try_merged_gemms import TITLE as MERGED
 from fusion_advisor.records import Status
 from fusion_advisor.report.shared_rows import caveats
 from fusion_advisor.runtime import torch_internals
@@ -220,7 +221,7 @@ def planted(monkeypatch, request):
 
 
 def kept_rows(report):
-    return {row.name for row in report.rewrites if row.status is Status.KEPT}
+    return {row.id for row in report.rewrites if row.status is Status.KEPT}
 
 
 # ---------------------------------------------------------------------- nothing is frozen
@@ -232,8 +233,8 @@ def test_no_write_leaves_a_fused_model_or_a_reloaded_plan_stale(quick, planted, 
     run = apply_workload(loaded, quick)
     assert run.fused.is_applied
     assert run.report.frozen == ()
-    assert not any("--freeze" in name for name in kept_rows(run.report))
-    assert (MERGED in kept_rows(run.report)) == is_laid_out
+    assert not any(name == "fold-frozen" for name in kept_rows(run.report))
+    assert ("merge-gemms" in kept_rows(run.report)) == is_laid_out
     save(run, quick.run_dir)
     again = derived(1, is_laid_out=is_laid_out)
     for one, fused in ((loaded, run.fused), (again, apply_plan(again, load_plan(quick.run_dir)))):
@@ -264,7 +265,7 @@ def test_rotary_tables_of_a_llama_follow_every_write_in_a_kernel_of_their_own():
     assert "sin" in tables.chain.ops
     bench = Bench(live, on_cuda=False)
     bench.observe(plan.fusions)
-    passes = [name for name in PASSES if name != FROZEN]
+    passes = [name for name in PASSES if name != "fold-frozen"]
     variant = bench.build([evaluated(bench, fusion) for fusion in plan.fusions], passes)
     computing = [str(node.target) for node in variant.modules[0].graph.nodes if node.meta.get("fusion_id") == tables.id]
     assert len(computing) == 1
@@ -293,7 +294,7 @@ def test_what_is_frozen_is_right_again_after_refresh_and_after_writes_that_torch
     sources = {source for value in report.frozen for source in value.sources}
     assert {"frequencies", "gain", "q.weight", "v.weight"} <= sources
     assert sum(value.held_bytes for value in report.frozen) >= 3 * WIDTH * WIDTH * 4
-    assert {PASSES[FROZEN][0], MERGED} <= kept_rows(report)
+    assert {"fold-frozen", "merge-gemms"} <= kept_rows(report)
     (contract,) = [line for line in caveats(report) if "--freeze" in line]
     assert "fused.refresh()" in contract
     save(run, quick.run_dir)
@@ -324,12 +325,12 @@ def test_the_dynamo_backend_freezes_where_it_is_asked_to(quick, planted, monkeyp
 def test_a_value_of_many_shapes_is_refreshed_in_each():
     loaded = derived()
     live = capture_regions(loaded.model, loaded.args, {})
-    variant = Bench(live, on_cuda=False).build((), (FROZEN,))
+    variant = Bench(live, on_cuda=False).build((), ("fold-frozen",))
     assert any(isinstance(node.target, Held) for node in variant.modules[0].graph.nodes)
     fused = FusedModel(loaded.model, live.regions, variant.modules, loaded.args, {}).apply()
     shorter = replace(loaded, args=(torch.randn(1, ROWS, WIDTH),))
     other = capture_regions(loaded.model, shorter.args, {})
-    fused._add(other.regions, Bench(other, on_cuda=False).build((), (FROZEN,)).modules, shorter.args, {})
+    fused._add(other.regions, Bench(other, on_cuda=False).build((), ("fold-frozen",)).modules, shorter.args, {})
     for one in (loaded, shorter):
         assert stale_after(one, fused, UNCOUNTED, refresh=fused.refresh) == []
     assert fused.fallbacks == {}

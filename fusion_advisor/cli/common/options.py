@@ -184,10 +184,13 @@ MinShareOpt = Annotated[
 TopOpt = Annotated[int, typer.Option("--top", metavar="N", min=1, help="At most N chains.", rich_help_panel=_ADVISE)]
 OnlyOpt = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="PATTERN", help="Only kernels named like this, rms* say.", rich_help_panel=_ADVISE),
+    typer.Option(
+        "--only", metavar="PATTERN", help="Only kernels (rms*) or rewrites (merge-*) named like this.", rich_help_panel=_ADVISE
+    ),
 ]
 SkipOpt = Annotated[
-    list[str] | None, typer.Option("--skip", metavar="PATTERN", help="No kernels named like this.", rich_help_panel=_ADVISE)
+    list[str] | None,
+    typer.Option("--skip", metavar="PATTERN", help="No kernels or rewrites named like this.", rich_help_panel=_ADVISE),
 ]
 KernelsOpt = Annotated[
     list[Path] | None,

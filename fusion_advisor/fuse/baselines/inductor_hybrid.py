@@ -18,8 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.baselines.liger import NotAvailable
-from fusion_advisor.fuse.passes.layout_copy import PlainCopy
-from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
+from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
 from fusion_advisor.runtime import torch_internals
 
 _NAMESPACE = "fusion_advisor_rest"

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion_advisor.capture.graph.fx_nodes import is_in_autocast, module_path, storages, written_storages
-from fusion_advisor.fuse.passes.layout_copy import PlainCopy
-from fusion_advisor.fuse.passes.odd_width_gemm import OddRows
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
+from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
 
 LEAST_BYTES = 4 << 20
 """A copy of fewer takes under 2 µs on an H200, hardly longer than the smallest kernel, and a product that is launched by itself

@@ -1,4 +1,4 @@
-"""With ``--exact``: take back a stage of rewrites that changed a bit of the step's results.
+"""With ``--exact``: take back a rewrite that changed a bit of the step's results.
 
 Rewrites that compute no chain (merged or padded GEMMs, epilogues, kernels of linears) are judged by what they do to the results
 on the captured inputs, not by what they are: a merged GEMM that sums in the same order stays.
@@ -12,14 +12,15 @@ import torch
 
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.result_bits import has_same_bits, results_of
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.passes.registry import kept_passes
+from fusion_advisor.fuse.rewrite.record import Rewrite
 
 
 class BitJudge:
-    """Takes a stage of rewrites back where it changed a bit of the step's results.
+    """Takes a rewrite back where it changed a bit of the step's results.
 
     Args:
-        kept: the step before the first stage.
+        kept: the step before the first of them.
         is_on: whether bits are compared at all.
         note: told what was taken back, in words.
     """
@@ -30,11 +31,11 @@ class BitJudge:
         self._note = note
         self._expected: list[torch.Tensor] | None = None
 
-    def after(self, stage: str, kept: Kept) -> Kept:
-        """Return what stays after a stage: ``kept``, or the step before it where its results have other bits.
+    def after(self, rewrite: Rewrite, kept: Kept) -> Kept:
+        """Return what stays after a rewrite: ``kept``, or the step before it where its results have other bits.
 
         Args:
-            stage: what it does, in words.
+            rewrite: that was tried.
             kept: the step after it.
         """
         if self._is_on and kept is not self._kept:
@@ -42,7 +43,7 @@ class BitJudge:
                 self._expected = _results(self._kept)
             found = _results(kept)
             if not has_same_bits(found, self._expected):
-                self._note(f"--exact: {stage} is left out, because the step's results have other bits with it")
+                self._note(f"--exact: {rewrite.id} is left out, because the step's results have other bits with it")
                 return self._kept
         self._kept = kept
         return kept

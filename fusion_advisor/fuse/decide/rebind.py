@@ -15,14 +15,16 @@ from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
 from fusion_advisor.fuse.decide.replan import changed_bench, relocate
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import try_fusion
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
+from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.record import Rewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
 
-_ON_TOP = " (on top of all that was kept)"
+ON_TOP = " (on top of all that was kept)"
+"""Said of a verdict behind its times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Kept:
 
 
 class CannotMove(Exception):
-    """A kept fusion has no passing kernel on the new layout; the text says which and why."""
+    """The step cannot be had on changed graphs; the text says which kernel or change cannot, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,16 +151,13 @@ def on_changed_graphs(
     return new, found
 
 
-def judged(
-    kept: Kept, changed: ChangedStep, *, name: str, title: str, words: str, options: ApplyOptions, budget_s: float
-) -> Kept:
+def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, options: ApplyOptions, budget_s: float) -> Kept:
     """Time a changed step on top of what was kept.
 
     Args:
         kept: so far.
         changed: the same fusions on changed graphs.
-        name: id of the rewrite.
-        title: name of the rewrite.
+        rewrite: that changed them.
         words: what is said of it behind its times.
         options: the keep rule's thresholds.
         budget_s: seconds for the timing.
@@ -171,15 +170,12 @@ def judged(
     runner = StepRunner(kept.bench)
     verdict = on_top(
         runner, before.run, after.run,
-        name=name, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
+        name=rewrite.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
         is_timed=options.is_timed,
     )  # fmt: skip
-    row = GraphRewrite(
-        id=name,
-        name=title,
-        status=verdict.status,
-        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}{words}",
-        sites=changed.changed,
+    reason = f"{verdict.reason}{ON_TOP if verdict.is_timed else ''}{words}"
+    row = replace(
+        row_of(rewrite, status=verdict.status, reason=reason, sites=changed.changed),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         held_bytes=changed.held_bytes if verdict.status is Status.KEPT else 0,
@@ -197,7 +193,7 @@ def judged(
     return replace(kept, bench=changed.bench, decision=decision, rewrites=rewrites, fusions=fusions, built=changed.built)
 
 
-def not_replaced(kept: Kept, *, name: str, title: str, reason: str, sites: int) -> Kept:
+def not_replaced(kept: Kept, rewrite: Rewrite, *, reason: str, sites: int) -> Kept:
     """Return the same with a row that says why a rewrite was not tried."""
-    row = GraphRewrite(id=name, name=title, status=Status.NOT_REPLACED, reason=reason, sites=sites)
+    row = row_of(rewrite, status=Status.NOT_REPLACED, reason=reason, sites=sites)
     return replace(kept, rewrites=(*kept.rewrites, row))

@@ -12,37 +12,11 @@ from torch.fx import GraphModule, Node
 
 from fusion_advisor.capture.graph.tracer import LiveCapture, describe
 from fusion_advisor.codegen.common.interface import BuiltKernel
-from fusion_advisor.fuse.passes.attention import drop_masks, group_query_heads, share_masks
-from fusion_advisor.fuse.passes.constant_folding import fold_constants, fold_frozen
-from fusion_advisor.fuse.passes.cse import share_values
-from fusion_advisor.fuse.passes.foreach_counters import batch_counters
-from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
-from fusion_advisor.fuse.passes.patch_conv_to_gemm import patches_as_gemm
-from fusion_advisor.fuse.passes.split_bias import split_gemm_biases
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
-from fusion_advisor.fuse.rewrite.graph_rewriter import GraphPass, SiteRewrite, fused_call, rewrite_region
+from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import OpNode, RenderedKernel
 from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
-
-BIASES = "split_gemm_biases"
-"""The pass whose ops are not in the trace before it: how long a GEMM takes with its bias is timed."""
-FROZEN = "fold_frozen"
-"""The pass that runs under ``--freeze`` alone."""
-
-PASSES: dict[str, tuple[str, GraphPass]] = {
-    "drop_masks": ("attention masks that are causal or all true become a flag", drop_masks),
-    "group_query_heads": ("repeated KV heads are read in place (enable_gqa)", group_query_heads),
-    "share_masks": ("a boolean attention mask becomes additive once, not in every layer", share_masks),
-    "share_values": ("values that layers compute alike are computed once", share_values),
-    "batch_counters": ("the layers' token counts move on in one launch", batch_counters),
-    BIASES: ("biases of small GEMMs in fp32 are added after them", split_gemm_biases),
-    "pad_linears": ("linears of an odd width run as padded GEMMs", pad_linears),
-    "store_odd_rows": ("padded GEMMs on many rows store their results where they belong", store_odd_rows),
-    "patches_as_gemm": ("convolutions over patches run as one GEMM", patches_as_gemm),
-    "fold_constants": ("values that depend on no input are computed once", fold_constants),
-    FROZEN: ("values that depend on weights and buffers alone are computed once (--freeze)", fold_frozen),
-}
-"""Graph rewrites that need no kernel, in the order they run: a mask must still be an expression when it is evaluated."""
 
 
 @dataclass(slots=True)
@@ -150,7 +124,12 @@ class Bench:
     def build(self, fusions: Sequence[BuiltFusion], passes: Sequence[str], linears: Sequence[BuiltLinear] = ()) -> Variant:
         """Return the model's regions with these rewrites; the captured graphs stay as they are.
 
-        A linear's call takes in the chains around it: a fusion's site that shares an op with one is left out.
+        A linear's call takes in the chains around it: a fusion's site that shares an op with such a call is left out.
+
+        Args:
+            fusions: kernels with their sites.
+            passes: ids of graph passes, in any order.
+            linears: calls that compute linear layers with the ops around them.
         """
         variant = Variant(modules=[])
         taken = {index for linear in linears for site in linear.sites for index in site.members}
@@ -159,7 +138,7 @@ class Bench:
         names = [name for name in PASSES if name in passes]
         for region, index_of in zip(self.live.regions, self.index_of, strict=True):
             mine = [site for site in sites if self.ops[site.members[0]].region == region.index]
-            module, changed = rewrite_region(region, index_of, mine, [PASSES[name][1] for name in names])
+            module, changed = rewrite_region(region, index_of, mine, [PASSES[name].apply for name in names])
             variant.modules.append(module)
             for name, count in zip(names, changed, strict=True):
                 variant.changed[name] = variant.changed.get(name, 0) + count

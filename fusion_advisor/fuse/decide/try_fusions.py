@@ -12,14 +12,15 @@ from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN, is_faster_in_cuda
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, Verdict, decide, keep_all
 from fusion_advisor.fuse.decide.result_bits import inexact_passes
-from fusion_advisor.fuse.decide.session import BIASES, FROZEN, PASSES, Bench, BuiltFusion, step_of
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Variant, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion
-from fusion_advisor.fuse.passes.constant_folding import frozen_bytes, held_bytes
+from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 
@@ -151,17 +152,16 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    names = [name for name in PASSES if options.freeze or name != FROZEN]
-    every = bench.build((), names)
-    changed = every.changed
-    frozen = sum(frozen_bytes(module.graph) for module in every.modules)
-    held = {"fold_constants": sum(held_bytes(module.graph) for module in every.modules) - frozen, FROZEN: frozen}
-    numbers = {name: number for number, name in enumerate(PASSES, start=1)}
-    passes = [Candidate(id=f"R{numbers[name]}", graph_pass=name) for name in names if changed[name]]
+    found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
+    every = bench.build((), found)
+    names = [name for name in found if every.changed[name]]
+    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
+    tried = [name for name in names if name not in inexact]
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
-    inexact = inexact_passes(bench, [candidate.graph_pass for candidate in passes]) if options.exact else frozenset[str]()
-    tried = [candidate for candidate in passes if candidate.graph_pass not in inexact]
-    candidates = [*tried, *(Candidate(id=item.planned.id, fusion=item) for item in by_gain)]
+    candidates = [
+        *(Candidate(id=name, graph_pass=name) for name in tried),
+        *(Candidate(id=item.planned.id, fusion=item) for item in by_gain),
+    ]
     if options.is_timed:
         decision = decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
@@ -169,62 +169,57 @@ def choose(
     else:
         decision = keep_all(bench, candidates)
     rewrites = []
-    for candidate in passes:
-        if candidate.graph_pass in inexact:
-            rewrites.append(
-                GraphRewrite(
-                    id=candidate.id, name=PASSES[candidate.graph_pass][0], status=Status.NOT_REPLACED,
-                    reason="with --exact: the step's results have other bits with it", sites=changed[candidate.graph_pass],
-                )
-            )  # fmt: skip
-            continue
-        verdict = decision.verdicts[candidate.id]
-        held_for = held.get(candidate.graph_pass, 0)
-        rewrites.append(
-            GraphRewrite(
-                id=candidate.id,
-                name=PASSES[candidate.graph_pass][0],
-                status=verdict.status,
-                reason=f"{verdict.reason}; {held_for:,} bytes are held" if held_for else verdict.reason,
-                sites=changed[candidate.graph_pass],
-                step_delta_ns=verdict.step_delta_ns,
-                step_delta_ci_ns=verdict.step_delta_ci_ns,
-                held_bytes=held_for if verdict.status is Status.KEPT else 0,
-                predicted_saving_ns=_apart_ns(bench, tried) if candidate.graph_pass == BIASES and options.is_timed else None,
-            )
-        )
-    judged = []
-    for fusion in fusions:
-        timed = decision.verdicts.get(fusion.id)
-        if timed is None:
-            judged.append(fusion)
-            continue
-        judged.append(
-            replace(
-                fusion,
-                status=timed.status,
-                reason=timed.reason,
-                step_delta_ns=timed.step_delta_ns,
-                step_delta_ci_ns=timed.step_delta_ci_ns,
-            )
-        )
+    for name in names:
+        timed_ns = _timed_saving_ns(bench, tried, name) if PASSES[name].is_in_trace and options.is_timed else None
+        rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
+    judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
 
 
-def _apart_ns(bench: Bench, passes: Sequence[Candidate]) -> int | None:
-    """What biases apart are expected to save, on top of the passes that were timed before them."""
-    names = [candidate.graph_pass for candidate in passes]
-    before = names[: names.index(BIASES)]
-    return saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, BIASES]))
+def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, timed_ns: int | None) -> GraphRewrite:
+    """Return a graph pass's row.
+
+    Args:
+        rewrite: its record.
+        every: the step with all passes in place.
+        verdict: None where it was left out, because it changes bits.
+        timed_ns: what it saves alone, where that was timed.
+    """
+    sites = every.changed[rewrite.id]
+    if verdict is None:
+        reason = "with --exact: the step's results have other bits with it"
+        return row_of(rewrite, status=Status.NOT_REPLACED, reason=reason, sites=sites)
+    held = sum(rewrite.held_bytes(module.graph) for module in every.modules)
+    return replace(
+        row_of(rewrite, status=verdict.status, reason=verdict.reason, sites=sites),
+        reason=f"{verdict.reason}; {held:,} bytes are held" if held else verdict.reason,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+        held_bytes=held if verdict.status is Status.KEPT else 0,
+        predicted_saving_ns=timed_ns,
+    )
+
+
+def _with_verdict(fusion: Fusion, verdict: Verdict | None) -> Fusion:
+    if verdict is None:
+        return fusion
+    return replace(
+        fusion,
+        status=verdict.status,
+        reason=verdict.reason,
+        step_delta_ns=verdict.step_delta_ns,
+        step_delta_ci_ns=verdict.step_delta_ci_ns,
+    )
+
+
+def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str) -> int | None:
+    """Return what a pass saves alone, on top of the passes that were timed before it; None where it was not timed."""
+    if name not in names:
+        return None
+    before = list(names[: names.index(name)])
+    return saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:
     return next(fusion.predicted_saving_ns or 0 for fusion in fusions if fusion.id == item.planned.id)
-
-
-def kept_passes(rewrites: Sequence[GraphRewrite]) -> list[str]:
-    """Return the graph passes that were kept, by name; the merging of GEMMs is no pass of :data:`PASSES`."""
-    by_title = {title: name for name, (title, _) in PASSES.items()}
-    kept = [rewrite.name for rewrite in rewrites if rewrite.status is Status.KEPT]
-    return [by_title[title] for title in kept if title in by_title]

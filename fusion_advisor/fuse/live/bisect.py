@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.records import Report, Status, Tolerance
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -58,10 +59,8 @@ def find_guilty(suspects: Sequence[T], passes: Callable[[Sequence[T]], bool]) ->
 
 def suspects_of(report: Report, built: Sequence[BuiltFusion], linears: Sequence[BuiltLinear]) -> list[Suspect]:
     """Return the kept rewrites of a report, in the order in which they are stacked."""
-    by_title = {title: name for name, (title, _) in PASSES.items()}
-    kept = [row for row in report.rewrites if row.status is Status.KEPT and row.name in by_title]
     return [
-        *(Suspect(id=row.id, graph_pass=by_title[row.name]) for row in kept),
+        *(Suspect(id=name, graph_pass=name) for name in kept_passes(report.rewrites)),
         *(Suspect(id=one.planned.id, fusion=one) for one in built),
         *(Suspect(id=one.id, linear=one) for one in linears),
     ]

@@ -6,18 +6,19 @@ Device time cannot say: a graph changes no kernel, it takes away the host's time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusion_advisor.fuse.decide.keep_rule import PATIENCE, Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.records import GRAPHED, GraphBreak, GraphRewrite, Status
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
+from fusion_advisor.fuse.passes.registry import row_of
+from fusion_advisor.records import GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.wall_timer import median_interval, nothing
-
-TITLE = GRAPHED
 
 
 def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | None:
@@ -42,7 +43,6 @@ def choose_graph(
     call: Callable[[], Any],
     without: Callable[[], Any],
     *,
-    name: str,
     min_gain: float,
     confidence: float,
     rounds: int,
@@ -60,7 +60,6 @@ def choose_graph(
         fused: with ``graphs``; not necessarily in place.
         call: the fused step.
         without: what the graph has to beat: the fused step launch by launch, or the eager one where nothing else was kept.
-        name: id of the rewrite.
         min_gain: share of the step that must be saved.
         confidence: of the interval.
         rounds: the most rounds.
@@ -92,7 +91,7 @@ def choose_graph(
     if not graphs.recordings:
         graphs.is_on = False
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
-        return GraphRewrite(id=name, name=TITLE, status=Status.NOT_REPLACED, reason=reason, sites=0)
+        return row_of(CUDA_GRAPH, status=Status.NOT_REPLACED, reason=reason, sites=0)
     # The graph is still on: queued runs are replays.
     rest = interleaving.REST if is_timed and is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
 
@@ -104,9 +103,9 @@ def choose_graph(
             )  # fmt: skip
         step_ns = median_interval(before)[0]
         change, noise_ns = interleaving.difference(before, after, confidence), interleaving.noise_ns(control, before, confidence)
-        return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
+        return verdict_of(CUDA_GRAPH.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
 
-    verdict, step_ns = look(budget_s) if is_timed else (untimed(name), 0.0)
+    verdict, step_ns = look(budget_s) if is_timed else (untimed(CUDA_GRAPH.id), 0.0)
     if is_timed and is_unclear(verdict, step_ns, min_gain):
         verdict = once_more(verdict, look(2 * budget_s)[0])
     graphs.is_on = verdict.status is Status.KEPT
@@ -114,12 +113,9 @@ def choose_graph(
     behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
-    return GraphRewrite(
-        id=name,
-        name=TITLE,
-        status=verdict.status,
-        reason=f"{'wall time ' if is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}",
-        sites=1,
+    reason = f"{'wall time ' if is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}"
+    return replace(
+        row_of(CUDA_GRAPH, status=verdict.status, reason=reason, sites=1),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         predicted_saving_ns=None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns),

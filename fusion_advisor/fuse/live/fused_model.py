@@ -25,7 +25,7 @@ from fusion_advisor.errors import AdvisorError, CannotCopy
 from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.live.code_guard import WatchedCode
-from fusion_advisor.fuse.live.specialize import Kept, Specialised, specialise
+from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
@@ -64,7 +64,7 @@ class FusedModel:
         kwargs: Mapping[str, Any],
         *,
         graphs: Graphs | None = None,
-        kept: Kept | None = None,
+        plan: ReusablePlan | None = None,
         on_first_use: int = 0,
         live: LiveCapture | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class FusedModel:
             args: of the call that was verified.
             kwargs: of the same call.
             graphs: replay CUDA graphs; None runs every call launch by launch.
-            kept: what :meth:`specialize` builds other shapes from.
+            plan: what :meth:`specialize` builds other shapes from.
             on_first_use: specialize up to so many unseen signatures by itself, each when it is first called.
             live: the capture that the regions are of: what dynamo compiled for it is used again, in place of a second trace.
         """
@@ -88,7 +88,7 @@ class FusedModel:
         """What :meth:`specialize` built, with the seconds it took."""
         self.fallbacks: dict[str, int] = {}
         """Why calls ran the original ops, and how often."""
-        self._kept = kept
+        self._plan = plan
         self._on_first_use = on_first_use
         self._tallies: dict[int, Tally] = {}
         self._launched_before = 0
@@ -337,7 +337,7 @@ class FusedModel:
         if signature(args, kwargs) in self._verified:
             return None
         with kept_as_it_is(self.model, args, kwargs):
-            regions, modules, made = specialise(self.model, args, kwargs, self._kept)
+            regions, modules, made = specialise(self.model, args, kwargs, self._plan)
         self._add(regions, modules, args, kwargs)
         self.specialised.append(made)
         return made
@@ -370,7 +370,7 @@ class FusedModel:
                 call.refresh()
 
     def _may_learn(self, key: Any) -> bool:
-        if self._kept is None or key in self._unlearnable or holds_object(key):
+        if self._plan is None or key in self._unlearnable or holds_object(key):
             return False  # a cache that grows is another call at every step
         return len(self.specialised) < self._on_first_use
 

@@ -21,12 +21,14 @@ from fusion_advisor.chains.find import Group, find_groups
 from fusion_advisor.codegen.common.header_comment import tuning_of
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize
-from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites
+from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
+from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
+from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion, judge_with
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import try_epilogues
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.stages.try_layout_change import change_for_other_shape
 from fusion_advisor.ir.program import Program, layout_key
 from fusion_advisor.library.match import names_in, with_names
 from fusion_advisor.lowering.lower import Lowered, lower
@@ -38,25 +40,19 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class ReusablePlan:
     """What ``apply`` kept, as far as another shape can use it."""
 
     fusions: tuple[BuiltFusion, ...]
-    passes: tuple[str, ...]
-    """Names of graph passes."""
+    rewrites: tuple[str, ...]
+    """Ids of the kept rewrites. Kernels of linears are made for one number of rows, so other calls keep the library's GEMMs."""
     rows: int
     """GEMM rows of the call that the plan was made for."""
     on_cuda: bool
     tolerance: Tolerance | None = None
     """The user's limit on errors, if there was one."""
-    has_merged: bool = False
-    """Whether linears that read one input run as one GEMM; what stands behind them was built for slices of its result."""
-    has_gemvs: bool = False
-    """Whether linears run as kernels of ours: those are made for one number of rows, other calls keep cuBLAS."""
-    has_epilogues: bool = False
-    """Whether activations run in the GEMM that they follow."""
     fast_math: bool = False
-    """Whether one GELU may be taken for the other there."""
+    """Whether one GELU may be taken for the other in a GEMM's epilogue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ def gemm_rows(ops: Sequence[OpNode]) -> int:
 
 
 def specialise(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Kept | None
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: ReusablePlan | None
 ) -> tuple[list[Region], list[GraphModule], Specialised]:
     """Capture one more call of a model and rewrite it with kernels that exist.
 
@@ -85,7 +81,7 @@ def specialise(
         model: fused or not; its own forward is captured.
         args: of the call.
         kwargs: of the call.
-        kept: of the plan; None where the model was put together without one.
+        plan: that was kept; None where the model was put together without one.
 
     Returns:
         The captured regions, what runs in their place, and what was done.
@@ -94,47 +90,49 @@ def specialise(
         CannotSpecialize: another regime, nothing to bind, or wrong numbers.
         CannotCapture: dynamo captured nothing.
     """
-    if kept is None:
+    if plan is None:
         raise CannotSpecialize(detail="this model was fused without keeping its plan")
     started = time.perf_counter()
     live = capture_regions(model, args, kwargs)
-    bench = _merged(Bench(live, on_cuda=kept.on_cuda), kept)
+    bench = _changed(Bench(live, on_cuda=plan.on_cuda), plan)
     rows = gemm_rows(bench.ops)
-    if (rows <= FEW_ROWS) != (kept.rows <= FEW_ROWS):
-        raise CannotSpecialize(detail=f"the plan was made for GEMMs of {kept.rows} rows, this call has {rows}")
-    found = _sites(bench, kept)
-    placed = _places(bench, [planned for planned, _ in found], kept)
+    if (rows <= FEW_ROWS) != (plan.rows <= FEW_ROWS):
+        raise CannotSpecialize(detail=f"the plan was made for GEMMs of {plan.rows} rows, this call has {rows}")
+    found = _sites(bench, plan)
+    placed = _places(bench, [planned for planned, _ in found], plan)
     try:
         bench.observe([planned for planned, _ in found], also=[index for one in placed[:1] for index in one.place.inputs])
-        built = [_bound(bench, planned, kernel, kept.tolerance) for planned, kernel in found]
-        linears = _in_epilogues(bench, placed, kept)
+        built = [_bound(bench, planned, kernel, plan.tolerance) for planned, kernel in found]
+        linears = _in_epilogues(bench, placed, plan)
     finally:
         live.written.restore()
-    variant = bench.build(built, kept.passes, linears)
+    variant = bench.build(built, [name for name in plan.rewrites if name in PASSES], linears)
     replaced = replaced_sites(variant)
     sites: dict[str, int] = {}
     for fusion in built:
         sites[fusion.kernel.name] = sites.get(fusion.kernel.name, 0) + replaced.get(fusion.planned.id, 0)
     for one in placed:
         sites[one.call.__name__] = sites.get(one.call.__name__, 0) + 1
-    if (kept.fusions or kept.has_gemvs or kept.has_epilogues) and not any(sites.values()):
+    has_kernels = bool(plan.fusions) or not {GEMM_EPILOGUE.id, LINEAR_KERNELS.id}.isdisjoint(plan.rewrites)
+    if has_kernels and not any(sites.values()):
         raise CannotSpecialize(detail="none of the kept kernels has a place in this call's graph")
     seconds = time.perf_counter() - started
     return bench.live.regions, variant.modules, Specialised(sites=sites, passes=variant.changed, seconds=seconds)
 
 
-def _merged(bench: Bench, kept: Kept) -> Bench:
-    """Merge what lies together in memory, as the plan did; a copy of weights is made once at most, and that was for the plan."""
-    if not kept.has_merged:
-        return bench
-    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+def _changed(bench: Bench, plan: ReusablePlan) -> Bench:
+    """Change layouts as the plan did, where a kept change serves other calls too: kernels were built for its slices."""
+    for rewrite in LAYOUT_CHANGES.values():
+        if rewrite.serves_other_shapes and rewrite.id in plan.rewrites:
+            bench = change_for_other_shape(bench, rewrite)
+    return bench
 
 
-def _sites(bench: Bench, kept: Kept) -> list[tuple[PlannedFusion, BuiltFusion]]:
+def _sites(bench: Bench, plan: ReusablePlan) -> list[tuple[PlannedFusion, BuiltFusion]]:
     """Find the chains of this graph that kept kernels compute, equal chains folded."""
-    by_layout = {layout_key(fusion.planned.program): fusion for fusion in kept.fusions}
+    by_layout = {layout_key(fusion.planned.program): fusion for fusion in plan.fusions}
     folded: dict[str, list[tuple[Group, Lowered]]] = {}
-    is_exact = any(fusion.planned.program.is_exact for fusion in kept.fusions)
+    is_exact = any(fusion.planned.program.is_exact for fusion in plan.fusions)
 
     def has_kernel(members: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
         return layout_key(lower(bench.ops, members, outputs, is_exact=is_exact).program) in by_layout
@@ -211,15 +209,15 @@ def _bound(bench: Bench, planned: PlannedFusion, kernel: BuiltFusion, tolerance:
     return bench.install(planned, kernel.kernel, kernel.built)
 
 
-def _places(bench: Bench, fusions: Sequence[PlannedFusion], kept: Kept) -> list[try_epilogues.Placed]:
-    return try_epilogues.find_places(bench, fusions, fast_math=kept.fast_math)[0] if kept.has_epilogues else []
+def _places(bench: Bench, fusions: Sequence[PlannedFusion], plan: ReusablePlan) -> list[try_epilogues.Placed]:
+    return try_epilogues.find_places(bench, fusions, fast_math=plan.fast_math)[0] if GEMM_EPILOGUE.id in plan.rewrites else []
 
 
-def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], kept: Kept) -> list[BuiltLinear]:
+def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], plan: ReusablePlan) -> list[BuiltLinear]:
     """Let GEMMs compute the activations behind them in this call too; the numbers are checked on the first one's tensors."""
     if not placed:
         return []
-    numerics = try_epilogues.check_first(bench, placed, fast_math=kept.fast_math, tolerance=kept.tolerance)
+    numerics = try_epilogues.check_first(bench, placed, fast_math=plan.fast_math, tolerance=plan.tolerance)
     if not numerics.is_passed:
-        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {check_chain.why_wrong(numerics, kept.tolerance)}")
+        raise CannotSpecialize(detail=f"{placed[0].call.__name__} there: {check_chain.why_wrong(numerics, plan.tolerance)}")
     return [try_epilogues.built_of(placed)]

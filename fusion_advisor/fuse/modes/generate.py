@@ -16,10 +16,12 @@ import torch
 
 from fusion_advisor.fuse import pipeline
 from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.finish import WALL_S, AppliedRun, reverted
+from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.receipts import reverted
 from fusion_advisor.records import Capture, GenerationCheck, Report
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing.wall_timer import as_timing, wall_times

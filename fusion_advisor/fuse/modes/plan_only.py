@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fusion_advisor.chains.launch_bound import judge_launches
-from fusion_advisor.fuse.decide.session import PASSES
+from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.without_kernel import candidate_sites
@@ -37,20 +37,21 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
         patterns,
         min_share=options.min_share,
         top=options.top,
-        only=options.only,
-        skip=options.skip,
+        only=options.only_kernels,
+        skip=options.skipped_kernels,
         sources=sources,
         is_exact=options.exact,
     )
-    return preview(capture, plan, str(path))
+    return preview(capture, plan, options, str(path))
 
 
-def preview(capture: Capture, plan: Plan, source: str) -> PlanPreview:
+def preview(capture: Capture, plan: Plan, options: ProfileOptions, source: str) -> PlanPreview:
     """Describe a plan, the bounds of its savings and the rewrites without a kernel that may have sites.
 
     Args:
         capture: that was planned.
         plan: made of it.
+        options: whose patterns choose among the rewrites.
         source: the capture's name.
     """
     fusion_of = {fusion.chain.id: fusion.id for fusion in plan.fusions}
@@ -66,9 +67,11 @@ def preview(capture: Capture, plan: Plan, source: str) -> PlanPreview:
                 launches_after=chain.runs if fusion else chain.launches,
             )
         )
+    sites = candidate_sites(capture)
     candidates = (
-        RewriteCandidate(id=key, title=PASSES[key][0] if key in PASSES else key, sites=sites)
-        for key, sites in candidate_sites(capture).items()
+        RewriteCandidate(id=rewrite.id, title=rewrite.title, sites=sites[rewrite.id])
+        for rewrite in REWRITES
+        if rewrite.id in sites and options.wants(rewrite.id)
     )
     return PlanPreview(
         source=source,
@@ -79,6 +82,6 @@ def preview(capture: Capture, plan: Plan, source: str) -> PlanPreview:
         launches=len(capture.launches),
         chains=tuple(chains),
         candidates=tuple(candidates),
-        unused=plan.unused,
+        unused=(*plan.unused, *options.unused_patterns(rewrite.id for rewrite in REWRITES)),
         launch_verdict=judge_launches(capture, plan.chains, plan.answers),
     )

@@ -14,11 +14,17 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes
+from fusion_advisor.fuse.rewrite.price import PassEffect
+from fusion_advisor.fuse.rewrite.record import PassRewrite
+from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref, TensorMeta
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.verify.subgraph_oracle import extent
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+"""The same in a capture."""
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -177,3 +183,56 @@ def _unrepeated(node: object) -> Node | None:
     is_repeat = len(before) == 4 and len(wide) == 5 and len(after) == 4 and after[1] == before[1] * wide[2]
     same = after[0] == before[0] and after[2:] == before[2:] and wide[:2] == before[:2] and wide[3:] == before[2:]
     return source if is_repeat and same else None
+
+
+def _dropped_masks_ns(effect: PassEffect) -> int:
+    """Attention is expected to run as long as eager's, which builds no mask, in as many launches."""
+    capture = effect.capture
+    ops = {op.index for op in capture.ops if op.target == _ATTENTION} - set(effect.removed)
+    traced = [launch for launch in capture.launches if launch.op_index in ops or launch.category == OpClass.ATTENTION]
+    eager = [launch for launch in capture.eager_launches if launch.category == OpClass.ATTENTION]
+    beyond_ns = sum(launch.duration_ns for launch in traced) - sum(launch.duration_ns for launch in eager)
+    return effect.saved_ns + max(0, beyond_ns + (len(traced) - len(eager)) * effect.launch_cost_ns)
+
+
+def _grouped_heads_ns(effect: PassEffect) -> int:
+    """Attention of a single token does little more than read keys and values, and is expected to read fewer bytes."""
+    capture, unread_bytes = effect.capture, 0
+    for node, index, often in effect.nodes():
+        if index is None or capture.ops[index].target != _ATTENTION:
+            continue
+        before = [_read(capture, value) for value in capture.ops[index].args[1:3]]
+        after = [value.meta["val"] for value in node.args[1:3] if isinstance(value, Node)]
+        query = _read(capture, next(iter(capture.ops[index].args), None))
+        if query is not None and query.shape[-2] == 1:
+            unread_bytes += often * sum(read_bytes(one) for one in before if one is not None)
+            unread_bytes -= often * sum(int(one.nbytes) for one in after)
+    return effect.saved_ns + max(0, round(effect.copy_ns(unread_bytes)))
+
+
+def _read(capture: Capture, value: Arg) -> TensorMeta | None:
+    return capture.ops[value.index].outputs[0] if isinstance(value, Ref) else None
+
+
+def _shared_masks_ns(effect: PassEffect) -> int:
+    """Kernels that turn a boolean mask into an additive one are expected to run for one call of those that share it."""
+    capture, cost_ns = effect.capture, effect.launch_cost_ns
+    boolean = {op.index for op in capture.ops if op.target == _ATTENTION and _reads_bool(capture, op)} - set(effect.removed)
+    made = [launch for launch in capture.launches if launch.op_index in boolean and launch.category != OpClass.ATTENTION]
+    return effect.saved_ns + round(sum(launch.duration_ns + cost_ns for launch in made) * (1 - 1 / max(effect.sites, 1)))
+
+
+def _reads_bool(capture: Capture, op: OpNode) -> bool:
+    sources = [value for value in (*op.args, *(value for _, value in op.kwargs)) if isinstance(value, Ref)]
+    return any(capture.ops[source.index].outputs[0].dtype == "bool" for source in sources)
+
+
+DROP_MASKS = PassRewrite(id="drop-masks", title="causal mask → flag", apply=drop_masks, predict=_dropped_masks_ns)
+GROUP_HEADS = PassRewrite(id="group-heads", title="grouped KV heads", apply=group_query_heads, predict=_grouped_heads_ns)
+SHARE_MASKS = PassRewrite(
+    id="share-masks",
+    title="shared attention masks",
+    apply=share_masks,
+    predict=_shared_masks_ns,
+    after={"drop-masks": "a mask that becomes a flag needs no additive form"},
+)

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 
 HELD_LIMIT_BYTES = 256 << 20
 """Folded values of one region together: what would go past it is computed at every call, as before."""
@@ -209,3 +210,20 @@ def _is_pure(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return "fusion_id" in node.meta
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+FOLD_CONSTANTS = PassRewrite(
+    id="fold-constants",
+    title="folded constants",
+    apply=fold_constants,
+    held_bytes=lambda graph: held_bytes(graph) - frozen_bytes(graph),
+    after={"drop-masks": "a mask must still be an expression when it is evaluated"},
+)
+FOLD_FROZEN = PassRewrite(
+    id="fold-frozen",
+    title="folded weights (--freeze)",
+    apply=fold_frozen,
+    held_bytes=frozen_bytes,
+    needs_freeze=True,
+    after={"fold-constants": "its stored tensors are sources here"},
+)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 
 
 def share_values(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
@@ -95,3 +96,6 @@ def _itself(node: Node) -> Node:
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
     flags = (value.is_conj(), value.is_neg())
     return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, *flags)
+
+
+SHARE_VALUES = PassRewrite(id="share-values", title="shared values", apply=share_values)

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.runtime import torch_internals
 
 MOST_ELEMENTS = 64
@@ -156,3 +157,6 @@ def _viewed(graph: Graph, node: Node, place: int) -> Node:
 
 def _origin(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
+BATCH_COUNTERS = PassRewrite(id="batch-counters", title="batched counters", apply=batch_counters)

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import first_reader, is_in_autocast, is_written_between
 from fusion_advisor.fuse.passes.linear_sites import MOST_ROWS
+from fusion_advisor.fuse.rewrite.record import EpilogueRewrite
 
 _ATEN = torch.ops.aten
 _LINEAR, _ADDMM = _ATEN.linear.default, _ATEN.addmm.default
@@ -190,3 +191,11 @@ def _why_not(site: EpilogueSite, device: str, *, fast_math: bool) -> str:
     if device == "cuda" and not is_narrow:
         return "in float32 the epilogue's GELU is ten times as far from the truth as ATen's, and no faster"
     return ""
+
+
+GEMM_EPILOGUE = EpilogueRewrite(
+    id="gemm-epilogue",
+    title="GEMM epilogues",
+    find=find_epilogue_sites,
+    after={"merge-gemms": "a merged GEMM is read in slices, and no single activation follows it"},
+)

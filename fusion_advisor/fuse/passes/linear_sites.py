@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.fx_nodes import first_reader, is_written_between
+from fusion_advisor.fuse.rewrite.record import KernelRewrite
 
 MOST_ROWS = 64
 """Above, a GEMM is no longer bound by its weight, and only one with its gate is better than cuBLAS (measured on an H200)."""
@@ -228,3 +229,14 @@ def _residual(node: Node) -> tuple[Node, Node] | None:
     shapes = {tuple(value.meta["val"].shape) for value in (node, other, total)}
     dtypes = {value.meta["val"].dtype for value in (node, other, total)}
     return (total, other) if len(shapes) == len(dtypes) == 1 else None
+
+
+LINEAR_KERNELS = KernelRewrite(
+    id="linear-kernels",
+    title="linear-layer kernels",
+    find=find_gemv_sites,
+    after={
+        "merge-gemms": "a gate and its up projection are one linear then, and one kernel computes both",
+        "gemm-epilogue": "a kernel must be faster than the library's GEMM with its epilogue",
+    },
+)

@@ -10,7 +10,7 @@ The slices have wider strides than the separate outputs had, so this pass makes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined, lie_together
+from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.runtime import torch_internals
 
@@ -220,3 +221,26 @@ def _update_layouts(region: Region, dirty: set[Node], merged: set[int], stale: s
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def merge_all(regions: Sequence[Region], room: CopyRoom) -> list[list[ChangedRegion]]:
+    """Merge linears in a copy of every region; weights that lie apart are copied where copies of all of them would fit."""
+    weights = sum(
+        value.numel() * value.element_size()
+        for region in regions
+        for value, role in zip(region.example_args, region.roles, strict=True)
+        if role == "parameter"
+    )
+    may_copy = room.may_copy and weights < room.free_bytes
+    return [[merge_linears(region, may_copy=may_copy) for region in regions]]
+
+
+MERGE_GEMMS = LayoutRewrite(
+    id="merge-gemms",
+    title="merged GEMMs",
+    change=merge_all,
+    suffix="merged",
+    copies_weights=True,
+    serves_other_shapes=True,
+    after={"narrow-rows": "a narrowed linear reads other rows than its siblings, and is merged with none of them"},
+)

@@ -22,9 +22,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.fuse.passes.layout_copy import put_copy
-from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
+from fusion_advisor.chains.trace_bytes import read_bytes
 from fusion_advisor.fuse.rewrite.derived_tensors import extended
+from fusion_advisor.fuse.rewrite.layout_copy import put_copy
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_COLUMNS, LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.rewrite.price import PassEffect
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.workload.weight_packing import GEMM_MULTIPLE, has_room, padded_rows, roomy_rows
 
 _LINEAR = torch.ops.aten.linear.default
@@ -109,7 +112,35 @@ def _pad(graph: Graph, linear: Node, name: str) -> None:
         wide.meta = {**origin, "val": like.new_empty((*like.shape[:-1], padded))}
         part = graph.call_function(torch.ops.aten.slice.Tensor, (wide, -1, 0, rows))
         part.meta = {**origin, "val": wide.meta["val"][..., :rows]}
-        out = put_copy(graph, part)
+        out = put_copy(graph, part, PAD_GEMM.id)
         out.meta = {**linear.meta, _PADDED: True}
     linear.replace_all_uses_with(out)
     graph.erase_node(linear)
+
+
+def _padded_ns(effect: PassEffect) -> int:
+    """Products are expected at the rate of the quickest other GEMM, and each result is copied once more."""
+    ops = effect.capture.ops
+    padded = [op for op in ops if op.target == "aten.linear.default" and op.index in effect.newly_removed]
+    copied_bytes = sum(2 * effect.capture.runs_of(op) * read_bytes(op.outputs[0]) for op in padded)  # read and written
+    products_ns = sum(map(effect.products, padded)) * effect.ns_per_product()
+    after_ns = round(products_ns + effect.copy_ns(copied_bytes)) + 2 * effect.sites * effect.launch_cost_ns
+    return max(0, effect.saved_ns - after_ns)
+
+
+def _stored_ns(effect: PassEffect) -> int:
+    """The copy of a whole result goes; the products and the copy of a few columns are launched for one product and that copy."""
+    stored = [(node, node.target, often) for node, _, often in effect.nodes() if isinstance(node.target, OddRows)]
+    copied_bytes = sum(2 * often * int(node.meta["val"].nbytes) for node, _, often in stored)
+    more_launches = sum(often * (call.launches - 2) for _, call, often in stored)
+    return max(0, effect.saved_ns + round(effect.copy_ns(copied_bytes)) - more_launches * effect.launch_cost_ns)
+
+
+PAD_GEMM = PassRewrite(id="pad-gemm", title="padded GEMMs", apply=pad_linears, predict=_padded_ns)
+ODD_WIDTH_GEMM = PassRewrite(
+    id="odd-width-gemm",
+    title="odd-width GEMMs",
+    apply=store_odd_rows,
+    predict=_stored_ns,
+    after={"pad-gemm": "it takes away the copy behind a padded GEMM"},
+)

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.runtime import torch_internals
 
@@ -304,3 +305,16 @@ def _resize(node: Node, rows: _Rows) -> None:
     elif node.target is _ATTENTION:
         node.args = tuple(False if place == 5 else value for place, value in enumerate(node.args))
         node.kwargs = {name: False if name == "is_causal" else value for name, value in node.kwargs.items()}
+
+
+def narrow_all(regions: Sequence[Region], _room: CopyRoom) -> list[list[ChangedRegion]]:
+    """Return narrowed copies of all regions: with queries, then without; none where all rows are read.
+
+    A kernel may rotate queries in one launch with keys, which all tokens need: then queries are computed in full, and only the
+    ops after attention are narrowed.
+    """
+    ways = [[narrow_rows(region, with_queries=with_queries) for region in regions] for with_queries in (True, False)]
+    return [changed for changed in ways if any(one.changed or one.refusals for one in changed)]
+
+
+NARROW_ROWS = LayoutRewrite(id="narrow-rows", title="narrowed rows", change=narrow_all, suffix="rows")

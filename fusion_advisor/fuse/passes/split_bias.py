@@ -10,8 +10,12 @@ from torch.fx import Graph
 
 from fusion_advisor.capture.graph.split_bias import leave_gemm_biases_apart
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.rewrite.record import PassRewrite
 
 
 def split_gemm_biases(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
     """Leave the biases of small fp32 GEMMs apart; returns how many."""
     return leave_gemm_biases_apart(graph)
+
+
+SPLIT_BIASES = PassRewrite(id="split-biases", title="split GEMM biases", apply=split_gemm_biases, is_in_trace=True)

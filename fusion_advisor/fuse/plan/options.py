@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,8 +34,9 @@ class ProfileOptions:
         steps: Traced steps; the median one is shown.
         min_share: Chains below this share of the captured step's device time get no kernel.
         top: At most so many chains.
-        only: Patterns; a chain is advised on only if its kernel, ops or module path match one.
-        skip: Patterns; a chain that matches one is left alone.
+        only: Patterns of kernels and of rewrites' ids, which have a hyphen (``merge-gemms``): nothing else of the same kind is
+            tried.
+        skip: Patterns likewise: what fits one is not tried.
         kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
         backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
             device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where Triton is known to be slower.
@@ -63,6 +67,34 @@ class ProfileOptions:
     run_dir: Path | None = None
     run_id: str = ""
     config_hash: str = ""
+
+    @property
+    def only_kernels(self) -> tuple[str, ...]:
+        """Patterns of ``only`` that name kernels."""
+        return tuple(pattern for pattern in self.only if not names_rewrites(pattern))
+
+    @property
+    def skipped_kernels(self) -> tuple[str, ...]:
+        """Patterns of ``skip`` that name kernels."""
+        return tuple(pattern for pattern in self.skip if not names_rewrites(pattern))
+
+    def wants(self, rewrite: str) -> bool:
+        """Whether a rewrite is tried.
+
+        Args:
+            rewrite: its id.
+        """
+        only = [pattern for pattern in self.only if names_rewrites(pattern)]
+        return (not only or fits(rewrite, only)) and not fits(rewrite, filter(names_rewrites, self.skip))
+
+    def unused_patterns(self, rewrites: Iterable[str]) -> tuple[str, ...]:
+        """Return patterns that are written like rewrites' ids and fit none.
+
+        Args:
+            rewrites: all ids.
+        """
+        known = list(rewrites)
+        return tuple(one for one in (*self.only, *self.skip) if names_rewrites(one) and not fnmatch.filter(known, one))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +174,13 @@ class ApplyOptions(ProfileOptions):
         if self.rtol is None and self.atol is None:
             return None
         return Tolerance(rtol=self.rtol or 0.0, atol=self.atol or 0.0)
+
+
+def names_rewrites(pattern: str) -> bool:
+    """Whether a pattern of ``--only`` or ``--skip`` is for rewrites: their ids have a hyphen, names of kernels have none."""
+    return "-" in re.sub(r"\[[^]]*\]", "", pattern)
+
+
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of several shell patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from fusion_advisor.chains.find import depends_on_inputs, inputs_of
-from fusion_advisor.records import EPILOGUE, GRAPHED, MERGED, Arg, Capture, OpClass, OpNode, Ref
+from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref
 
 ALIGNED_COLUMNS = 8
 """16-bit GEMMs whose width is no multiple of this run on a kernel for unaligned operands."""
@@ -22,10 +22,10 @@ _MASK = 3
 
 
 def candidate_sites(capture: Capture) -> dict[str, int]:
-    """Count the places whose ops a rewrite looks for, by the rewrite's key; rewrites without any are left out."""
-    counted = {key: count(capture.ops) for key, count in _COUNTS.items()}
-    counted[GRAPHED] = int(capture.environment.device_kind == "cuda")
-    return {key: sites for key, sites in counted.items() if sites}
+    """Count the places whose ops a rewrite looks for, by the rewrite's id; rewrites without any are left out."""
+    counted = {name: count(capture.ops) for name, count in _COUNTS.items()}
+    counted["cuda-graph"] = int(capture.environment.device_kind == "cuda")
+    return {name: sites for name, sites in counted.items() if sites}
 
 
 def _attention(ops: Sequence[OpNode]) -> list[OpNode]:
@@ -129,14 +129,14 @@ def _dtype(op: OpNode) -> str:
 
 
 _COUNTS: Mapping[str, Callable[[Sequence[OpNode]], int]] = {
-    "drop_masks": _masked,
-    "group_query_heads": _repeated_heads,
-    "share_masks": _shared_masks,
-    "share_values": _equal_values,
-    "pad_linears": _odd_linears,
-    "patches_as_gemm": _patches,
-    "fold_constants": _constants,
-    MERGED: _merged,
-    EPILOGUE: _epilogues,
+    "drop-masks": _masked,
+    "group-heads": _repeated_heads,
+    "share-masks": _shared_masks,
+    "share-values": _equal_values,
+    "pad-gemm": _odd_linears,
+    "patch-gemm": _patches,
+    "fold-constants": _constants,
+    "merge-gemms": _merged,
+    "gemm-epilogue": _epilogues,
 }
 """In the order in which ``apply`` tries the rewrites."""

@@ -13,22 +13,19 @@ from typing import Any
 
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
-from fusion_advisor.fuse.decide.rebind import Kept, not_replaced
-from fusion_advisor.fuse.decide.session import PASSES, Bench, BuiltLinear, step_of
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.fuse.passes.gemm_epilogue import find_epilogue_sites
+from fusion_advisor.fuse.decide.rebind import ON_TOP, Kept, not_replaced
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
+from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
+from fusion_advisor.fuse.passes.registry import kept_passes, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
+from fusion_advisor.fuse.rewrite.record import EpilogueRewrite
 from fusion_advisor.fuse.stages.gemm_sites import Place, observe, original_of, own_classes, why_no_room, without_taken
-from fusion_advisor.records import EPILOGUE, GraphRewrite, Numerics, Status, Tolerance
+from fusion_advisor.records import Numerics, Status, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.workload.device import is_out_of_memory
-
-TITLE = EPILOGUE
-ID = f"R{len(PASSES) + 3}"
-_ON_TOP = " (on top of all that was kept)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +36,14 @@ class Placed:
     call: Callable[..., Any]
 
 
-def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
+def compute_in_epilogues(
+    kept: Kept, rewrite: EpilogueRewrite, options: ApplyOptions, progress: Progress, *, budget_s: float
+) -> Kept:
     """Let GEMMs compute the activations behind them where that pays on top of what was kept.
 
     Args:
         kept: what was decided so far.
+        rewrite: its record.
         options: the keep rule's thresholds, and the user's limit on errors.
         progress: told what is found.
         budget_s: seconds for the timing.
@@ -51,45 +51,54 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
     Returns:
         The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
     """
-    bench, passes = kept.bench, kept_passes(kept.rewrites)
-    found, refusals = find_places(bench, [item.planned for item in kept.built], fast_math=options.fast_math)
+    found, refusals = find_places(kept.bench, [item.planned for item in kept.built], fast_math=options.fast_math)
     if not found:
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
-        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(refusals)) if refusals else kept
-    row = GraphRewrite(id=ID, name=TITLE, status=Status.WRONG_NUMBERS, reason="", sites=len(found))
+        return not_replaced(kept, rewrite, reason=reason, sites=len(refusals)) if refusals else kept
+    checked = _checked(kept.bench, found, options)
+    if isinstance(checked, str):
+        return not_replaced(kept, rewrite, reason=checked, sites=len(found))
+    if not checked.is_passed:
+        reason = why_wrong(checked, options.tolerance)
+        row = row_of(rewrite, status=Status.WRONG_NUMBERS, reason=reason, sites=len(found))
+        return replace(kept, rewrites=(*kept.rewrites, row))
+    progress.note(f"{len(found)} activations behind GEMMs, timed on top of what was kept")
+    errors = f"relative error {checked.fused_rel_l2:.1e} against float64, of the ops apart {checked.eager_rel_l2:.1e}"
+    left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
+    return _timed(kept, rewrite, found, options, words=f"; {errors}{left}", budget_s=budget_s)
+
+
+def _checked(bench: Bench, found: Sequence[Placed], options: ApplyOptions) -> Numerics | str:
+    """Return the errors of the calls on every place's own tensors, or why they cannot be checked."""
+    places = [one.place for one in found]
     try:
-        refusal = why_no_room(bench, [one.place for one in found])
+        refusal = why_no_room(bench, places)
         if refusal is None:
-            observe(bench, [one.place for one in found])
-            refusal = next((bench.surprises[i] for one in found for i in one.place.inputs if i in bench.surprises), None)
-        if refusal is not None:
-            return not_replaced(kept, name=ID, title=TITLE, reason=refusal, sites=len(found))
-        numerics = check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
-        if not numerics.is_passed:
-            return replace(kept, rewrites=(*kept.rewrites, replace(row, reason=why_wrong(numerics, options.tolerance))))
+            observe(bench, places)
+            refusal = next((bench.surprises[index] for one in places for index in one.inputs if index in bench.surprises), None)
+        return refusal or check(bench, found, fast_math=options.fast_math, tolerance=options.tolerance)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         # What was kept before needs none of this memory.
-        reason = f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
-        return not_replaced(kept, name=ID, title=TITLE, reason=reason, sites=len(found))
+        return f"memory ran out while it was checked: {str(error).strip().splitlines()[0]}"
     finally:
         bench.values.clear()  # activations of every layer
-    progress.note(f"{len(found)} activations behind GEMMs, timed on top of what was kept")
-    linear = built_of(found)
-    runner = StepRunner(bench)
-    without = step_of(bench, kept.built, passes, kept.linears)
-    with_epilogues = step_of(bench, kept.built, passes, [*kept.linears, linear])
+
+
+def _timed(
+    kept: Kept, rewrite: EpilogueRewrite, found: Sequence[Placed], options: ApplyOptions, *, words: str, budget_s: float
+) -> Kept:
+    passes, linear, runner = kept_passes(kept.rewrites), built_of(found), StepRunner(kept.bench)
+    without = step_of(kept.bench, kept.built, passes, kept.linears)
+    with_epilogues = step_of(kept.bench, kept.built, passes, [*kept.linears, linear])
     verdict = on_top(
         runner, without.run, with_epilogues.run,
-        name=ID, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
+        name=rewrite.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
     )  # fmt: skip
-    errors = f"relative error {numerics.fused_rel_l2:.1e} against float64, of the ops apart {numerics.eager_rel_l2:.1e}"
-    left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
+    reason = f"{verdict.reason}{ON_TOP if verdict.is_timed else ''}{words}"
     row = replace(
-        row,
-        status=verdict.status,
-        reason=f"{verdict.reason}{_ON_TOP if verdict.is_timed else ''}; {errors}{left}",
+        row_of(rewrite, status=verdict.status, reason=reason, sites=len(found)),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues) if options.is_timed else None,
@@ -102,7 +111,8 @@ def compute_in_epilogues(kept: Kept, options: ApplyOptions, progress: Progress, 
         runner, kept.decision, original.run, with_epilogues.run, budget_s=budget_s / 3 if options.is_timed else 0.0
     )
     runner.forget()
-    fusions = [without_taken(fusion, kept.built, [linear], {ID: f"{ID} ({TITLE})"}) for fusion in kept.fusions]
+    titles = {rewrite.id: f"{rewrite.id} ({rewrite.title})"}
+    fusions = [without_taken(fusion, kept.built, [linear], titles) for fusion in kept.fusions]
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
 
 
@@ -122,7 +132,7 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
         node_at = {index: node for node, index in index_of.items()}
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
         device = "cuda" if bench.on_cuda else "cpu"
-        sites, reasons = find_epilogue_sites(region.graph.graph, mine, device, fast_math=fast_math)
+        sites, reasons = GEMM_EPILOGUE.find(region.graph.graph, mine, device, fast_math=fast_math)
         refusals += reasons
         for site in sites:
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))
@@ -159,7 +169,7 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
     """Return the calls as they go into graphs."""
     sites = tuple(
         SiteRewrite(
-            fusion_id=ID,
+            fusion_id=GEMM_EPILOGUE.id,
             members=one.place.members,
             inputs=one.place.inputs,
             outputs=one.place.members[-1:],
@@ -167,4 +177,4 @@ def built_of(found: Sequence[Placed]) -> BuiltLinear:
         )
         for one in found
     )
-    return BuiltLinear(id=ID, sites=sites)
+    return BuiltLinear(id=GEMM_EPILOGUE.id, sites=sites)

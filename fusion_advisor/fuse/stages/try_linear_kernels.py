@@ -9,7 +9,6 @@ needs another kernel.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +25,9 @@ from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed,
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import source_around
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.fuse.passes.linear_sites import GemvSite, find_gemv_sites
-from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS, GemvSite
+from fusion_advisor.fuse.passes.registry import kept_passes
+from fusion_advisor.fuse.plan.options import ApplyOptions, fits
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call
 from fusion_advisor.fuse.stages.gemm_sites import (
@@ -91,7 +90,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and _has_kernel(kind.problem, kept.bench, options)]
     if make is None or not kinds:
         return kept
-    bench, passes = kept.bench, kept_passes(kept.rewrites)
+    bench = kept.bench
     refusals, seen = _refused(bench, kinds)
     try:
         observe(bench, seen)
@@ -111,32 +110,44 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
             except (RuntimeError, MemoryError) as error:
                 row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
         if built is not None:
-            before = step_of(bench, kept.built, passes, [*kept.linears, *chosen])
-            after = step_of(bench, kept.built, passes, [*kept.linears, *chosen, built])
-            verdict = on_top(
-                runner,
-                before.run,
-                after.run,
-                name=built.id,
-                min_gain=options.min_gain,
-                confidence=options.confidence,
-                budget_s=budget_s / len(kinds),
-                is_timed=options.is_timed,
-            )
-            row = _judged(row, verdict, saving_alone_ns(runner, before, after) if options.is_timed else None)
-            chosen += [built] if verdict.status is Status.KEPT else []
+            row = _timed(kept, row, chosen, built, runner, options, budget_s=budget_s / len(kinds))
+            chosen += [built] if row.status is Status.KEPT else []
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
     bench.values.clear()  # activations of every layer
+    return _with_kernels(kept, rows, chosen, runner, budget_s=budget_s / 3 if options.is_timed else 0.0)
+
+
+def _timed(
+    kept: Kept,
+    row: Fusion,
+    chosen: Sequence[BuiltLinear],
+    built: BuiltLinear,
+    runner: StepRunner,
+    options: ApplyOptions,
+    *,
+    budget_s: float,
+) -> Fusion:
+    """Return a kernel's row with its verdict, on top of what was kept and of the kernels that were chosen before it."""
+    passes = kept_passes(kept.rewrites)
+    before = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen])
+    after = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen, built])
+    verdict = on_top(
+        runner, before.run, after.run,
+        name=built.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
+    )  # fmt: skip
+    return _judged(row, verdict, saving_alone_ns(runner, before, after) if options.is_timed else None)
+
+
+def _with_kernels(
+    kept: Kept, rows: Sequence[Fusion], chosen: Sequence[BuiltLinear], runner: StepRunner, *, budget_s: float
+) -> Kept:
+    """Return what stays with these rows and kernels; the whole step is confirmed where there is a new kernel in it."""
     if not chosen:
         return replace(kept, fusions=[*kept.fusions, *rows])
-    decision = confirmed(
-        runner,
-        kept.decision,
-        step_of(kept.captured, (), ()).run,
-        step_of(bench, kept.built, passes, [*kept.linears, *chosen]).run,
-        budget_s=budget_s / 3 if options.is_timed else 0.0,
-    )
+    original = step_of(kept.captured, (), ())
+    step = step_of(kept.bench, kept.built, kept_passes(kept.rewrites), [*kept.linears, *chosen])
+    decision = confirmed(runner, kept.decision, original.run, step.run, budget_s=budget_s)
     runner.forget()
     titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
     fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
@@ -147,7 +158,7 @@ def find_kinds(bench: Bench) -> list[Kind]:
     """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights."""
     found: dict[tuple[str, GemvProblem], list[Place]] = {}
     for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
-        for site in find_gemv_sites(region.graph.graph):
+        for site in LINEAR_KERNELS.find(region.graph.graph):
             if not _is_of_one_dtype(site) or own_classes(region, site.operands):
                 continue
             place = Place(
@@ -222,7 +233,7 @@ def check(bench: Bench, kind: Kind, made: Made, *, seed: int, tolerance: Toleran
     result = bench.ops[kind.places[0].members[-1]].outputs[0]
     call = fused_call(made.kernel.name, made.launch, layouts, [result], is_poisoned=True)
     first, roots = sites[0]
-    # Weights at 32 times their size are nobody's; rows are anything.
+    # Only the activations are scaled: no real model has weights at 32 times their size.
     is_rows = [name in ("x", "residual") for name, _ in kind.problem.operands[:-1]]
     fresh = []
     for number, scale in enumerate(SCALES):
@@ -358,9 +369,8 @@ def _judged(row: Fusion, verdict: Verdict, alone_ns: int | None) -> Fusion:
 
 
 def _is_wanted(title: str, options: ApplyOptions) -> bool:
-    if options.only and not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.only):
-        return False
-    return not any(fnmatch.fnmatchcase(title, pattern) for pattern in options.skip)
+    only = options.only_kernels
+    return (not only or fits(title, only)) and not fits(title, options.skipped_kernels)
 
 
 def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from fusion_advisor import units
 from fusion_advisor.records import (
     COMPILED,
-    GRAPHED,
-    ON_TOP,
     Chain,
     Fusion,
     GraphRewrite,
     Report,
+    RewriteStage,
     Status,
     StepProfile,
     Timing,
@@ -287,9 +286,9 @@ _COUNTED = (Status.KEPT, Status.ABSORBED)
 
 def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
     """Rewrites and fusions in the order in which they were timed."""
-    passes = [row for row in report.rewrites if row.name not in (GRAPHED, *ON_TOP)]
+    passes = [row for row in report.rewrites if row.stage is RewriteStage.PASS]
     chains = [row for row in report.fusions if row.chain_id]
-    on_top = [row for row in report.rewrites if row.name in ON_TOP]
+    on_top = [row for row in report.rewrites if row.stage is RewriteStage.ON_TOP]
     return [*passes, *chains, *on_top, *(row for row in report.fusions if not row.chain_id)]
 
 

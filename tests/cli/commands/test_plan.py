@@ -51,7 +51,7 @@ def test_every_chain_has_a_kernel_and_a_bound_or_a_reason(run: Run) -> None:
     assert any(isinstance(row.answer, NoMatch) and row.answer.code == "FA605" for row in plan.chains)
     assert plan.device_ns == sum(launch.duration_ns for launch in plan_only.read_capture(QWEN).launches)
     assert plan.launch_verdict is not None and plan.launch_verdict.both_floor_ns < plan.step_ns
-    assert {row.id for row in plan.candidates} >= {"drop_masks", "group_query_heads", "fold_constants"}
+    assert {row.id for row in plan.candidates} >= {"drop-masks", "group-heads", "fold-constants"}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,13 @@ def test_the_options_of_apply_choose(run: Run, options: tuple[str, ...], fusions
     plan = planned(run, str(QWEN), *options)
     found = [row.answer.kernel for row in plan.chains if row.fusion and isinstance(row.answer, Match)]
     assert [name for name in found if "_" not in name or name in fusions] == fusions
+
+
+def test_a_rewrite_is_left_out_by_its_id(run: Run) -> None:
+    plan = planned(run, str(QWEN), "--top", "1", "--skip", "drop-*", "--skip", "no-such-rewrite")
+    assert {row.id for row in plan.candidates}.isdisjoint({"drop-masks"}) and "group-heads" in {row.id for row in plan.candidates}
+    assert plan.unused == ("no-such-rewrite",)
+    assert [row.fusion for row in plan.chains] == ["F1"]
 
 
 def test_a_user_s_kernel_is_matched(run: Run, tmp_path: Path) -> None:
@@ -104,7 +111,7 @@ def test_markdown_and_quiet(run: Run) -> None:
     assert "≤" in rows[0] and "FA605" in page
     quiet = run("plan", str(GPT2), "-q", "--only", "nothing*")
     assert quiet.out == "apply would try 0 kernels for 0.0% of device time, and look at 5 other rewrites.\n"
-    assert "`nothing*` of --only or --skip fits the name of no kernel" in quiet.err
+    assert "`nothing*` of --only or --skip fits no kernel found for a chain and no rewrite" in quiet.err
 
 
 def test_a_run_directory_leads_to_the_next_command(run: Run) -> None:

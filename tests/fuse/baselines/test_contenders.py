@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_advisor.fuse import finish
+from fusion_advisor.fuse import after_side
 from fusion_advisor.fuse.baselines import contenders as baselines
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, named, ours_compiled, peers
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
@@ -155,7 +155,7 @@ def fused_bench():
     capture, live = profile_live(model, (x,))
     plan = make_plan(capture, patterns(), min_share=0.0)
     bench, built = bench_of(live, plan)
-    return model, x, bench, bench.build(built, ["drop_masks", "fold_constants"])
+    return model, x, bench, bench.build(built, ["drop-masks", "fold-constants"])
 
 
 def traced_on_fake_tensors(graph_module, inputs):
@@ -271,8 +271,8 @@ def test_what_a_graph_keeps_is_an_input_so_that_no_compiler_reads_it_number_by_n
     model, x = Odd(), torch.randn(4, 16, dtype=torch.bfloat16)
     leave_room(model)
     _, live = profile_live(model, (x,))
-    variant = Bench(live, on_cuda=False).build((), ["pad_linears"])
-    assert variant.changed["pad_linears"]
+    variant = Bench(live, on_cuda=False).build((), ["pad-gemm"])
+    assert variant.changed["pad-gemm"]
     seen = []
 
     def compiler(graph_module, inputs):
@@ -301,8 +301,8 @@ def test_what_is_folded_becomes_an_input():
     model, x = Positions(), torch.randn(3, 8)
     _, live = profile_live(model, (x,))
     bench = Bench(live, on_cuda=False)
-    variant = bench.build((), ["fold_frozen"])
-    assert variant.changed["fold_frozen"]
+    variant = bench.build((), ["fold-frozen"])
+    assert variant.changed["fold-frozen"]
     (module,) = compile_rest(live.regions, variant.modules, traced_on_fake_tensors)
     result = module.forward(*live.regions[0].example_args)
     torch.testing.assert_close(result[0] if isinstance(result, tuple | list) else result, model(x))
@@ -315,7 +315,7 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
     monkeypatch.setattr(
         baselines, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
     )
-    monkeypatch.setattr(finish, "ours_compiled", baselines.ours_compiled)
+    monkeypatch.setattr(after_side, "ours_compiled", baselines.ours_compiled)
     compiled = torch_internals.compiled_call
     monkeypatch.setattr(
         baselines.torch_internals,

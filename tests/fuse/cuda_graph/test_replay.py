@@ -208,8 +208,8 @@ class Scaled(torch.nn.Module):
 def test_a_value_folded_from_a_buffer_is_computed_again_when_the_buffer_is_written_to(recorder):
     model, x = Scaled().eval(), torch.randn(3, 8)
     live = capture_regions(model, (x,), {})
-    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
-    assert variant.changed["fold_frozen"]
+    variant = Bench(live, on_cuda=False).build((), ("fold-frozen",))
+    assert variant.changed["fold-frozen"]
     fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
     with torch.no_grad():
         for _ in range(3):
@@ -223,7 +223,7 @@ def test_a_frozen_value_is_never_computed_while_a_graph_is_recorded(recorder):
     """Nothing runs then: what was computed would be what the memory happened to hold."""
     model, x = Scaled().eval(), torch.randn(3, 8)
     live = capture_regions(model, (x,), {})
-    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
+    variant = Bench(live, on_cuda=False).build((), ("fold-frozen",))
     fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
     (call,) = held_calls(variant.modules[0])
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_a_frozen_value_is_never_computed_while_a_graph_is_recorded(recorder):
 def test_refresh_keeps_the_recorded_graph(recorder):
     model, x = Scaled().eval(), torch.randn(3, 8)
     live = capture_regions(model, (x,), {})
-    variant = Bench(live, on_cuda=False).build((), ("fold_frozen",))
+    variant = Bench(live, on_cuda=False).build((), ("fold-frozen",))
     fused = FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply()
     (call,) = held_calls(variant.modules[0])
     with torch.no_grad():

@@ -173,7 +173,7 @@ def head(rows=4096, words=50257):
     return model, torch.randn(rows, 256, dtype=torch.bfloat16, device="cuda")
 
 
-@pytest.mark.parametrize("passes", [(), ("pad_linears",), ("pad_linears", "store_odd_rows")], ids=str)
+@pytest.mark.parametrize("passes", [(), ("pad-gemm",), ("pad-gemm", "odd-width-gemm")], ids=str)
 def test_logits_are_computed_into_the_callers_memory(passes):
     model, x = head()
     live = capture_regions(model, (x,), {})
@@ -186,7 +186,7 @@ def test_logits_are_computed_into_the_callers_memory(passes):
             torch.testing.assert_close(result, fused._original(value), rtol=2e-2, atol=2e-2)
         assert len({result.data_ptr() for result in results}) == 5
         (recording,) = fused.graphs.recordings
-        is_behind = passes != ("pad_linears",)
+        is_behind = passes != ("pad-gemm",)
         assert [memory.name for memory in recording.memories] == ["2" if is_behind else ""]
         assert fused.graphs.pool_bytes() < results[0].nbytes or not is_behind
         model[2].weight.mul_(-2)  # written to: seen at once; moved: recorded again
@@ -234,7 +234,7 @@ class Scaled(torch.nn.Module):
         return x * torch.tanh(self.table) + torch.sigmoid(self.gain)
 
 
-@pytest.mark.parametrize("passes", [(), ("fold_frozen",)], ids=["default", "frozen"])
+@pytest.mark.parametrize("passes", [(), ("fold-frozen",)], ids=["default", "frozen"])
 def test_a_replay_follows_writes_that_torch_does_not_count(passes):
     model, x = Scaled().eval().cuda(), torch.randn(64, 256, device="cuda")
     live = capture_regions(model, (x,), {})

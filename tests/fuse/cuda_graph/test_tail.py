@@ -14,7 +14,7 @@ from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_ROWS, OddRows
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.cuda_graph.test_replay import graphed_model
@@ -364,8 +364,8 @@ def odd(small, recorder):
     leave_room(model)
     x = torch.randn(LEAST_ROWS * 8, 16, dtype=torch.bfloat16)
     live = capture_regions(model, (x,), {})
-    variant = Bench(live, on_cuda=False).build((), ("pad_linears", "store_odd_rows"))
-    assert variant.changed == {"pad_linears": 1, "store_odd_rows": 1}
+    variant = Bench(live, on_cuda=False).build((), ("pad-gemm", "odd-width-gemm"))
+    assert variant.changed == {"pad-gemm": 1, "odd-width-gemm": 1}
     with torch.no_grad():
         yield FusedModel(model, live.regions, variant.modules, (x,), {}, graphs=Graphs(recorder)).apply(), x
 
@@ -399,7 +399,7 @@ def test_an_odd_weight_without_room_ends_it(odd):
 def test_the_report_says_what_runs_behind(fused):
     x = values(1)[0]
     row = choose_graph(
-        fused, lambda: fused.dispatch(x), lambda: fused.dispatch(x), name="R9", min_gain=0.005, confidence=0.95, rounds=4,
+        fused, lambda: fused.dispatch(x), lambda: fused.dispatch(x), min_gain=0.005, confidence=0.95, rounds=4,
         budget_s=0.1, wait=lambda: None, on_cuda=False,
     )  # fmt: skip
     assert "`head` runs behind it" in row.reason

@@ -13,12 +13,13 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
+from fusion_advisor.fuse.passes.merge_gemms import merge_all
+from fusion_advisor.fuse.passes.slice_pushdown import narrow_all
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
-from fusion_advisor.fuse.stages.try_slice_pushdown import narrow_all
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
-from tests.fuse.stages.test_try_merged_gemms import gated
-from tests.fuse.stages.test_try_slice_pushdown import classifier
+from tests.fuse.stages.test_try_layout_change_merge import gated
+from tests.fuse.stages.test_try_layout_change_narrow import classifier
 
 
 class Counted(TorchDispatchMode):
@@ -73,7 +74,7 @@ def with_call(bench, targets, call, *, reads):
 
 def test_of_a_merge_the_linears_and_what_reads_slices_now_run(ran):
     bench = bench_of(gated())
-    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     drawn = torch.random.get_rng_state()
     assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
     assert torch.equal(torch.random.get_rng_state(), drawn)
@@ -87,7 +88,7 @@ def test_of_a_merge_the_linears_and_what_reads_slices_now_run(ran):
 
 def test_of_rows_left_out_what_has_another_size_runs(ran):
     bench = bench_of(classifier())
-    before, after = steps(bench, narrow_all(bench)[0])
+    before, after = steps(bench, narrow_all(bench.live.regions, CopyRoom())[0])
     stage.saving_alone_ns(StepRunner(bench), before, after)
     rows = [{shape[0] for name, shape in ops if name in ("addmm", "mm")} for ops in ran]
     assert len(ran[0]) == len(ran[1]) > 3
@@ -152,7 +153,7 @@ def test_a_copy_that_only_one_step_makes_counts(ran):
     model = Shared().eval()
     assert lay_out_siblings(model) == 1
     bench = Bench(capture_regions(model, (torch.randn(2, 48, 64),), {}), on_cuda=False)
-    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     saving_ns = stage.saving_alone_ns(StepRunner(bench), before, after)
     assert [[name for name, _ in ops].count("clone") for ops in ran] == [0, 1]
     assert saving_ns == 0  # a GEMM less and a copy more
@@ -178,7 +179,7 @@ def test_gemms_with_their_biases_written_out_are_told_apart(monkeypatch, ran, la
     model = torch.nn.Sequential(*(Layer() for _ in range(layers))).eval()
     assert lay_out_siblings(model) == layers
     bench = Bench(capture_regions(model, (torch.randn(1, 64, 64),), {}), on_cuda=False)
-    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     stage.saving_alone_ns(StepRunner(bench), before, after)
     columns = [sum(shape[-1] for name, shape in ops if name in ("addmm", "mm")) for ops in ran]
     assert columns == [layers * 3 * 64] * 2  # q, k and v of each layer, and nothing else
@@ -226,8 +227,8 @@ def test_a_step_does_not_differ_from_itself(ran):
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 31)).eval().to(torch.bfloat16)
     leave_room(model)
     bench = Bench(capture_regions(model, (torch.randn(64, 64, dtype=torch.bfloat16),), {}), on_cuda=False)
-    variants = [bench.build((), ("pad_linears", "store_odd_rows", "fold_constants")) for _ in range(2)]
-    assert variants[0].changed["pad_linears"]
+    variants = [bench.build((), ("pad-gemm", "odd-width-gemm", "fold-constants")) for _ in range(2)]
+    assert variants[0].changed["pad-gemm"]
     assert stage.saving_alone_ns(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants]) == 0
     assert not ran
 
@@ -249,7 +250,7 @@ def test_integers_that_are_not_known_divide_nothing(ran):
 
 def test_a_recording_that_fails_leaves_the_runner_as_it_was(monkeypatch, ran):
     bench = bench_of(gated())
-    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     runner = StepRunner(bench)
 
     def recorded(calls):
@@ -318,7 +319,7 @@ def failing(error):
 
 def test_without_memory_there_is_no_figure_and_other_failures_are_not_swallowed(monkeypatch):
     bench = bench_of(gated())
-    before, after = steps(bench, merge_all(bench, may_copy=False, free_bytes=0))
+    before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     monkeypatch.setattr(stage.interleaving, "interleave", failing(torch.OutOfMemoryError("CUDA out of memory.")))
     assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
     monkeypatch.setattr(stage.interleaving, "interleave", failing(RuntimeError("an illegal memory access was encountered")))

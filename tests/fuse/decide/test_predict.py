@@ -10,7 +10,8 @@ import torch
 
 from fusion_advisor.capture.graph import retrace
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
-from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.records import GraphRewrite, Launch, OpClass, Status
 from fusion_advisor.workload.weight_packing import leave_room
 from tests.report.fixtures import applied, chain, timing
@@ -31,8 +32,8 @@ def test_a_launch_costs_what_the_step_takes_beyond_its_kernels():
 
 def test_biases_that_the_trace_had_apart_are_no_cost_of_launches():
     rows = [
-        GraphRewrite(id=f"R{number}", name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=delta_ns)
-        for number, (name, delta_ns) in enumerate({"split_gemm_biases": -1000, "drop_masks": -500}.items())
+        GraphRewrite(id=name, name=PASSES[name].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=delta_ns)
+        for name, delta_ns in {"split-biases": -1000, "drop-masks": -500}.items()
     ]
     assert launch_cost_ns([launch(0, 900), launch(1, 1100)], 4600, rows, most_ns=1100) == 800
 
@@ -73,7 +74,7 @@ class Masked(torch.nn.Module):
 def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attention():
     capture, live = profile_live(Masked(), (torch.randn(1, 2, 8, 16),))
     bench = Bench(live, on_cuda=False)
-    gone = removed_ops(bench, bench.build((), ["drop_masks"]))
+    gone = removed_ops(bench, bench.build((), ["drop-masks"]))
     assert {"ones", "tril"} == {bench.ops[index].target.split(".")[1] for index in gone if bench.ops[index].role == "op"}
     launches = tuple(launch(op.index, 1000) for op in bench.ops if op.role == "op")
     (attention,) = (op.index for op in bench.ops if "scaled_dot_product" in op.target)
@@ -82,8 +83,8 @@ def test_a_pass_is_expected_to_save_the_ops_that_it_takes_away_and_eagers_attent
     capture = replace(capture, launches=(*launches, *of_the_op), eager_launches=(launch(None, 3000, "attention"),))
     titles = {name: title for name, (title, _) in PASSES.items()}
     rows = [
-        GraphRewrite(id="R1", name=titles["drop_masks"], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
-        GraphRewrite(id="R3", name=titles["fold_constants"], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
+        GraphRewrite(id="R1", name=titles["drop-masks"], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
+        GraphRewrite(id="R3", name=titles["fold-constants"], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
         GraphRewrite(id="R4", name="another kind", status=Status.KEPT, reason="", sites=1, step_delta_ns=-1),
     ]
     masks, folded, other = price_passes(rows, bench, capture, 500)
@@ -107,7 +108,9 @@ def test_attention_of_one_token_is_expected_to_read_no_repeated_heads(queries):
     launches = tuple(launch(op.index, 1000) for op in bench.ops if op.op_class is OpClass.MEMORY)
     assert len(launches) == 2
     capture = replace(capture, launches=launches, bandwidth=replace(capture.bandwidth, copy_bytes_per_s=1e9))
-    row = GraphRewrite(id="R2", name=PASSES["group_query_heads"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    row = GraphRewrite(
+        id="group-heads", name=PASSES["group-heads"].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1
+    )
     (priced,) = price_passes([row], bench, capture, 500)
     unread_bytes = 2 * (8 - 2) * 32 * 16 * 4 if queries == 1 else 0
     assert priced.predicted_saving_ns == 3000 + unread_bytes
@@ -133,7 +136,7 @@ def test_a_padded_gemm_is_expected_to_be_as_quick_as_the_other_products():
     bench = Bench(live, on_cuda=False)
     layer, head = (op.index for op in capture.ops if op.target in ("aten.addmm.default", "aten.linear.default"))
     capture = replace(capture, launches=(launch(layer, 4096), launch(head, 1_000_000)))
-    row = GraphRewrite(id="R7", name=PASSES["pad_linears"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    row = GraphRewrite(id="pad-gemm", name=PASSES["pad-gemm"].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], bench, capture, 500)
     product_ns = rows * 21 * 32 * 4096 / (rows * 32 * 16)
     copy_ns = 2 * rows * 21 * 2 * 1e9 / capture.bandwidth.copy_bytes_per_s
@@ -154,7 +157,7 @@ def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
     capture = replace(capture, launches=(launch(product, 70_000), launch(total, 4_000)), eager_launches=())
-    row = GraphRewrite(id="R1", name=PASSES["drop_masks"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    row = GraphRewrite(id="drop-masks", name=PASSES["drop-masks"].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], Bench(live, on_cuda=False), capture, 500)
     assert priced.predicted_saving_ns == 0
 
@@ -164,9 +167,15 @@ def test_biases_that_stay_apart_keep_the_figure_that_was_timed(monkeypatch):
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     rows = [
         GraphRewrite(
-            id=name, name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1, predicted_saving_ns=timed_ns
+            id=name,
+            name=PASSES[name].title,
+            status=Status.KEPT,
+            reason="",
+            sites=1,
+            step_delta_ns=-1,
+            predicted_saving_ns=timed_ns,
         )
-        for name, timed_ns in (("split_gemm_biases", 41_000), ("fold_constants", None))
+        for name, timed_ns in (("split-biases", 41_000), ("fold-constants", None))
     ]
     bench = Bench(live, on_cuda=False)
     made = [op.index for op in capture.ops if op.target in ("aten.ones.default", "aten.tril.default")]
@@ -194,7 +203,9 @@ def test_a_mask_that_calls_share_is_expected_to_be_made_once():
     assert len(calls) == 4
     of_each = [("attention", 7_000), ("attention", 2_000), ("memory", 1_000), ("memory", 1_100), ("pointwise", 1_500)]
     launches = tuple(launch(index, ns, category) for index in calls for category, ns in of_each)
-    row = GraphRewrite(id="R3", name=PASSES["share_masks"][0], status=Status.KEPT, reason="", sites=3, step_delta_ns=-1)
+    row = GraphRewrite(
+        id="share-masks", name=PASSES["share-masks"].title, status=Status.KEPT, reason="", sites=3, step_delta_ns=-1
+    )
     (priced,) = price_passes([row], bench, replace(capture, launches=launches, eager_launches=()), 500)
     assert priced.predicted_saving_ns == 2 * (1_000 + 1_100 + 1_500 + 3 * 500)
     math = tuple(launch(index, 7_000, "attention") for index in calls)  # all of it in kernels of attention's own

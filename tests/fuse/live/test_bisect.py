@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse import after_side, pipeline
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.bisect import find_guilty
 from fusion_advisor.records import Status
@@ -44,7 +44,7 @@ def test_few_checks_are_made():
 def test_a_fusion_that_is_right_alone_and_wrong_in_the_model_is_named_and_the_rest_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(finish, "WALL_S", 0.02)
+    monkeypatch.setattr(after_side, "WALL_S", 0.02)
     real = Bench.install
 
     def spoilt(self, fusion, kernel, built):

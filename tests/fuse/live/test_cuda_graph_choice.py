@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusion_advisor.fuse import finish
-from fusion_advisor.fuse.decide.try_fusions import kept_passes
-from fusion_advisor.fuse.live.cuda_graph_choice import TITLE, choose_graph, why_no_graph
+from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph, why_no_graph
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
+from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.records import GraphBreak, Status
 from fusion_advisor.records.serialize import dump_report, load_report
@@ -43,7 +44,6 @@ def chosen(monkeypatch):
             fused,
             call,
             call,
-            name="R9",
             min_gain=0.005,
             confidence=0.95,
             rounds=20,
@@ -60,7 +60,7 @@ def chosen(monkeypatch):
 def test_a_graph_that_saves_wall_time_stays(chosen):
     fused, row = chosen(10_000_000, 2_000_000)
     assert row.status is Status.KEPT and row.step_delta_ns == -8_000_000
-    assert "wall time" in row.reason and row.name == TITLE
+    assert "wall time" in row.reason and row.id == CUDA_GRAPH.id
     assert row.held_bytes > 1 << 20
     assert fused.graphs.is_on and len(fused.graphs.recordings) == 1
 
@@ -121,8 +121,8 @@ def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):
     monkeypatch.setattr(finish, "choose_graph", kept_graph)
     run = apply_workload(loaded, quick)
     row = run.report.rewrites[-1]
-    assert row.name == TITLE and row.status is Status.KEPT and row.held_bytes > 0
-    assert TITLE not in kept_passes(run.report.rewrites)
+    assert row.id == CUDA_GRAPH.id and row.status is Status.KEPT and row.held_bytes > 0
+    assert CUDA_GRAPH.id not in kept_passes(run.report.rewrites)
     assert load_report(dump_report(run.report)) == run.report
     assert all(fusion.receipt.launches_after == fusion.receipt.sites_replaced for fusion in run.report.fusions)
     replayed = recorder.replayed
@@ -150,7 +150,7 @@ def test_no_graph_no_row(loaded, quick, monkeypatch):  # noqa: F811
     verdicts(monkeypatch, keep_all)
     monkeypatch.setattr(finish, "graph_recorder", lambda bench: FakeRecorder())
     run = apply_workload(loaded, replace(quick, graph=False))
-    assert all(row.name != TITLE for row in run.report.rewrites) and run.fused.graphs is None
+    assert all(row.id != CUDA_GRAPH.id for row in run.report.rewrites) and run.fused.graphs is None
     run.revert()
 
 

@@ -11,9 +11,11 @@ import torch
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.replan import changed_bench
-from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.passes.merge_gemms import merge_all
+from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.tiny import cache_in, decode_step, qwen2
@@ -30,7 +32,7 @@ def decoding(*, is_laid_out=True, recorder=None):
     kwargs = decode_step(model)
     live = capture_regions(model, (), kwargs)
     bench = Bench(live, on_cuda=False)
-    merged = merge_all(bench, may_copy=not is_laid_out, free_bytes=1 << 40)
+    merged = merge_all(bench.live.regions, CopyRoom(may_copy=not is_laid_out, free_bytes=1 << 40))[0]
     assert sum(one.changed for one in merged) == 4
     bench, _ = changed_bench(bench, merged)
     modules = bench.build((), tuple(PASSES)).modules

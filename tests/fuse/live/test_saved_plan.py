@@ -13,7 +13,9 @@ import fusion_advisor
 from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel
 from fusion_advisor.errors import PlanMismatch, UnreadableReport
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.live.saved_plan import apply_plan, first_difference, load_plan
+from fusion_advisor.fuse.live.graph_difference import first_difference
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.library.discover import scaffold
 from fusion_advisor.records import Status, Tolerance

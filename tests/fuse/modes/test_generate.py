@@ -14,9 +14,10 @@ import torch
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.modes import generate
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Status
 from fusion_advisor.workload.generate import Generation

@@ -51,8 +51,8 @@ def test_a_decode_step_of_a_model():
     expected = bench.run(bench.build((), ()))[0].clone()
     moved = {name: value.clone() for name, value in written.tensors.items()}
     written.rewind()
-    variant = bench.build((), ("share_values", "batch_counters"))
-    assert variant.changed["batch_counters"] == 2 * (LAYERS - 1)
+    variant = bench.build((), ("share-values", "batch-counters"))
+    assert variant.changed["batch-counters"] == 2 * (LAYERS - 1)
     assert torch.equal(bench.run(variant)[0], expected)
     assert moved and all(torch.equal(written.tensors[name], value) for name, value in moved.items())
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.fuse.decide.rebind import CannotMove, on_changed
-from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.passes.merge_gemms import merge_linears
+from fusion_advisor.fuse.passes.merge_gemms import merge_all, merge_linears
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.tiny import bench_of, evaluated, patterns, profile_live, qwen2
 
@@ -162,7 +163,10 @@ def fused_of(model, *inputs, may_copy=False):
     with torch.no_grad():
         live = capture_regions(model, live_inputs, {})
     step = on_changed(
-        Bench(live, on_cuda=False), merge_all(Bench(live, on_cuda=False), may_copy=may_copy, free_bytes=1 << 40), [], no_move
+        Bench(live, on_cuda=False),
+        merge_all(live.regions, CopyRoom(may_copy=may_copy, free_bytes=1 << 40))[0],
+        [],
+        no_move,
     )
     assert step.changed
     return FusedModel(model, step.bench.live.regions, step.bench.build([], ()).modules, live_inputs, {}), step
@@ -253,7 +257,7 @@ def moved(bench, planned, _):
 
 def test_kept_chains_are_bound_to_the_slices():
     model, inputs, bench, built = merged_qwen2()
-    step = on_changed(bench, merge_all(bench, may_copy=False, free_bytes=0), built, moved)
+    step = on_changed(bench, merge_all(bench.live.regions, CopyRoom())[0], built, moved)
     assert (step.changed, step.held_bytes) == (4, 0)
 
     def sites(fusions):
@@ -284,15 +288,15 @@ def test_a_fusion_that_has_no_kernel_on_the_slices_stops_the_merge():
         raise CannotMove(f"{planned.id}: no")
 
     with pytest.raises(CannotMove, match="no"):
-        on_changed(bench, merge_all(bench, may_copy=False, free_bytes=0), built, refuse)
+        on_changed(bench, merge_all(bench.live.regions, CopyRoom())[0], built, refuse)
 
 
 def test_no_copy_is_made_where_it_does_not_fit():
     model = Heads().eval()
     with torch.no_grad():
         bench = Bench(capture_regions(model, (X,), {}), on_cuda=False)
-    assert [one.changed for one in merge_all(bench, may_copy=True, free_bytes=1000)] == [0]
-    assert [one.changed for one in merge_all(bench, may_copy=True, free_bytes=1 << 30)] == [1]
+    assert [one.changed for one in merge_all(bench.live.regions, CopyRoom(may_copy=True, free_bytes=1000))[0]] == [0]
+    assert [one.changed for one in merge_all(bench.live.regions, CopyRoom(may_copy=True, free_bytes=1 << 30))[0]] == [1]
 
 
 # ---------------------------------------------------------------------- laying weights out

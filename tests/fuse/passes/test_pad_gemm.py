@@ -10,8 +10,9 @@ from torch import nn
 
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.fuse.decide.predict import price_passes
-from fusion_advisor.fuse.decide.session import PASSES, Bench
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
 from fusion_advisor.records import GraphRewrite, Launch, Status
 from fusion_advisor.workload.weight_packing import leave_room
@@ -103,7 +104,7 @@ def test_it_is_expected_to_take_as_long_as_the_best_of_the_others_and_a_copy():
     capture = replace(
         capture, launches=launches, ops=tuple(bench.ops), bandwidth=replace(capture.bandwidth, copy_bytes_per_s=10**9)
     )
-    row = GraphRewrite(id="R6", name=PASSES["pad_linears"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    row = GraphRewrite(id="pad-gemm", name=PASSES["pad-gemm"].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], bench, capture, 100)
     # 9000 ns and its launch; less 13 of 16 columns at 1600 ns, 2 x 260 bytes at a byte per ns, and two launches.
     assert priced.predicted_saving_ns == 9100 - 1300 - 520 - 200

@@ -11,13 +11,14 @@ from torch import nn
 
 from fusion_advisor.capture.graph.split_bias import split_bias
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
-from fusion_advisor.fuse import finish
+from fusion_advisor.fuse import receipts
 from fusion_advisor.fuse.decide.predict import price_passes
-from fusion_advisor.fuse.decide.session import PASSES, Bench
-from fusion_advisor.fuse.passes import layout_copy
-from fusion_advisor.fuse.passes.layout_copy import PlainCopy, build, is_permuted
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.patch_conv_to_gemm import CONVOLUTIONS, patches_as_gemm
+from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
+from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, build, is_permuted
 from fusion_advisor.records import GraphRewrite, Launch, Status
 from fusion_advisor.runtime import torch_internals
 from tests.tiny import profile_live
@@ -102,12 +103,12 @@ def test_the_copies_are_kernels_where_those_are_faster(monkeypatch, is_channels_
 def test_the_kept_rewrite_names_its_kernels(monkeypatch):
     monkeypatch.setattr(layout_copy, "copy_for", lambda layout: build(layout, "cpp"))
     _, live = profile_live(Patches(True), (torch.randn(2, 3, 16, 8),))
-    variant = Bench(live, on_cuda=False).build((), ("patches_as_gemm",))
+    variant = Bench(live, on_cuda=False).build((), ("patch-gemm",))
     rows = [
-        GraphRewrite(id=name, name=PASSES[name][0], status=status, reason="", sites=1)
-        for name, status in (("pad_linears", Status.KEPT), ("patches_as_gemm", Status.KEPT), ("patches_as_gemm", Status.SLOWER))
+        GraphRewrite(id=name, name=PASSES[name].title, status=status, reason="", sites=1)
+        for name, status in (("pad-gemm", Status.KEPT), ("patch-gemm", Status.KEPT), ("patch-gemm", Status.SLOWER))
     ]
-    padded, kept, removed = (finish._with_kernels(row, variant) for row in rows)
+    padded, kept, removed = (receipts.with_kernels(row, variant) for row in rows)
     assert padded.rendered == removed.rendered == ()
     assert 1 <= len(kept.rendered) <= 2 and len({kernel.path for kernel in kept.rendered}) == len(kept.rendered)
     for kernel in kept.rendered:
@@ -174,7 +175,7 @@ def test_it_is_expected_to_take_as_long_as_the_best_linear_and_two_copies(monkey
     capture = replace(
         capture, launches=launches, ops=tuple(bench.ops), bandwidth=replace(capture.bandwidth, copy_bytes_per_s=10**9)
     )
-    row = GraphRewrite(id="R6", name=PASSES["patches_as_gemm"][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+    row = GraphRewrite(id="patch-gemm", name=PASSES["patch-gemm"].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
     (priced,) = price_passes([row], bench, capture, 100)
     # 2 x 8 windows: 16 x 8 x 16 products of the linear in 2048 ns, 16 x 8 x 48 here; 3072 and 512 bytes, read and written.
     assert priced.predicted_saving_ns == 99_100 + has_bias * 4_100 - 3 * 2_048 - 2 * (3_072 + 512) - 300

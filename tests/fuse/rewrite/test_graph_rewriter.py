@@ -9,7 +9,8 @@ import torch
 
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.decide.session import PASSES, replaced_sites
+from fusion_advisor.fuse.decide.session import replaced_sites
+from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import TensorMeta
 from tests.tiny import bench_of, names, planned, profiled, region_of
@@ -31,7 +32,7 @@ def test_every_subset_gives_the_same_outputs_and_leaves_the_capture_alone(name):
     for subset in subsets:
         variant = bench.build(subset, tuple(PASSES) if len(subset) % 2 else ())
         torch.testing.assert_close(bench.run(variant), expected, rtol=2e-5, atol=2e-5)
-        counts = replaced_sites(bench.build(subset, [name for name in PASSES if name != "fold_constants"]))
+        counts = replaced_sites(bench.build(subset, [name for name in PASSES if name != "fold-constants"]))
         assert counts == {fusion.planned.id: len(fusion.planned.chain.sites) for fusion in subset}
     assert [region.graph.code for region in live.regions] == before
     assert len(subsets) >= 2 ** min(len(built), 3)

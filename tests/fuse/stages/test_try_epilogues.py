@@ -11,11 +11,13 @@ from torch.nn import functional
 import fusion_advisor.fuse.stages.try_epilogues as stage
 from fusion_advisor.errors import CannotSpecialize, PlanMismatch
 from fusion_advisor.fuse.decide.keep_rule import Verdict
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes import gemm_epilogue
+from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.stages import gemm_sites, try_epilogues
-from fusion_advisor.records import EPILOGUE, Status
+from fusion_advisor.fuse.stages import gemm_sites
+from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
 from tests.fuse import test_pipeline
@@ -74,7 +76,7 @@ def planted(monkeypatch):
 
 
 def row_of(run):
-    return next(row for row in run.report.rewrites if row.name == EPILOGUE)
+    return next(row for row in run.report.rewrites if row.id == GEMM_EPILOGUE.id)
 
 
 def calls_of(fused):
@@ -91,7 +93,7 @@ def test_activations_go_into_their_gemms_and_take_kernels_sites(quick, planted):
     expected = loaded.model(*loaded.args)
     run = apply_workload(loaded, quick)
     row = row_of(run)
-    assert (row.id, row.status, row.sites) == (try_epilogues.ID, Status.KEPT, 3)
+    assert (row.id, row.status, row.sites) == (GEMM_EPILOGUE.id, Status.KEPT, 3)
     assert row.predicted_saving_ns == 150
     assert "relative error" in row.reason and "against float64" in row.reason
     assert kernel_of(run) and all(one.status is Status.ABSORBED for one in kernel_of(run))
@@ -163,7 +165,7 @@ def test_without_any_place_the_row_says_why_or_is_not_there(quick, planted):
     row = row_of(apply_workload(describe_live(Two(torch.nn.GELU("tanh")).eval(), x), quick))
     assert (row.status, row.sites) == (Status.NOT_REPLACED, 1) and row.reason.startswith("1 activations follow a GEMM")
     report = apply_workload(describe_live(Two(torch.nn.SiLU()).eval(), x), quick).report
-    assert not any(row.name == EPILOGUE for row in report.rewrites)
+    assert not any(row.id == GEMM_EPILOGUE.id for row in report.rewrites)
 
 
 def test_places_that_do_not_fit_beside_their_oracle_are_left_alone(quick, planted, monkeypatch):
@@ -216,7 +218,7 @@ def test_a_saved_plan_leaves_them_alone_too(quick, planted):
 def test_a_saved_plan_moves_the_same_activations(quick, planted, monkeypatch):
     saved_run(mlp(), quick)
     plan = load_plan(quick.run_dir)
-    assert plan.epilogue is not None and {one.match.kernel for one in plan.fusions} >= {"gelu_erf"}
+    assert GEMM_EPILOGUE.id in plan.rewrites and {one.match.kernel for one in plan.fusions} >= {"gelu_erf"}
     other = mlp(seed=1)
     expected = other.model(*other.args)
     with torch.no_grad(), apply_plan(other, plan) as fused:
@@ -309,11 +311,11 @@ def test_on_a_gpu_fast_math_moves_a_gelu_by_erf():
     import fusion_advisor as fa
 
     loaded = mlp(torch.nn.functional.gelu, rows=2048, device="cuda", dtype=torch.bfloat16)
-    row = next(row for row in fa.apply(loaded.model, loaded.args, compile=False).report.rewrites if row.name == EPILOGUE)
+    row = next(row for row in fa.apply(loaded.model, loaded.args, compile=False).report.rewrites if row.id == GEMM_EPILOGUE.id)
     assert (row.sites, "2 were left alone" in row.reason) == (1, True)
     loaded = mlp(torch.nn.functional.gelu, rows=2048, device="cuda", dtype=torch.bfloat16)
     report = fa.apply(loaded.model, loaded.args, compile=False, fast_math=True).report
-    row = next(row for row in report.rewrites if row.name == EPILOGUE)
+    row = next(row for row in report.rewrites if row.id == GEMM_EPILOGUE.id)
     assert (row.sites, row.status is Status.WRONG_NUMBERS, report.model_check.is_passed) == (3, False, True)
 
 
@@ -324,7 +326,7 @@ def test_on_a_gpu_a_gelu_by_tanh_goes_into_its_gemm(dtype):
 
     loaded = mlp(by_tanh, rows=2048, device="cuda", dtype=dtype)
     report = fa.apply(loaded.model, loaded.args, compile=False).report
-    row = next(row for row in report.rewrites if row.name == EPILOGUE)
+    row = next(row for row in report.rewrites if row.id == GEMM_EPILOGUE.id)
     assert row.status is not Status.WRONG_NUMBERS and row.sites == 3
     assert report.model_check.is_passed
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusion_advisor.fuse.decide.rebind as changed_step
-import fusion_advisor.fuse.live.saved_plan as saved
+import fusion_advisor.fuse.live.restore_kernels as saved
 import fusion_advisor.fuse.pipeline as pipeline
 import fusion_advisor.fuse.stages.try_linear_kernels as stage
 from fusion_advisor import units
@@ -28,13 +28,15 @@ from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
+from fusion_advisor.fuse.passes.merge_gemms import merge_all
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
+from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.stages import gemm_sites as places
 from fusion_advisor.fuse.stages.try_linear_kernels import Made, find_kinds, header_of, maker, place_gemvs
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 from fusion_advisor.records import RenderedKernel, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import baseline_rows
@@ -90,7 +92,7 @@ def qwen2_bench():
 
 def bench_of(loaded):
     bench = Bench(capture_regions(loaded.model, (), loaded.kwargs), on_cuda=False)
-    return changed_bench(bench, merge_all(bench, may_copy=False, free_bytes=0))[0]
+    return changed_bench(bench, merge_all(bench.live.regions, CopyRoom())[0])[0]
 
 
 def kinds_of(loaded):
@@ -327,7 +329,7 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
 
     save(run, quick.run_dir)
     plan = load_plan(quick.run_dir)
-    assert [row.id for row in plan.gemvs] == ["G1", "G2", "G3", "G5"]
+    assert [row.id for row in plan.linears] == ["G1", "G2", "G3", "G5"]
     built, observed = [], []
     observe_values = Bench.observe_values
     monkeypatch.setattr(Bench, "observe_values", lambda *args: observed.append(1) or observe_values(*args))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_advisor import units
-from fusion_advisor.records import GRAPHED, MERGED, GraphRewrite, Report, Status, Timing
+from fusion_advisor.records import GraphRewrite, Report, RewriteStage, Status, Timing
 from fusion_advisor.report.escape import shortened
 from fusion_advisor.report.html import charts
 from fusion_advisor.report.html.page import render_html
@@ -42,15 +42,24 @@ def test_the_waterfall_stacks_what_was_timed_in_the_order_in_which_it_was() -> N
     report = applied()
     assert report.step_before is not None
 
-    def rewrite(number: int, name: str) -> GraphRewrite:
-        return GraphRewrite(id=f"R{number}", name=name, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1000 * number)
+    def rewrite(number: int, name: str, stage: RewriteStage) -> GraphRewrite:
+        delta_ns = -1000 * number
+        return GraphRewrite(
+            id=name, name=f"the {name}", status=Status.KEPT, reason="", sites=1, step_delta_ns=delta_ns, stage=stage
+        )
 
     chain = replace(report.fusions[0], id="F1", status=Status.ABSORBED, step_delta_ns=-50_000, step_delta_ci_ns=None)
     gemv = replace(chain, id="G1", chain_id="", status=Status.KEPT, step_delta_ns=-20_000)
-    rewrites = (rewrite(1, "a pass"), rewrite(2, MERGED), rewrite(3, GRAPHED))
+    named = (("a-pass", RewriteStage.PASS), ("a-merge", RewriteStage.ON_TOP), ("a-graph", RewriteStage.CALL))
+    rewrites = tuple(rewrite(number, *one) for number, one in enumerate(named, start=1))
     fall = charts.waterfall(replace(report, rewrites=rewrites, fusions=(chain, gemv)))
     assert fall is not None
-    assert [row.name.split()[0] for row in fall.rows[1:-2]] == ["R1", "F1", "R2", "G1"]  # a graph changes the wall time alone
+    assert [row.name.split()[0] for row in fall.rows[1:-2]] == [
+        "a-pass",
+        "F1",
+        "a-merge",
+        "G1",
+    ]  # a graph changes the wall time alone
     assert [bool(row.width) for row in fall.rows[1:-2]] == [True] * 4
     absorbed = fall.rows[2]
     assert absorbed.note == "part of a larger kernel"

@@ -20,7 +20,8 @@ from fusion_advisor.codegen.layout_copy import permuted_copy
 from fusion_advisor.codegen.layout_copy import rows_copy as rows_copy_program
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.cuda_graph.tail import left_out
-from fusion_advisor.fuse.passes import layout_copy, pad_gemm
+from fusion_advisor.fuse.passes import pad_gemm
+from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
 from fusion_advisor.verify.check_chain import layout_of
 from fusion_advisor.workload.weight_packing import leave_room
@@ -111,7 +112,7 @@ def test_the_cuda_kernel_on_the_host(tmp_path, dtype, monkeypatch):
 def test_the_triton_kernel_in_the_interpreter():
     code = (
         "import json, torch\n"
-        "from tests.fuse.passes.test_layout_copy import PERMUTED, SHAPES, permuted, same, wide_rows\n"
+        "from tests.fuse.rewrite.test_layout_copy import PERMUTED, SHAPES, permuted, same, wide_rows\n"
         "from fusion_advisor.fuse import plain_copy\n"
         "from fusion_advisor.verify.check_chain import layout_of\n"
         "found = []\n"

@@ -39,7 +39,6 @@ from fusion_advisor.ir.program import Program
 from fusion_advisor.records import RenderedKernel, TensorMeta
 from fusion_advisor.verify.check_chain import layout_of
 
-_PADS, _PATCHES = "pad_linears", "patches_as_gemm"
 _ROWS = Header(
     title="rows_copy",
     summary="rows cut out of wider ones, contiguous",
@@ -62,20 +61,21 @@ class PlainCopy:
         layout: of the tensor.
         launch: of a Program of :mod:`~fusion_advisor.codegen.layout_copy`, bound to it.
         kernel: that it launches; its path is a file's name.
+        made_for: id of the rewrite that asks for the copy.
 
     Attributes:
         kernel: see above.
-        made_for: the graph pass that asks for such copies.
+        made_for: see above.
         tally: counts its launches.
 
     Raises:
         LayoutChanged: (when called) the tensor has another layout.
     """
 
-    def __init__(self, name: str, layout: TensorMeta, launch: Launcher, kernel: RenderedKernel) -> None:
+    def __init__(self, name: str, layout: TensorMeta, launch: Launcher, kernel: RenderedKernel, *, made_for: str = "") -> None:
         self.__name__ = self.__qualname__ = name
         self.kernel = kernel
-        self.made_for = _PADS if is_rows(layout) else _PATCHES
+        self.made_for = made_for
         plain = TensorMeta(shape=layout.shape, stride=_plain(layout.shape), dtype=layout.dtype, device=layout.device)
         self._layout, self._launch = layout, launch
         self._call = fused_call(name, launch, [layout], [plain])
@@ -85,24 +85,25 @@ class PlainCopy:
         """Copy."""
         return self._call(tensor)
 
-    def again(self) -> PlainCopy:
-        """Return the same copy with a tally of its own: each place in a graph counts for itself."""
-        return PlainCopy(self.__name__, self._layout, self._launch, self.kernel)
+    def again(self, made_for: str) -> PlainCopy:
+        """Return the same copy for a rewrite, with a tally of its own: each place in a graph counts for itself."""
+        return PlainCopy(self.__name__, self._layout, self._launch, self.kernel, made_for=made_for)
 
 
-def put_copy(graph: Graph, source: Node) -> Node:
+def put_copy(graph: Graph, source: Node, made_for: str) -> Node:
     """Add a copy of a node's value to plain strides: a kernel of the library, or ``aten.clone`` where none is faster.
 
     Args:
         graph: where its insertion point is.
         source: with its value in ``meta``; the copy gets nothing but its own value there.
+        made_for: id of the rewrite that asks for it.
     """
     value = source.meta["val"]
     copy = copy_for(layout_of(value))
     if copy is None:
         made = graph.call_function(torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
     else:
-        made = graph.call_function(copy, (source,))
+        made = graph.call_function(copy.again(made_for), (source,))
     made.meta = {"val": value.new_empty(value.shape)}
     return made
 
@@ -110,8 +111,7 @@ def put_copy(graph: Graph, source: Node) -> Node:
 def copy_for(layout: TensorMeta) -> PlainCopy | None:
     """Return the kernel for a tensor on a CUDA device; None on others, or where no kernel is known to be faster than ATen's."""
     backend = backend_for(layout, has_cuda=has_cuda_core()) if layout.device == "cuda" else None
-    made = None if backend is None else build(layout, backend)
-    return None if made is None else made.again()
+    return None if backend is None else build(layout, backend)
 
 
 def backend_for(layout: TensorMeta, *, has_cuda: bool) -> str | None:
@@ -165,7 +165,7 @@ def build(layout: TensorMeta, backend: str) -> PlainCopy | None:
 
 
 def kernels_of(modules: Iterable[GraphModule], made_for: str) -> tuple[RenderedKernel, ...]:
-    """Return the kernels of the copies in some graphs that a pass asked for, each once."""
+    """Return the kernels of the copies in some graphs that a rewrite asked for, each once."""
     targets = [node.target for module in modules for node in module.graph.nodes]
     copies = [target for target in targets if isinstance(target, PlainCopy) and target.made_for == made_for]
     return tuple({copy.kernel.path: copy.kernel for copy in copies}.values())

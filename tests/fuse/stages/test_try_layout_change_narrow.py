@@ -12,12 +12,14 @@ import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.decide.keep_rule import Verdict
 from fusion_advisor.fuse.decide.rebind import CannotMove
-from fusion_advisor.fuse.live import saved_plan
-from fusion_advisor.fuse.live.saved_plan import apply_plan, load_plan
+from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes import slice_pushdown
+from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
+from fusion_advisor.fuse.passes.slice_pushdown import NARROW_ROWS
 from fusion_advisor.fuse.pipeline import apply_workload
-from fusion_advisor.fuse.stages import try_merged_gemms, try_slice_pushdown
-from fusion_advisor.records import MERGED, NARROWED, Status
+from fusion_advisor.fuse.stages import try_layout_change
+from fusion_advisor.records import Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.weight_packing import lay_out_siblings
@@ -78,8 +80,8 @@ def planted(monkeypatch):
     return plant
 
 
-def row_of(run, title=NARROWED):
-    return next(row for row in run.report.rewrites if row.name == title)
+def row_of(run):
+    return next(row for row in run.report.rewrites if row.id == NARROW_ROWS.id)
 
 
 def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
@@ -87,8 +89,8 @@ def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
     expected = loaded.model(*loaded.args)
     run = apply_workload(loaded, quick)
     row = row_of(run)
-    assert (row.id, row.status, row.held_bytes) == (try_slice_pushdown._ID, Status.KEPT, 0) and row.sites > 5
-    assert [one.name for one in run.report.rewrites][-2:] == [NARROWED, MERGED]
+    assert (row.id, row.status, row.held_bytes) == ("narrow-rows", Status.KEPT, 0) and row.sites > 5
+    assert [one.id for one in run.report.rewrites][-2:] == [NARROW_ROWS.id, MERGE_GEMMS.id]
     swiglu = next(fusion for fusion in run.report.fusions if fusion.kernel == "swiglu")
     assert swiglu.receipt.sites_replaced == swiglu.receipt.launches_after == 2
     assert run.report.model_check.is_passed
@@ -104,22 +106,22 @@ def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
 
 @pytest.mark.parametrize("merges", [Status.KEPT, Status.SLOWER])
 def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypatch):
-    planted(**{try_merged_gemms._ID: merges})
+    planted(**{MERGE_GEMMS.id: merges})
     saved_run(classifier(), quick)
     plan = load_plan(quick.run_dir)
-    assert plan.narrow is not None and (plan.merge is not None) == (merges is Status.KEPT)
+    assert (NARROW_ROWS.id in plan.rewrites, MERGE_GEMMS.id in plan.rewrites) == (True, merges is Status.KEPT)
     other = classifier(seed=1)
     expected = other.model(*other.args)
     with torch.no_grad(), apply_plan(other, plan) as fused:
         torch.testing.assert_close(other.model(*other.args), expected, rtol=1e-5, atol=1e-5)
         assert fused.fallbacks == {}
-    monkeypatch.setattr(saved_plan, "narrow_all", lambda _: [])
-    with pytest.raises(PlanMismatch, match="cannot be left out here"):
+    monkeypatch.setattr(slice_pushdown, "_plan", lambda *_, **__: slice_pushdown._Plan({}, {}, {}))
+    with pytest.raises(PlanMismatch, match="narrowed rows are not to be had here"):
         apply_plan(classifier(), plan)
 
 
 def test_rows_that_do_not_pay_stay(quick, planted):
-    planted(**{try_slice_pushdown._ID: Status.WITHIN_NOISE})
+    planted(**{NARROW_ROWS.id: Status.WITHIN_NOISE})
     run = apply_workload(classifier(), quick)
     assert row_of(run).status is Status.WITHIN_NOISE
     assert run.report.model_check.is_passed
@@ -131,7 +133,7 @@ def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, planted, mon
     def refuse(*_):
         raise CannotMove("F1 on the new layout: no")
 
-    monkeypatch.setattr(try_slice_pushdown, "on_changed", refuse)
+    monkeypatch.setattr(try_layout_change, "on_changed", refuse)
     row = row_of(apply_workload(classifier(), quick))
     assert (row.status, row.reason, row.step_delta_ns) == (Status.NOT_REPLACED, "F1 on the new layout: no", None)
 
@@ -142,12 +144,12 @@ def test_a_view_that_cannot_be_had_is_said(quick, planted, monkeypatch):
 
     monkeypatch.setattr(slice_pushdown, "_narrow", refuse)
     row = row_of(apply_workload(classifier(), quick))
-    assert (row.status, row.reason, row.sites) == (Status.NOT_REPLACED, "view size is not compatible", 0)
+    assert (row.status, row.reason, row.sites) == (Status.NOT_REPLACED, "view size is not compatible", 1)
 
 
 def test_a_model_that_reads_all_rows_has_no_such_row(quick, planted):
     loaded = describe_live(Layer().eval(), (torch.randn(2, 48, 64),))
-    assert not any(row.name == NARROWED for row in apply_workload(loaded, quick).report.rewrites)
+    assert not any(row.id == NARROW_ROWS.id for row in apply_workload(loaded, quick).report.rewrites)
 
 
 def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick, planted):
@@ -172,6 +174,6 @@ def test_on_a_gpu_a_classifier_computes_one_token_of_its_last_layer(tmp_path):
 
     loaded = classifier(device="cuda", dtype=torch.bfloat16)
     report = fa.apply(loaded.model, (torch.randn(64, 256, 64, device="cuda", dtype=torch.bfloat16),), compile=False).report
-    row = next(row for row in report.rewrites if row.name == NARROWED)
+    row = next(row for row in report.rewrites if row.id == NARROW_ROWS.id)
     assert row.status in (Status.KEPT, Status.WITHIN_NOISE) and row.sites > 5
     assert report.model_check.is_passed

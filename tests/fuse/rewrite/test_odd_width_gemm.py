@@ -11,11 +11,12 @@ import torch
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.decide.predict import price_passes
-from fusion_advisor.fuse.decide.session import PASSES, Bench
-from fusion_advisor.fuse.passes import odd_width_gemm
-from fusion_advisor.fuse.passes.odd_width_gemm import LEAST_ROWS, OddRows, period_of
+from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears, store_odd_rows
+from fusion_advisor.fuse.passes.registry import PASSES
+from fusion_advisor.fuse.rewrite import odd_width_gemm
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged, rewrite_region
+from fusion_advisor.fuse.rewrite.odd_width_gemm import LEAST_ROWS, OddRows, period_of
 from fusion_advisor.records import GraphRewrite, Status
 from fusion_advisor.workload.weight_packing import leave_room, roomy_rows
 from tests.fuse.passes.test_pad_gemm import Head
@@ -192,11 +193,11 @@ def test_it_is_expected_to_save_the_copy_for_more_launches(model):
     capture, live = profile_live(model, (MANY,))
     bench = Bench(live, on_cuda=False)
     variant = bench.build((), tuple(PASSES))
-    assert variant.changed["pad_linears"] == variant.changed["store_odd_rows"] == 1
+    assert variant.changed["pad-gemm"] == variant.changed["odd-width-gemm"] == 1
     capture = replace(capture, launches=(), ops=tuple(bench.ops), bandwidth=replace(capture.bandwidth, copy_bytes_per_s=10**9))
     rows = [
-        GraphRewrite(id=name, name=PASSES[name][0], status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
-        for name in ("pad_linears", "store_odd_rows")
+        GraphRewrite(id=name, name=PASSES[name].title, status=Status.KEPT, reason="", sites=1, step_delta_ns=-1)
+        for name in ("pad-gemm", "odd-width-gemm")
     ]
     _, priced = price_passes(rows, bench, capture, 100)
     assert priced.predicted_saving_ns == 2 * MANY[..., 0].numel() * 77 * 2 - 3 * 100

@@ -1,0 +1,138 @@
+"""The after side of a run: the fused step traced and timed, beside eager and the other ways to run the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fusion_advisor.errors import AdvisorError
+from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, ours_compiled, peers
+from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.installed import Installed, Job, Measured
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.restore_plan import measure_warm_up
+from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
+from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
+
+WALL_S = 3.0
+"""Seconds spent on each wall-time comparison."""
+
+
+def measure_after(installed: Installed, check: ModelCheck) -> Measured:
+    """Trace the fused step, time a saved plan's first call, and time eager, ours and the other ways to run the step."""
+    job, report = installed.job, installed.report
+    with job.clock.phase("measure after"):
+        trace_to = job.options.run_dir / "trace.after.json.gz" if job.options.run_dir else None
+        # A replay is one launch; which kernels ran, and for what, is seen when they are launched one by one.
+        with launched_singly(installed.fused):
+            after_step = step_profile.trace_fused(
+                job.bench, installed.variant, installed.fused_call, trace_to, traced_steps=job.options.steps
+            )
+    decision = installed.kept.decision
+    device = decision.after if decision.method == "cuda_graph" else None
+    after = step_profile.step_profile("fused", after_step.launches, device=device)
+    warm_up, warnings = _warm_up(installed)
+    held = sum(rewrite.held_bytes for rewrite in report.rewrites if rewrite.status is Status.KEPT)
+    ours = Contender(
+        name=OURS, make=lambda: installed.fused_call, step=after, held_bytes=held, is_required=True,
+        first_call_s=None if warm_up is None else warm_up.seconds, note="first call: from a saved plan, its kernels built before",
+    )  # fmt: skip
+
+    def early(rows: tuple[Baseline, ...]) -> None:
+        so_far = replace(
+            report, before=profile_of(rows, EAGER, "eager"), after=profile_of(rows, OURS, "fused"), warm_up=warm_up,
+            baselines=without_doubles(rows), model_check=check, durations_s=tuple(job.clock.durations_s), status="interrupted",
+        )  # fmt: skip
+        job.on_report(so_far)
+
+    others = _others(job)
+    with job.clock.phase("baselines"):
+        rest = (
+            [ours_compiled(job.loaded, job.bench, installed.variant, is_graphed=installed.is_graphed)] if job.with_peers else []
+        )
+        rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), on_required=early)
+    return Measured(check=check, after_step=after_step, baselines=rows, warm_up=warm_up, warnings=warnings)
+
+
+def _warm_up(installed: Installed) -> tuple[WarmUp | None, tuple[str, ...]]:
+    """Time a saved plan's first call; where the plan cannot be put in again, a warning says so."""
+    job = installed.job
+    with job.clock.phase("warm-up"):
+        try:
+            warm_up = measure_warm_up(job.loaded, job.capture, installed.report, job.bench)
+        except AdvisorError as error:
+            cannot = f"the plan could not be put in place a second time: {error}"
+            job.progress.warn(cannot)
+            return None, (cannot,)
+        job.progress.note(f"{warm_up.seconds:.1f} s from the saved plan to the first fused step")
+        return warm_up, ()
+
+
+def _eager(installed: Installed) -> Contender:
+    job, report = installed.job, installed.report
+    return Contender(name=EAGER, make=lambda: job.eager_call, step=report.before, held_bytes=0, is_required=True)
+
+
+def _others(job: Job) -> list[Contender]:
+    """The other ways to run the step, where they are asked for."""
+    if not job.with_peers:
+        return []
+    return peers(
+        job.loaded, job.eager_call, on_cuda=job.bench.on_cuda, max_autotune=job.options.max_autotune,
+        rewind=job.bench.live.written.rewind,
+    )  # fmt: skip
+
+
+def _how(job: Job) -> dict[str, Any]:
+    """How contenders are measured."""
+    options, loaded = job.options, job.loaded
+    return {
+        "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": job.bench.on_cuda,
+        "runs": options.runs, "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps,
+        "rewind": job.bench.live.written.rewind, "progress": job.progress,
+    }  # fmt: skip
+
+
+def profile_of(rows: Sequence[Baseline], name: str, label: str) -> StepProfile:
+    """Return the step of a contender that is always there.
+
+    Args:
+        rows: of all contenders.
+        name: of the contender.
+        label: of its step in the report.
+    """
+    step = next(row.step for row in rows if row.name == name)
+    assert step is not None  # a required contender's
+    return replace(step, label=label)
+
+
+def without_doubles(rows: Sequence[Baseline]) -> tuple[Baseline, ...]:
+    """Leave out the kernels of eager and ours, which stand in the report's before and after."""
+    return tuple(
+        replace(row, step=replace(row.step, kernels=())) if row.step is not None and row.name in (EAGER, OURS) else row
+        for row in rows
+    )
+
+
+@contextmanager
+def launched_singly(fused: FusedModel) -> Iterator[None]:
+    """Let a fused model run without its graph for a while."""
+    if fused.graphs is None:
+        yield
+        return
+    before, fused.graphs.is_on = fused.graphs.is_on, False
+    try:
+        yield
+    finally:
+        fused.graphs.is_on = before
+
+
+def measure_others(installed: Installed) -> tuple[Baseline, ...]:
+    """Time eager and the other ways to run the step, where nothing of ours stays; empty where these are not asked for."""
+    others = _others(installed.job)
+    if not others:
+        return ()
+    with installed.job.clock.phase("baselines"):
+        return measure_all([_eager(installed), *others], **_how(installed.job))

@@ -1,0 +1,85 @@
+"""What the phases of the last stage hand on: the job, what was kept, the fused model, and the after side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.fuse.decide.keep_rule import Decision
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, Variant
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.passes.registry import kept_ids
+from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.records import Baseline, Capture, ModelCheck, Report, WarmUp
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What all phases of the last stage share."""
+
+    loaded: LoadedWorkload
+    capture: Capture
+    bench: Bench
+    options: ApplyOptions
+    progress: Progress
+    clock: PhaseClock
+    on_report: Callable[[Report], object]
+    original: Callable[..., Any]
+
+    def eager_call(self) -> Any:
+        """Run the original model."""
+        return self.original(*self.loaded.args, **self.loaded.kwargs)
+
+    @property
+    def with_peers(self) -> bool:
+        """Whether other ways to run the step are measured."""
+        asked = self.options.measures_compile
+        return self.bench.on_cuda if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStep:
+    """What was kept."""
+
+    report: Report
+    decision: Decision
+    built: list[BuiltFusion]
+    linears: tuple[BuiltLinear, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """The fused model, not in place yet, and the report so far."""
+
+    job: Job
+    kept: KeptStep
+    variant: Variant
+    fused: FusedModel
+    report: Report
+    tries_graph: bool
+    """Whether a CUDA graph is tried: it was asked for, and the device has some."""
+    is_graphed: bool = False
+
+    def fused_call(self) -> Any:
+        """Run the fused model."""
+        return self.fused.dispatch(*self.job.loaded.args, **self.job.loaded.kwargs)
+
+    @property
+    def has_rewrites(self) -> bool:
+        """Whether anything but a CUDA graph was kept."""
+        return bool(self.kept.built or self.kept.linears or kept_ids(self.kept.report.rewrites))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The after side."""
+
+    check: ModelCheck
+    after_step: Step
+    baselines: tuple[Baseline, ...]
+    warm_up: WarmUp | None
+    warnings: tuple[str, ...]

@@ -1,0 +1,131 @@
+"""The kernels of a saved plan, built again as they were rendered, and checked again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_advisor.codegen.common.header_comment import tuning_of
+from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
+from fusion_advisor.codegen.gemm.problem import GemvConfig, entry_of
+from fusion_advisor.codegen.registry import backend as backend_named
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.files.safe_name import path_inside
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
+from fusion_advisor.fuse.plan.plan import PlannedFusion
+from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
+from fusion_advisor.fuse.stages import try_epilogues
+from fusion_advisor.fuse.stages.try_linear_kernels import Kind, build, check_first, header_of, install
+from fusion_advisor.records import GraphRewrite, RenderedKernel
+from fusion_advisor.verify.check_chain import check_calls, layout_of
+
+
+def build_fusions(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan) -> list[BuiltFusion]:
+    """Build the kernels again as they were rendered, and check each on its first site's own tensors.
+
+    Nothing is chosen here: launch parameters and fast math are those of the run, whatever this machine has tuned since.
+
+    Raises:
+        PlanMismatch: a kernel is not to be had, its numbers do not pass, or it has no place where the plan has one.
+    """
+    rows = {row.chain_id: row for row in saved.report.fusions}
+    made: dict[str, BuiltKernel] = {}
+    built = []
+    for planned in fusions:
+        row = rows[planned.chain.id]
+        try:
+            kernel, rendered = _rendered(planned, row.rendered)
+            if rendered.source not in made:
+                made[rendered.source] = backend_named(kernel.backend).build(rendered, path_inside(saved.run_dir, kernel.path))
+            one = made[rendered.source]
+            chain, roots = bench.first_site(planned)
+            outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+            launch, inputs = one.bind(planned.program), list(map(layout_of, roots))
+            call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
+            numerics = check_calls(
+                [(chain, call, roots)],
+                inputs="the first site's own tensors",
+                fast_math=kernel.fast_math,
+                tolerance=saved.report.tolerance,
+            )
+        except KernelBuildFailed as failure:
+            raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+        if not numerics.is_passed:
+            error = f"relative error {numerics.fused_rel_l2:.2e} against float64, the original ops {numerics.eager_rel_l2:.2e}"
+            raise PlanMismatch(run=saved.run_dir.name, detail=f"{row.id} {row.kernel}: its numbers no longer pass: {error}")
+        installed = bench.install(planned, kernel, one)
+        for refusal in installed.refusals:
+            if refusal not in row.receipt.refusals:
+                detail = f"{row.id} {row.kernel} has no place at {refusal}; the other sites were left alone too"
+                raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+        built.append(installed)
+    return built
+
+
+def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tuple[RenderedKernel, Rendered]:
+    """Render a fusion's kernel again; a fusion whose sites differ in layout has several, told apart by name."""
+    found = [
+        backend_named(kernel.backend).render(
+            planned.program, planned.header, tuning=tuning_of(kernel.source), fast_math=kernel.fast_math
+        )
+        for kernel in kernels
+    ]
+    pairs = list(zip(kernels, found, strict=True))
+    return next((pair for pair in pairs if pair[0].name == pair[1].entry), pairs[0])
+
+
+def find_epilogues(
+    bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPlan, row: GraphRewrite
+) -> tuple[list[try_epilogues.Placed], bool]:
+    """Find the activations that the plan moved into GEMMs, and whether it took one GELU for the other.
+
+    Raises:
+        PlanMismatch: other activations would be moved here.
+    """
+    for fast_math in (False, True):
+        placed, refusals = try_epilogues.find_places(bench, fusions, fast_math=fast_math)
+        if len(placed) == row.sites:
+            return placed, fast_math
+    why = f": {refusals[0]}" if refusals else ""
+    raise PlanMismatch(run=saved.run_dir.name, detail=f"activations that it moved into GEMMs cannot be moved here{why}")
+
+
+def build_epilogues(
+    bench: Bench, placed: Sequence[try_epilogues.Placed], saved: SavedPlan, *, fast_math: bool
+) -> list[BuiltLinear]:
+    """Return the calls of GEMMs with activations, checked on the first place's own tensors.
+
+    Raises:
+        PlanMismatch: their numbers no longer pass.
+    """
+    if not placed:
+        return []
+    if not try_epilogues.check_first(bench, placed, fast_math=fast_math, tolerance=saved.report.tolerance).is_passed:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"{placed[0].call.__name__}: its numbers no longer pass")
+    return [try_epilogues.built_of(placed)]
+
+
+def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltLinear]:
+    """Build the kernels of linears again, with the configurations that were chosen, and check their numbers."""
+    found: list[BuiltLinear] = []
+    for kind in kinds:
+        header = header_of(kind.title)
+        for row in (row for row in saved.linears if row.kernel == kind.title):
+            kernel = row.rendered[0]
+            config = GemvConfig.read(kernel.tuning)
+            # A kernel is named after all that is constant in it.
+            if entry_of(kind.problem, header, config) != kernel.name:
+                continue
+            try:
+                path = path_inside(saved.run_dir, f"kernels/{row.id}_{kind.title}")
+                made = build(kind.problem, header, config, path, tuning=kernel.tuning)
+                numerics = check_first(bench, kind, made, tolerance=saved.report.tolerance)
+            except KernelBuildFailed as failure:
+                raise PlanMismatch(run=saved.run_dir.name, detail=str(failure)) from failure
+            if not numerics.is_passed:
+                raise PlanMismatch(run=saved.run_dir.name, detail=f"{kind.title}: its numbers no longer pass")
+            found.append(install(bench, kind, made, name=row.id))
+    missing = [row.kernel for row in saved.linears if row.id not in {gemv.id for gemv in found}]
+    if missing:
+        raise PlanMismatch(run=saved.run_dir.name, detail=f"this model has no linears for {', '.join(missing)}")
+    return found

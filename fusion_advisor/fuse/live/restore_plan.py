@@ -1,0 +1,174 @@
+"""A saved plan put in place again without profiling or timing: same graph, same kernels, checked again.
+
+The capture makes a plan portable: if the model of today gives the same op graph (ops, arguments, layouts), the sites and kernels
+of that run are right for this model. If it does not, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusion_advisor.capture.graph.side_effects import kept_as_it_is
+from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.rebind import CannotMove
+from fusion_advisor.fuse.decide.session import Bench, BuiltLinear
+from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.graph_difference import first_difference, named_site
+from fusion_advisor.fuse.live.restore_kernels import build_epilogues, build_fusions, build_linears, find_epilogues
+from fusion_advisor.fuse.live.saved_plan import SavedPlan, load_plan
+from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
+from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
+from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
+from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS
+from fusion_advisor.fuse.passes.registry import LAYOUT_CHANGES, kept_passes
+from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.stages.try_epilogues import Placed
+from fusion_advisor.fuse.stages.try_layout_change import change_again
+from fusion_advisor.fuse.stages.try_linear_kernels import find_kinds
+from fusion_advisor.records import Capture, Report, Status, WarmUp
+from fusion_advisor.records.serialize import write_capture, write_report
+from fusion_advisor.runtime.deep_stack import in_one_piece
+from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.workload.device import current_device, memory_bytes
+from fusion_advisor.workload.load import LoadedWorkload
+
+
+def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None) -> FusedModel:
+    """Put a saved plan into a live model: capture, build, check every kernel's numbers, install.
+
+    Args:
+        loaded: the model and an example call.
+        saved: from :func:`load_plan`.
+        clock: of the phases.
+
+    Raises:
+        PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
+        CannotCapture: dynamo captured nothing.
+    """
+    device = torch.device(loaded.record.device)
+    kind = device.type
+    if kind != saved.capture.environment.device_kind:
+        raise PlanMismatch(
+            run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
+        )
+    clock = clock or PhaseClock(Progress())
+    # Dynamo leaves a heap behind that takes half a second to walk.
+    with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
+        return in_one_piece(lambda: _put_in(loaded, saved, clock))
+
+
+def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench) -> WarmUp:
+    """Save a plan, put it in place as another process would, run one step, and take it out again.
+
+    Args:
+        loaded: the model and its inputs.
+        capture: of this run.
+        report: of this run, with what was kept.
+        bench: of this run; its inputs are put back as they were.
+
+    Raises:
+        PlanMismatch: the plan does not hold a second time.
+    """
+    clock = PhaseClock(Progress())
+    bench.live.written.restore()
+    with tempfile.TemporaryDirectory(prefix="fusion-advisor-") as folder:
+        write_capture(capture, Path(folder) / "capture.json.gz")
+        write_report(report, Path(folder) / "report.json")
+        bench.wait()
+        gc.collect()  # what this run has made so far is no other process's to walk: 0.6 s of it were counted once
+        started = time.perf_counter()
+        with clock.phase("read the plan"):
+            saved = load_plan(folder)
+        fused = apply_plan(loaded, saved, clock)
+        try:
+            with clock.phase("first step"), torch.no_grad():
+                fused(*loaded.args, **loaded.kwargs)
+                bench.wait()
+            taken_s = time.perf_counter() - started
+        finally:
+            fused.revert()
+    bench.live.written.restore()
+    if fused.fallbacks:
+        raise PlanMismatch(run="this run", detail=f"its first step ran the original ops: {next(iter(fused.fallbacks))}")
+    built = [kernel.build_ns for fusion in report.fusions if fusion.status is Status.KEPT for kernel in fusion.rendered]
+    between_s = round(taken_s - sum(phase_s for _, phase_s in clock.durations_s), 3)
+    between = (("between them", between_s),) if between_s > 0 else ()
+    return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
+
+
+def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> FusedModel:
+    with clock.phase("capture"):
+        bench = _captured(loaded, saved, with_lines=False)
+        live = bench.live
+        if first_difference(saved.capture.ops, bench.ops) is not None:
+            difference = first_difference(saved.capture.ops, _captured(loaded, saved, with_lines=True).ops)
+            detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"
+            raise PlanMismatch(run=saved.run_dir.name, detail=detail)
+    with clock.phase("kernels"):
+        restored = _restored(bench, loaded, saved)
+    with clock.phase("install"):
+        bench, plan = restored.bench, restored.plan
+        variant = bench.build(restored.plan.fusions, kept_passes(saved.report.rewrites), restored.linears)
+        has_graph = CUDA_GRAPH.id in saved.rewrites and bench.on_cuda
+        fused = FusedModel(
+            loaded.model, bench.live.regions, variant.modules, loaded.args, loaded.kwargs,
+            graphs=Graphs(CudaRecorder()) if has_graph else None, plan=plan, live=live,
+        )  # fmt: skip
+        live.written.restore()
+        fused.report = saved.report
+        return fused.apply()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Restored:
+    """A plan's kernels on the graphs that it had changed."""
+
+    bench: Bench
+    linears: list[BuiltLinear]
+    plan: ReusablePlan
+
+
+def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan) -> _Restored:
+    """Change the graphs as the plan did, and build and check its kernels on them."""
+    fusions = list(saved.fusions)
+    free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
+    for rewrite in LAYOUT_CHANGES.values():
+        if rewrite.id in saved.rewrites:
+            try:
+                bench, fusions = change_again(bench, fusions, rewrite, saved.rewrites[rewrite.id], free_bytes=free_bytes)
+            except CannotMove as refusal:
+                raise PlanMismatch(run=saved.run_dir.name, detail=str(refusal)) from refusal
+    placed: list[Placed] = []
+    fast_math = False
+    if GEMM_EPILOGUE.id in saved.rewrites:
+        placed, fast_math = find_epilogues(bench, fusions, saved, saved.rewrites[GEMM_EPILOGUE.id])
+    kinds = find_kinds(bench) if saved.linears else []
+    firsts = [*(one.place for one in placed[:1]), *(kind.places[0] for kind in kinds)]
+    # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
+    bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
+    built = build_fusions(bench, fusions, saved)
+    gemvs = build_linears(bench, kinds, saved)
+    linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *gemvs]
+    bench.values.clear()
+    kept = (*saved.rewrites, LINEAR_KERNELS.id) if gemvs else tuple(saved.rewrites)
+    plan = ReusablePlan(
+        fusions=tuple(built), rewrites=kept, rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=fast_math,
+        tolerance=saved.report.tolerance,
+    )  # fmt: skip
+    return _Restored(bench=bench, linears=linears, plan=plan)
+
+
+def _captured(loaded: LoadedWorkload, saved: SavedPlan, *, with_lines: bool) -> Bench:
+    live = capture_regions(
+        loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id, with_lines=with_lines
+    )  # fmt: skip
+    return Bench(live, on_cuda=saved.capture.environment.device_kind == "cuda")

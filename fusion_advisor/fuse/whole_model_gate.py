@@ -1,0 +1,60 @@
+"""The last gate: what the whole call's numbers and times must show, or everything is reverted."""
+
+from __future__ import annotations
+
+from fusion_advisor import units
+from fusion_advisor.fuse.decide.keep_rule import Decision
+from fusion_advisor.records import Timing
+from fusion_advisor.timing import interleaving
+
+
+def why_nothing_stays(
+    is_passed: bool,
+    before_ns: int,
+    after_ns: int,
+    wall_before: Timing,
+    wall_after: Timing,
+    *,
+    is_device_judged: bool,
+    is_time_judged: bool,
+) -> str | None:
+    """The whole-model gate: numbers pass and the step never becomes slower than eager, or everything is reverted.
+
+    Without a graph, device time may not rise either: a wall time that the host decides would hide it. With ``keep="verified"`` no
+    time is judged.
+    """
+    if not is_passed:
+        return "the whole model's numbers do not pass: everything was reverted"
+    if not is_time_judged:
+        return None
+    if is_device_judged and after_ns > before_ns:
+        return (
+            f"device time would rise from {before_ns / 1e6:.3f} to {after_ns / 1e6:.3f} ms against eager: everything was reverted"
+        )
+    if wall_after.ci_low_ns > wall_before.ci_high_ns:
+        rise = f"from {wall_before.median_ns / 1e6:.2f} to {wall_after.median_ns / 1e6:.2f} ms"
+        return f"the step would rise {rise}: everything was reverted"
+    return None
+
+
+def why_parts_do_not_pay(decision: Decision, before: Timing, after: Timing, confidence: float) -> str | None:
+    """The keep rule of a call that is more than its captured graphs: the whole of it must be measurably faster.
+
+    The verdicts on single rewrites time the graphs one after the other. What lies between them they do not see: the model's own
+    Python, and dynamo's guards in front of each graph.
+
+    Args:
+        decision: with the graphs' times.
+        before: of the whole call, eager.
+        after: of the whole call, fused, interleaved with it.
+        confidence: of the interval.
+    """
+    change = interleaving.difference(before.times_ns, after.times_ns, confidence)
+    if change.high_ns < 0:
+        return None
+    graphs = f"from {units.duration(decision.before.median_ns)} to {units.duration(decision.after.median_ns)}"
+    interval = units.delta_interval(change.low_ns, change.high_ns)
+    return (
+        f"the whole call does not measurably pay ({units.delta(change.median_ns)} {interval} against eager), whatever its "
+        f"captured graphs alone do ({graphs}): everything was reverted"
+    )
