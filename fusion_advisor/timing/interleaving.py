@@ -1,12 +1,12 @@
 """Times variants that do the same work in turns, and gives the interval of their paired differences.
 
-Every round times all variants once in random order, and the next round in reverse order, so clock drift hits all of them. Each timed
-run follows an untimed run of the same variant, because a GPU at its power limit sets its clock by the previous run. At that limit
-two questions need two methods: long turns show how long a step takes when it repeats, and single runs after rests show which of two
-steps is faster. Figures: ``docs/measurements/timing.md``.
+Every round times all variants once in random order, and the next round in reverse order, so clock drift hits all of them.
+Each timed run follows an untimed run of the same variant, because a GPU at its power limit sets its clock by the previous
+run. At that limit two questions need two methods: long turns show how long a step takes when it repeats, and single runs
+after rests show which of two steps is faster. Figures: ``docs/measurements/timing.md``.
 
-On a GPU a step is timed as the replay of its own CUDA graph: launches from Python cost the same before and after and would hide the
-kernels. On a CPU the call itself is timed.
+On a GPU a step is timed as the replay of its own CUDA graph: launches from Python cost the same before and after and would
+hide the kernels. On a CPU the call itself is timed.
 """
 
 from __future__ import annotations

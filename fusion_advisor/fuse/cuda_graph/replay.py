@@ -2,16 +2,17 @@
 
 A graph repeats kernels on recorded addresses, so every assumption is checked at each call:
 
-- Dynamo's guards and the addresses of parameters and buffers are checked after the launch, while the device works: the checks take
-  longer than the launch. A replay that fails them is thrown away, and a moved tensor has the step recorded again.
+- Dynamo's guards and the addresses of parameters and buffers are checked after the launch, while the device works: the checks
+  take longer than the launch. A replay that fails them is thrown away, and a moved tensor has the step recorded again.
 - The signature, freed memory and the addresses of tensors that the step writes to are checked before the launch.
-- A step that writes to memory that outlives it is launched first only if its small writes can be put back; else after the guards.
-- Call arguments are copied into static tensors. Version counts guard values folded under ``--freeze``, and the record holds the
-  flags by which kernels were chosen (SDPA backends, cuDNN, TF32).
+- A step that writes to memory that outlives it is launched first only if its small writes can be put back; else after the
+  guards.
+- Call arguments are copied into static tensors. Version counts guard values folded under ``--freeze``, and the record holds
+  the flags by which kernels were chosen (SDPA backends, cuDNN, TF32).
 
-Results are copied out, so that no later call overwrites them. Logits that one GEMM makes last are computed after the graph, straight
-into the caller's memory. ``outputs="static"`` hands out the graph's memory, valid until the next call. The first call of a signature
-runs launch by launch, the second is recorded and replayed. Figures: ``docs/measurements/cuda_graph.md``.
+Results are copied out, so that no later call overwrites them. Logits that one GEMM makes last are computed after the graph,
+straight into the caller's memory. ``outputs="static"`` hands out the graph's memory, valid until the next call. The first
+call of a signature runs launch by launch, the second is recorded and replayed. Figures: ``docs/measurements/cuda_graph.md``.
 """
 
 from __future__ import annotations

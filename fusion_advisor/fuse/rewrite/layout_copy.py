@@ -1,8 +1,8 @@
 """Copies that change a tensor's layout, as kernels of the library: rows cut out of wider rows, and permuted dims.
 
-A copy stands where ``aten.clone`` would. If it is a region's last op, a CUDA graph leaves it to the copy that hands results out.
-CUDA C++ is faster where whole packs stay contiguous or runs are shorter than a tile; Triton is faster where it can turn whole
-tiles. Figures: ``docs/measurements/layout_copy.md``.
+A copy stands where ``aten.clone`` would. If it is a region's last op, a CUDA graph leaves it to the copy that hands results
+out. CUDA C++ is faster where whole packs stay contiguous or runs are shorter than a tile; Triton is faster where it can turn
+whole tiles. Figures: ``docs/measurements/layout_copy.md``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Stores a linear's odd-width rows in place, by one batched GEMM for aligned operands, without padding.
 
-No 128-bit store fits a row of N 16-bit elements with N no multiple of eight, so cuBLAS falls back to kernels for unaligned operands.
-But every p-th row with p = 8 / gcd(N, 8) has the same alignment: rows g, g + p, g + 2p, ... are a matrix with the aligned leading
-dimension p * N, once the first a * g columns are left out, with a = -N mod 8. From one such group to the next x moves by one row,
-the weight by a rows and the result by N + a elements. So one batch of p products, W columns each, writes nearly all of the result::
+No 128-bit store fits a row of N 16-bit elements with N no multiple of eight, so cuBLAS falls back to kernels for unaligned
+operands. But every p-th row with p = 8 / gcd(N, 8) has the same alignment: rows g, g + p, g + 2p, ... are a matrix with the
+aligned leading dimension p * N, once the first a * g columns are left out, with a = -N mod 8. From one such group to the next
+x moves by one row, the weight by a rows and the result by N + a elements. So one batch of p products, W columns each, writes
+nearly all of the result::
 
     row 0   |........|........|....           N = 21, a = 3: group 0 writes columns 0 to W,
     row 1      |........|........|..          group 1 columns 3 to W + 3, ...
 
-Two narrow products compute the columns before a * (p - 1), at most 49, and from W on, at most 56. Each product of the batch reads the
-whole weight, so it needs about 256 rows before it computes longer than it reads. Figures: ``docs/measurements/odd_width_gemm.md``.
+Two narrow products compute the columns before a * (p - 1), at most 49, and from W on, at most 56. Each product of the batch
+reads the whole weight, so it needs about 256 rows before it computes longer than it reads. Figures:
+``docs/measurements/odd_width_gemm.md``.
 """
 
 from __future__ import annotations
