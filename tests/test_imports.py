@@ -89,6 +89,14 @@ def test_imports_run_one_way_between_all_folders():
     assert cycle_in(graph) is not None
 
 
+def test_what_is_seen_what_is_found_and_what_is_shown_do_not_import_each_other():
+    graph = folder_graph()
+    parts = {"capture", "chains", "report"}
+    for folder, imported in graph.items():
+        if (own := folder.split(".")[0]) in parts:
+            assert not {other.split(".")[0] for other in imported} & (parts - {own}), folder
+
+
 def test_base_modules_import_nothing_of_ours():
     for module in MODULES:
         if folder_of(module) == "base":
