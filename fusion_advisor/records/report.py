@@ -36,7 +36,7 @@ class Report:
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
     frozen: tuple[FrozenValue, ...] = ()
-    """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
+    """Values frozen under ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
     keep: str = "paying"
     """``verified``: what stays has passed its checks and was not chosen by time."""
     is_exact: bool = False
@@ -54,7 +54,7 @@ class Report:
     warm_up: WarmUp | None = None
     """Of a plan that was kept."""
     launch_cost_ns: int = 0
-    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
+    """The captured step less the sum of its kernels, per launch: time that a launch adds to its kernel in this run; at
     most what the smallest kernel takes with its launch."""
     copy_cost_share: float = 1.0
     """In reports of before steps were timed after rests: what the step took longer for a nanosecond of copies in it, measured at

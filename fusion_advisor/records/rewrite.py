@@ -55,7 +55,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
+    """Error of the fused kernel against a higher-precision oracle, and the original ops' own error."""
 
     oracle: str
     """``float64`` or ``float32``."""

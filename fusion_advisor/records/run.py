@@ -56,7 +56,7 @@ class Environment:
     tool: str = ""
     """fusion-advisor's own version."""
     commit: str = ""
-    """Of the checkout that it runs from, ``, changed`` behind it where tracked files were; empty where it is installed."""
+    """Of the checkout that it runs from, with ``, changed`` where tracked files were; empty where it is installed."""
     templates: str = ""
     """The first 12 digits of the SHA-256 of its templates and kernels."""
     container: str = ""
@@ -107,7 +107,7 @@ class Timing:
     clocks: Clocks | None = None
     """None on a CPU, where they were not looked for, and in reports that were written before they were."""
     rest: float = 0.0
-    """For so many times as long as the last run the device was idle ahead of each, so that its power limit held none down."""
+    """Idle time before each run, as a multiple of the previous run, so that the power limit does not throttle it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,7 @@ class Training:
     """The loss included."""
     backward_ns: int
     modules: tuple[ModuleTime, ...]
-    """Dearest first; together they are the whole step."""
+    """Most expensive first; together they are the whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

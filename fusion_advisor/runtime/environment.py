@@ -71,7 +71,7 @@ def checkout_commit(root: Path) -> str:
 
 
 def content_digest() -> str:
-    """Return what tells two versions of the templates and kernels apart."""
+    """Return a digest that differs between versions of the templates and kernels."""
     digest = hashlib.sha256()
     for name in ("templates", "kernels"):
         folder = content_dir(name)

@@ -91,7 +91,7 @@ TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
 REST = 2.0
-"""Of the device between runs that are to be told apart there: so many times as long as the last one."""
+"""Idle time of the device between runs that are compared there, as a multiple of the previous run."""
 _UNTIMED = 2
 """For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
 
@@ -125,7 +125,7 @@ def interleave(
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
         before: called ahead of each run and not timed (it puts back what a run moves on).
-        after: called behind each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
+        after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
 
     Returns:
         Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.

@@ -101,7 +101,7 @@ def total_layers(config: Any) -> int | None:
 
 
 def cut_layers(config: Any, layers: int, *, model_id: str) -> Any:
-    """Return a copy whose every stack has at most ``layers`` layers, with per-layer lists cut alike.
+    """Return a copy whose every stack has at most ``layers`` layers, with per-layer lists cut to the same length.
 
     Stages of a convolutional model (``depths``) are cut each on its own.
 

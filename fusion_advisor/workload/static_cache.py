@@ -67,7 +67,7 @@ def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None,
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NoStaticCache(**refuse, detail=lines[0]) from error
-    held = int(cache.get_seq_length())
-    if held != tokens:
-        raise NoStaticCache(**refuse, detail=f"after {tokens} tokens its cache holds {held}")
+    cached = int(cache.get_seq_length())
+    if cached != tokens:
+        raise NoStaticCache(**refuse, detail=f"after {tokens} tokens its cache holds {cached}")
     return cache, room

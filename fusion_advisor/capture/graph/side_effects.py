@@ -25,7 +25,7 @@ from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
 
 _COPIED_BYTES = 1 << 20
-"""Of a parameter: larger ones are told by torch's own count of writes alone, and a call that writes to one is refused."""
+"""Of a parameter: for larger parameters only torch's count of writes is compared, and a call that writes to them is refused."""
 _SMALL_BYTES = 1024
 """A count or a position, not contents."""
 _ABSENT = object()
@@ -44,8 +44,8 @@ class Written:
         made: names of the tensors that the call puts in place of others (a cache that allocates itself at its first use).
         moving: names of the tensors that must be put back before the call is repeated.
         attributes: (object, attribute, value before the call) for every attribute that the call sets to something else.
-        modules: (attributes or buffers of a module, name, value before the call) for what every call sets anew.
-        contents: (list, dict or set of a module, what it held before the call) for what every call changes.
+        modules: (attributes or buffers of a module, name, value before the call) that every call sets again.
+        contents: (list, dict or set of a module, its content before the call) that every call changes.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Written:
                 space.pop(name, None)
             else:
                 space[name] = value
-        for container, held in self.contents:
-            _put_back(container, held)
+        for container, content in self.contents:
+            _put_back(container, content)
         if names:
             torch_internals.copy_all([self.tensors[name] for name in names], [self.before[name] for name in names])
 

@@ -1,4 +1,4 @@
-"""``fusion-advisor kernels``: look at the kernel library, add to it, hold a kernel to its contract."""
+"""``fusion-advisor kernels``: lists, shows, creates and checks library kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fusion-advisor plan RUN``: what ``apply`` would try on a captured step, without the model and without its device."""
+"""``fusion-advisor plan RUN``: prints what ``apply`` would try on a captured step, without model or device."""
 
 from __future__ import annotations
 

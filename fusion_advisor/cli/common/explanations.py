@@ -11,7 +11,7 @@ TITLES = {
     "FA606": "A dtype that no kernel handles",
     "FA607": "Left out by --only or --skip",
 }
-"""Codes that are reasons in a report, not errors."""
+"""Codes of reasons in a report; these are not errors."""
 
 TEXTS: dict[str, tuple[str, ...]] = {
     "FA001": (
@@ -77,7 +77,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "model raised in train() mode, or autograd refused an op.",
     ),
     "FA312": (
-        "A fused kernel replaces the forward ops of a chain; autograd finds nothing behind it to differentiate. `profile "
+        "A fused kernel replaces the forward ops of a chain; autograd finds no ops to differentiate. `profile "
         "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
     ),
     "FA313": (
@@ -111,7 +111,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "in log.txt.",
     ),
     "FA402": (
-        "Each fused kernel is compared with a higher-precision run of the ops it replaces, beside those ops' own "
+        "Each fused kernel is compared with a higher-precision run of the ops it replaces, and with those ops' own "
         "error against the same run. It fails when its error is larger than the stated limit, or when exactly one "
         "side is NaN or infinite. A kernel that fails is removed before it is timed: a wrong kernel has no speed.",
     ),
@@ -167,7 +167,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA509": (
         "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
         "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
-        "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
+        "the run ends there, because a report needs the kernels. Both are recognised by the environment variables that they set.",
     ),
     "FA511": (
         "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
@@ -207,7 +207,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA605": (
         "The floor is what a perfect kernel would still need: every outside value read once, every result written "
         "once, at the copy bandwidth measured in the run, plus one smallest launch. This chain takes hardly longer, "
-        "or the most it could save is below --min-share or --min-gain, so fusing it could not be told from noise.",
+        "or the most it could save is below --min-share or --min-gain, so its gain could not be distinguished from noise.",
     ),
     "FA606": (
         "Kernels handle fp32, fp16, bf16, fp64, and integers and booleans as inputs; complex and 8-bit floats are left alone.",

@@ -207,7 +207,7 @@ BackendOpt = Annotated[
     BackendChoice | None,
     typer.Option(
         "--backend",
-        help="By default C++ on a CPU, Triton on a GPU, with CUDA C++ beside it for group norms, very wide rows and tanh; "
+        help="By default C++ on a CPU, Triton on a GPU, plus CUDA C++ for group norms, very wide rows and tanh; "
         "fastest tries both for each kernel.",
         rich_help_panel=_ADVISE,
     ),
@@ -261,7 +261,7 @@ CompileOpt = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
+        help="Also time torch.compile, eager in a CUDA graph and Liger; on a GPU by default.",
         rich_help_panel=_MEASURE,
     ),
 ]

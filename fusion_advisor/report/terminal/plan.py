@@ -1,4 +1,4 @@
-"""What ``fusion-advisor plan`` prints: chains with their kernels, rewrites without one, and the bounds of the step."""
+"""Output of ``fusion-advisor plan``: chains with their kernels, other rewrites, and the bounds of the step."""
 
 from __future__ import annotations
 
