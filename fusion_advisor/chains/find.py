@@ -32,7 +32,7 @@ from fusion_advisor.records import Arg, OpClass, OpNode, Ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What ``judge`` says of a candidate group."""
+    """Answer of ``judge`` about a candidate group."""
 
     is_fusible: bool
     floor_bytes: int = 0

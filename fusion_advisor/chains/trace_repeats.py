@@ -29,7 +29,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """What was found in a trace's runs."""
+    """Repeats found in a trace's runs."""
 
     found: tuple[Repeat, ...]
     """In the order in which they were taken."""

@@ -1,4 +1,4 @@
-"""What ``apply`` would try on a captured step, planned from the capture alone."""
+"""The plan of ``apply`` for a captured step, made from the capture alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion_advisor.records.step import LaunchVerdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainPlan:
-    """A ranked chain and what would become of it."""
+    """A ranked chain with its kernel, or the reason against a kernel."""
 
     chain: Chain
     answer: Match | NoMatch
@@ -35,7 +35,7 @@ class RewriteCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPreview:
-    """What ``apply`` would try on a captured step. Nothing was built or timed for it."""
+    """Fusions and rewrites that ``apply`` would try on a captured step. Nothing was built or timed."""
 
     source: str
     """The capture's file, as it was named."""

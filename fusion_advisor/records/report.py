@@ -31,7 +31,7 @@ class Report:
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[GraphRewrite, ...] = ()
     findings: tuple[Finding, ...] = ()
-    """What would be faster without any kernel of ours."""
+    """Changes that need no kernel of ours."""
     model_check: ModelCheck | None = None
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
@@ -48,7 +48,7 @@ class Report:
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
     baseline: str = "eager"
-    """What the headline compares with: ``eager``, ``compile`` or ``both``."""
+    """Baseline of the headline: ``eager``, ``compile`` or ``both``."""
     baselines: tuple[Baseline, ...] = ()
     """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
     warm_up: WarmUp | None = None
@@ -68,7 +68,7 @@ class Report:
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()
-    """What ``--fail-on`` asked for, judged."""
+    """Judged ``--fail-on`` rules."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from fusion_advisor.records.run import Timing
 
 
 class Status(enum.StrEnum):
-    """What became of a rewrite. A timing may exist only where numbers passed."""
+    """Verdict on a rewrite. A timing may exist only where numbers passed."""
 
     PLANNED = "planned"
     KEPT = "kept"
@@ -71,14 +71,14 @@ class Numerics:
     nonfinite_mismatches: int = 0
     """Positions where exactly one of fused and oracle is NaN or Inf."""
     inputs: str = ""
-    """What was tried: ``the site's own tensors; random ×3``."""
+    """Inputs of the check: ``the site's own tensors; random ×3``."""
     fused_ulps: tuple[int, ...] = ()
     """Elements by distance from the oracle rounded to their own dtype, in the bins of :data:`ULP_ENDS`; what is NaN or infinite
     on either side is in none. Empty for integers and in reports that were written before they were counted."""
     eager_ulps: tuple[int, ...] = ()
     """The same of the original ops."""
     faults: tuple[str, ...] = ()
-    """What special values, a second call or guarded memory showed, one sentence each; any of them refuses the kernel."""
+    """Faults shown by special values, a second call or guarded memory, one sentence each; any fault refuses the kernel."""
     declared: tuple[str, ...] = ()
     """Differences from the original ops on special values that do not refuse it, one sentence each."""
     bit_equal_elements: int = 0
@@ -94,7 +94,7 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a fusion did to the live model: the answer to "it silently did nothing"."""
+    """Effect of a fusion on the live model: the answer to "it silently did nothing"."""
 
     sites_found: int
     sites_matched: int
@@ -153,7 +153,7 @@ class Fusion:
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
-    """What its kernel has to move at one site, weights among it; None where its chain tells."""
+    """Bytes that its kernel moves at one site, weights included; None where its chain has the figure."""
 
     def __post_init__(self) -> None:
         passed = self.numerics is not None and self.numerics.is_passed
@@ -204,7 +204,7 @@ class Finding:
     """``N1`` …, by gain."""
     title: str
     reason: str
-    """What was seen, with its figures."""
+    """The observation, with its figures."""
     change: str
     """One line of code, or one sentence where no line does it."""
     gain_ns: int

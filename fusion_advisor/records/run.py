@@ -1,4 +1,4 @@
-"""What was run, on which machine, and how it was timed."""
+"""Records of the workload, the machine and the timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion_advisor.records.graph import TensorMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was run: a model, its inputs and how they were made."""
+    """The workload: a model, its inputs and how they were made."""
 
     model_id: str
     phase: str
@@ -36,7 +36,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where it was run. Host names, users and variables are left out on purpose."""
+    """The machine. Host names, users and variables are left out on purpose."""
 
     device_name: str
     device_kind: str
@@ -65,7 +65,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSample:
-    """What NVML said of the device at one moment; None where it does not say."""
+    """NVML's readings of the device at one moment; None where NVML gives no value."""
 
     sm_mhz: int | None = None
     memory_mhz: int | None = None

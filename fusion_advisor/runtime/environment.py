@@ -1,4 +1,4 @@
-"""Where a run takes place, and what this device can do at best."""
+"""Describes the machine of a run and measures the device's ceilings."""
 
 from __future__ import annotations
 

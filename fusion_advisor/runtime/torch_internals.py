@@ -378,7 +378,7 @@ _linear_lock = threading.Lock()
 _linear_users: list[object] = []
 """Traces that are under way: the first registers, the last one takes it away again."""
 _linear_keys: list[Any] = []
-"""What is registered now."""
+"""The current registration."""
 
 
 def _register_linear() -> None:
@@ -424,7 +424,7 @@ def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
 
 
 class Addresses:
-    """Where tensors' data lay: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
+    """Addresses of tensors' data: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
 
     Source: torch's CUDA graph trees ask this of their own static inputs.
     """

@@ -1,4 +1,4 @@
-"""What a configuration says about its model: the class to build, the number of layers, the longest input."""
+"""Reads from a model's configuration: the class to build, the number of layers, the longest input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asked to run, before anything is looked up."""
+"""The user's request: model, phase and shapes, before anything is looked up."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _ALIGNMENT_BYTES = 16
-"""What cuBLAS asks of an operand's address to load 128 bits at once: a weight that starts elsewhere would slow its own GEMM."""
+"""Alignment of an operand for cuBLAS's 128-bit loads: a weight at another address would slow its GEMM."""
 GEMM_MULTIPLE = _ALIGNMENT_BYTES // 2
 """Elements of 16 bits in that: widths that are no multiple of it get a GEMM for operands aligned to nothing."""
 

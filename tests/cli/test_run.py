@@ -247,7 +247,7 @@ def test_an_interrupted_report_exits_130(run: Run, fake: Core) -> None:
     ran = run("apply", "org/m")
     assert ran.code == 130
     assert "The run was interrupted." in ran.out or "The numbers changed." in ran.out
-    assert "interrupted; what there is lies in fusion-runs" in ran.err
+    assert "interrupted; partial results are in fusion-runs" in ran.err
     assert (only_run() / "report.html").exists()
 
 
@@ -371,7 +371,7 @@ def test_the_first_ctrl_c_waits_for_the_step_and_leaves_a_report(run: Run, fake:
     assert steps == [1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     directory = only_run()
-    assert ran.err.endswith(f"interrupted; what there is lies in {directory}\n  next: fusion-advisor report {directory}\n")
+    assert ran.err.endswith(f"interrupted; partial results are in {directory}\n  next: fusion-advisor report {directory}\n")
     assert "The run was interrupted." in (directory / "report.md").read_text()
     assert (directory / "report.html").is_file()
     assert ran.out == ""

@@ -143,7 +143,7 @@ def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
     assert quality.unsteady(replace(report, after=replace(report.after, wall=narrow))) == ""
     varied = replace(report, after=replace(report.after, wall=wide))
     sentence = quality.unsteady(varied)
-    assert sentence.startswith("Uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. They varied")
+    assert sentence.startswith("Unstable timings, uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. The cause")
     assert sentence in quality.warnings(varied) and sentence in quality.verdict(varied)[1]
 
 

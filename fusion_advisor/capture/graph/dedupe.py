@@ -78,7 +78,7 @@ class _Op:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What one op of dynamo's graph becomes.
+    """The ATen ops that one op of dynamo's graph becomes.
 
     Attributes:
         ops: in order.

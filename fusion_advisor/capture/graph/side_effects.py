@@ -1,4 +1,4 @@
-"""What one call of a model leaves changed (a KV cache, a running count, a buffer), and how to put it back.
+"""Finds the state that one call of a model changes (a KV cache, a running count, a buffer) and restores it.
 
 A step that is measured, traced or checked runs hundreds of times, and each run must be the same work: a decode step that moves
 its cache on by one token would soon write past its end. So one call is watched: every tensor among its arguments and the model's
@@ -36,7 +36,7 @@ _DEEPEST = 4
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """What a call changes outside its result.
+    """State that a call changes outside its result.
 
     Attributes:
         tensors: every tensor written to, by name, live.

@@ -50,7 +50,7 @@ _DTYPES = {
     "unsigned char": "uint8",
     "bool": "bool",
 }
-"""What a trace calls the dtypes of an op's inputs."""
+"""Names of dtypes in a trace."""
 _LET_GO = "TEARDOWN_CUPTI"
 """What Kineto goes by when a trace is over."""
 _NS_PER_US = 1000
