@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_advisor.fuse import after_side
+from fusion_advisor.fuse.after_side import measure_after, measure_others, profile_of, without_doubles
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
@@ -18,7 +19,6 @@ from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph, why_no_grap
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
-from fusion_advisor.fuse.after_side import measure_after, measure_others, profile_of, without_doubles
 from fusion_advisor.fuse.method_notes import method_notes
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE

@@ -18,6 +18,7 @@ from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.errors import ModelInTraining, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
+from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
@@ -26,7 +27,6 @@ from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_al
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.live.fused_model import is_training
 from fusion_advisor.fuse.live.model_check import named_tensors
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan

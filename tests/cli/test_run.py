@@ -208,7 +208,7 @@ def test_apply_reverts_writes_kernels_and_reports(run: Run, fake: Core) -> None:
 def test_the_kernels_of_rewrites_are_files_too(run: Run, fake: Core) -> None:
     fake.report = with_a_copy(applied())
     assert run("apply", "org/m").code == 0
-    assert "fa_permuted_copy" in (only_run() / "kernels" / "R1_permuted_copy_0a1b2c.cu").read_text()
+    assert "fa_permuted_copy" in (only_run() / "kernels" / "fold-constants_permuted_copy_0a1b2c.cu").read_text()
 
 
 def test_kernel_paths_cannot_leave_the_run(run: Run, fake: Core, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def with_a_copy(report: Report) -> Report:
     kernel = RenderedKernel(
         name="fa_permuted_copy_0a1b2c",
         backend="cuda",
-        path="kernels/R1_permuted_copy_0a1b2c.cu",
+        path="kernels/fold-constants_permuted_copy_0a1b2c.cu",
         source=_CUDA.replace("softcap_9c", "permuted_copy_0a1b2c"),
         origin="generated for what a GEMM over patches reads and gives",
         tuning="block 4 x 32 (default)",
@@ -370,8 +370,8 @@ def applied() -> Report:
         fusions=fusions,
         rewrites=(
             GraphRewrite(
-                id="R1",
-                name="constant folding",
+                id="fold-constants",
+                name="folded constants",
                 status=Status.KEPT,
                 reason="The rotary table depends on no input.",
                 sites=1,
@@ -380,7 +380,11 @@ def applied() -> Report:
                 step_delta_ci_ns=(-80_000, -45_000),
             ),
             GraphRewrite(
-                id="R2", name="causal mask", status=Status.NOT_MATCHED, reason="No mask was built in this graph.", sites=0
+                id="drop-masks",
+                name="causal mask → flag",
+                status=Status.NOT_MATCHED,
+                reason="No mask was built in this graph.",
+                sites=0,
             ),
         ),
         model_check=ModelCheck(

@@ -94,8 +94,8 @@ def test_five_thousand_chains_still_fit() -> None:
 
 def test_a_kernel_that_a_rewrite_put_in_is_shown() -> None:
     text = render_markdown(with_a_copy(applied()), 10**6)
-    assert text.count("<details><summary>Source: R1, cuda</summary>") == 1 and "fa_permuted_copy_0a1b2c(" in text
-    assert "Source: R1" not in render_markdown(applied(), 10**6)
+    assert text.count("<details><summary>Source: fold-constants, cuda</summary>") == 1 and "fa_permuted_copy_0a1b2c(" in text
+    assert "Source: fold-constants" not in render_markdown(applied(), 10**6)
     assert is_balanced(text)
 
 

@@ -33,7 +33,7 @@ def test_rows_are_as_long_as_their_head(name: str) -> None:
 def test_every_figure_is_the_reports_own() -> None:
     report = applied()
     by_id = {row["id"]: row for row in rows_of(report, "rewrites")}
-    assert list(by_id) == ["R1", "R2", "F1", "F2", "F3", "F4"]
+    assert list(by_id) == ["fold-constants", "drop-masks", "F1", "F2", "F3", "F4"]
     for fusion in report.fusions:
         row = by_id[fusion.id]
         assert row["step_delta_ns"] == fusion.step_delta_ns
@@ -41,8 +41,8 @@ def test_every_figure_is_the_reports_own() -> None:
         assert row["site_after_ns"] == (fusion.chain_after.median_ns if fusion.chain_after else None)
         assert row["fused_rel_l2"] == (fusion.numerics.fused_rel_l2 if fusion.numerics else None)
         assert (row["sites_found"], row["status"]) == (fusion.receipt.sites_found, fusion.status.value)
-    assert by_id["R1"]["held_bytes"] == report.rewrites[0].held_bytes
-    assert by_id["R1"]["predicted_saving_ns"] == report.rewrites[0].predicted_saving_ns
+    assert by_id["fold-constants"]["held_bytes"] == report.rewrites[0].held_bytes
+    assert by_id["fold-constants"]["predicted_saving_ns"] == report.rewrites[0].predicted_saving_ns
 
     chains = rows_of(report, "chains")
     assert [row["device_ns"] for row in chains] == [chain.device_ns for chain in report.chains]

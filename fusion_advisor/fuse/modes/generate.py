@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse import pipeline
+from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.receipts import reverted

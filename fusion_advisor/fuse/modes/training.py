@@ -12,8 +12,8 @@ from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
 from fusion_advisor.errors import AdvisorError, MissingKernels, NotTrainable, ProfilerAttached
-from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.after_side import WALL_S
+from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress

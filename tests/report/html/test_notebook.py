@@ -92,7 +92,7 @@ def test_whole_numbers_stay_whole_where_some_are_missing() -> None:
 
 
 def test_the_default_is_the_table_that_the_terminal_prints() -> None:
-    assert list(for_notebook(applied()).to_frame()["id"]) == ["R1", "R2", "F1", "F2", "F3", "F4"]
+    assert list(for_notebook(applied()).to_frame()["id"]) == ["fold-constants", "drop-masks", "F1", "F2", "F3", "F4"]
     assert list(for_notebook(profiled()).to_frame()["id"]) == [chain.id for chain in profiled().chains]
     with pytest.raises(UsageError, match="no table `fusions`"):
         for_notebook(applied()).to_frame("fusions")

@@ -278,9 +278,9 @@ def test_a_kernel_that_a_rewrite_put_in_is_shown() -> None:
     assert "fa_permuted_copy" not in render_html(applied())
     html = render_html(with_a_copy(applied()))
     words = Page(html).words
-    card = words[words.index("R1 · constant folding: its kernel") :]
+    card = words[words.index("fold-constants · folded constants: its kernel") :]
     assert "fa_permuted_copy_0a1b2c , cuda, generated for what a GEMM over patches reads and gives" in card
-    assert "kernels/R1_permuted_copy_0a1b2c.cu · block 4 x 32 (default)" in card
+    assert "kernels/fold-constants_permuted_copy_0a1b2c.cu · block 4 x 32 (default)" in card
     assert "__global__" in card
     assert "__global__ void fa_permuted" not in render_html(redact(with_a_copy(applied()), ("source",)))
 

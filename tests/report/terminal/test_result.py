@@ -108,7 +108,7 @@ def test_a_kernel_that_a_rewrite_put_in_is_named_and_shown_if_asked() -> None:
         console.print(details(with_a_copy(applied()), console, **options))
         return printed.getvalue()
 
-    assert "kernels/R1_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
+    assert "kernels/fold-constants_permuted_copy_0a1b2c.cu" in told() and "__global__ void fa_permuted" not in told()
     assert "__global__ void fa_permuted" in told(with_source=True)
 
 
