@@ -99,7 +99,7 @@ def _different(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
         for name, clocks, _ in others
     )
     return [
-        f"The SM clock differed from {base_name}'s ({base.sm_mhz:,} MHz): {differing}. This explains a part of the difference in "
+        f"The SM clock differed from {base_name} ({base.sm_mhz:,} MHz): {differing}. This explains a part of the difference in "
         "time."
     ]
 

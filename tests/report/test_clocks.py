@@ -79,7 +79,7 @@ def test_several_that_differ_and_all_that_are_held_down_are_one_sentence_each():
     report = with_clocks(applied(), slow, Clocks(samples=(sample(1980, "sw_power_cap"),)), **others)
     power, clock = sentences(report, bad=True)
     assert power.endswith("by its power limit: in every reading of every way to run the step.")
-    assert "from that of ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
+    assert "from ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
 
 
 def test_one_step_slower_than_the_rest_does_not_move_the_median():

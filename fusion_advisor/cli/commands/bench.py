@@ -44,11 +44,11 @@ def bench_command(
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", metavar="LIST", help="bf16, fp16, fp32; by default bf16, on a CPU fp32.")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="LIST", help="Only these of ours.")] = None,
+    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="LIST", help="Only these backends.")] = None,
     preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="A sweep of kernel.toml, as `published`.")] = "",
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="A reference other than the first.")] = "",
+    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Another reference than the first.")] = "",
     which: Annotated[
-        Which | None, typer.Option("--which", help="Run this one in a loop, for ncu or nsys; measure nothing.")
+        Which | None, typer.Option("--which", help="Run this contender in a loop, for ncu or nsys; measure nothing.")
     ] = None,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Calls that --which makes.")] = 1_000_000,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave torch.compile out: seconds for each shape.")] = False,

@@ -29,7 +29,7 @@ def compare(
         str,
         typer.Argument(
             metavar="B",
-            help="As A. The same run twice: its eager step against its rewritten one.",
+            help="As A. The same run twice compares its eager and its rewritten step.",
             autocompletion=completion.runs,
         ),
     ],
