@@ -175,7 +175,7 @@ def test_a_training_step_is_profiled_and_not_applied(run: Run, fake: Core) -> No
     assert ran.out.splitlines()[-1] == "next: fusion-advisor explain FA312"
     for target in (("org/m", "--phase", "train"), ("step",)):
         ran = run("apply", *target)
-        assert (ran.code, "error[FA312]: --phase train can be profiled, and not applied" in ran.err) == (2, True)
+        assert (ran.code, "error[FA312]: --phase train can be profiled but not applied" in ran.err) == (2, True)
         assert "help: use torch.compile(model) for training" in ran.err
     assert len(fake.requests) == 1  # nothing was loaded for a command that is refused
     assert run("explain", "FA312").code == 0
