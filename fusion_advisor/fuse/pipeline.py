@@ -102,13 +102,7 @@ def apply_workload(
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
-            free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
-            with kernel_dir_of(options) as kernel_dir:
-                trial = Trial(
-                    options=options, kernel_dir=kernel_dir, progress=progress, device=torch.device(loaded.record.device),
-                    budget_s=budget_s, free_bytes=free_bytes,
-                )  # fmt: skip
-                kept = try_on_top(kept, trial)
+            kept = _on_top(kept, loaded, options, progress, budget_s=budget_s)
         cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
         report = replace(
             report,
@@ -121,6 +115,16 @@ def apply_workload(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
+
+
+def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
+    device = torch.device(loaded.record.device)
+    free_bytes, _ = memory_bytes(device)
+    with kernel_dir_of(options) as kernel_dir:
+        trial = Trial(
+            options=options, kernel_dir=kernel_dir, progress=progress, device=device, budget_s=budget_s, free_bytes=free_bytes
+        )
+        return try_on_top(kept, trial)
 
 
 def _profile(

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
 from fusion_advisor.capture.profile import named_range
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
@@ -61,53 +63,16 @@ def try_fusion(
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
     """
-    base = Fusion(
-        id=planned.id,
-        chain_id=planned.chain.id,
-        kernel=planned.match.kernel,
-        status=Status.PLANNED,
-        reason="",
-        receipt=Receipt(
-            sites_found=len(planned.chain.sites),
-            sites_matched=len(planned.sites),
-            sites_replaced=0,
-            launches_before=planned.chain.launches,
-            launches_after=0,
-        ),
-        original_source=original_source(planned),
-    )
-    maker = backend_named(backend)
+    base = _planned_row(planned)
     chain, roots = bench.first_site(planned)
-    device = roots[0].device
     try:
-        tuned = best_tuning(
-            planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=TuningStore(warn=log)
-        )
-        rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
-        path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
-        started = time.perf_counter_ns()
-        built = maker.build(rendered, path)
-        launch = built.bind(planned.program)
-        build_ns = time.perf_counter_ns() - started
-    except KernelBuildFailed as failure:
-        log(f"{planned.id} {planned.match.kernel}: {failure.__cause__ or failure}")
-        return Trial(fusion=replace(base, status=Status.BUILD_FAILED, reason=str(failure)), built=None)
-    kernel = RenderedKernel(
-        name=rendered.entry,
-        backend=backend,
-        path=f"kernels/{path.name}",
-        source=rendered.source,
-        origin=planned.header.origin,
-        build_ns=build_ns,
-        tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
-        fast_math=fast_math,
-    )
-    base = replace(base, rendered=(kernel,))
-    inputs = [check_chain.layout_of(root) for root in roots]
-    outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
-    try:
-        call = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place)
-        checked = fused_call(rendered.entry, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
+        made = _made(planned, roots[0].device, backend=backend, fast_math=fast_math, kernel_dir=kernel_dir, log=log)
+        base = replace(base, rendered=(made.kernel,))
+        inputs = [check_chain.layout_of(root) for root in roots]
+        outputs = [bench.ops[index].outputs[0] for index in planned.sites[0].outputs]
+        name, launch = made.kernel.name, made.launch
+        call = fused_call(name, launch, inputs, outputs, in_place=chain.in_place)
+        checked = fused_call(name, launch, inputs, outputs, in_place=chain.in_place, is_poisoned=True)
         with named_range(f"fa:{planned.id}:check", is_on=with_nvtx):
             numerics = check_chain.check_chain(chain, checked, roots, seed=seed, fast_math=fast_math, tolerance=tolerance)
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
@@ -123,12 +88,68 @@ def try_fusion(
         base, slower = _timed(bench, planned, base, lambda: chain.run(roots), lambda: call(*roots), with_nvtx=with_nvtx)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
-    installed = bench.install(planned, kernel, built)
+    installed = bench.install(planned, made.kernel, made.built)
     receipt = replace(base.receipt, refusals=installed.refusals)
     if not installed.sites:
         reason = "no site could be replaced: " + installed.refusals[0]
         return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
     return Trial(fusion=replace(base, receipt=receipt), built=installed)
+
+
+def _planned_row(planned: PlannedFusion) -> Fusion:
+    return Fusion(
+        id=planned.id,
+        chain_id=planned.chain.id,
+        kernel=planned.match.kernel,
+        status=Status.PLANNED,
+        reason="",
+        receipt=Receipt(
+            sites_found=len(planned.chain.sites),
+            sites_matched=len(planned.sites),
+            sites_replaced=0,
+            launches_before=planned.chain.launches,
+            launches_after=0,
+        ),
+        original_source=original_source(planned),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    kernel: RenderedKernel
+    built: BuiltKernel
+    launch: Launcher
+
+
+def _made(
+    planned: PlannedFusion,
+    device: torch.device,
+    *,
+    backend: str,
+    fast_math: bool,
+    kernel_dir: Path,
+    log: Callable[[str], None],
+) -> _Made:
+    """Tune, render and build a fusion's kernel."""
+    maker = backend_named(backend)
+    store = TuningStore(warn=log)
+    tuned = best_tuning(planned.program, None, backend, device, header=planned.header, fast_math=fast_math, store=store)
+    rendered = maker.render(planned.program, planned.header, tuning=tuned.tuning, fast_math=fast_math)
+    path = kernel_dir / f"{planned.id}_{planned.match.kernel}{rendered.suffix}"
+    started = time.perf_counter_ns()
+    built = maker.build(rendered, path)
+    launch = built.bind(planned.program)
+    kernel = RenderedKernel(
+        name=rendered.entry,
+        backend=backend,
+        path=f"kernels/{path.name}",
+        source=rendered.source,
+        origin=planned.header.origin,
+        build_ns=time.perf_counter_ns() - started,
+        tuning=f"{built.tuning} ({tuned.text})" if built.tuning else tuned.text,
+        fast_math=fast_math,
+    )
+    return _Made(kernel=kernel, built=built, launch=launch)
 
 
 def _timed(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.decide.keep_rule import PATIENCE, Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
@@ -108,16 +109,22 @@ def choose_graph(
     verdict, step_ns = look(budget_s) if is_timed else (untimed(CUDA_GRAPH.id), 0.0)
     if is_timed and is_unclear(verdict, step_ns, min_gain):
         verdict = once_more(verdict, look(2 * budget_s)[0])
+    predicted_ns = None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns)
+    return _switched(graphs, verdict, predicted_ns)
+
+
+def _switched(graphs: Graphs, verdict: Verdict, predicted_ns: int | None) -> GraphRewrite:
+    """Switch graphs on or off for good, and return their row."""
     graphs.is_on = verdict.status is Status.KEPT
     held = graphs.pool_bytes()
     behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
-    reason = f"{'wall time ' if is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}"
+    reason = f"{'wall time ' if verdict.is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}"
     return replace(
         row_of(CUDA_GRAPH, status=verdict.status, reason=reason, sites=1),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
-        predicted_saving_ns=None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns),
+        predicted_saving_ns=predicted_ns,
         held_bytes=held,
     )

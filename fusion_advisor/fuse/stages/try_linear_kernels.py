@@ -25,7 +25,6 @@ from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed,
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import source_around
-from fusion_advisor.fuse.passes.linear_sites import LINEAR_KERNELS, GemvSite
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions, fits
 from fusion_advisor.fuse.plan.progress import Progress
@@ -36,27 +35,15 @@ from fusion_advisor.fuse.stages.gemm_sites import (
     device_of,
     observe,
     original_of,
-    own_classes,
     why_no_room,
     without_taken,
 )
+from fusion_advisor.fuse.stages.linear_kinds import Kind, find_kinds
 from fusion_advisor.library.spec import read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
 from fusion_advisor.workload.device import is_out_of_memory
-
-_DTYPES = ("float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Sites that one kernel computes."""
-
-    title: str
-    """``rmsnorm_gate_up``: the library's name, or what is in it."""
-    problem: GemvProblem
-    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,23 +139,6 @@ def _with_kernels(
     titles = {row.id: f"{row.id} {row.kernel}" for row in rows}
     fusions = [without_taken(fusion, kept.built, chosen, titles) for fusion in kept.fusions]
     return replace(kept, decision=decision, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
-
-
-def find_kinds(bench: Bench) -> list[Kind]:
-    """Return the sites of all regions by problem: those with a norm first, then by the bytes of their weights."""
-    found: dict[tuple[str, GemvProblem], list[Place]] = {}
-    for region, index_of in zip(bench.live.regions, bench.index_of, strict=True):
-        for site in LINEAR_KERNELS.find(region.graph.graph):
-            if not _is_of_one_dtype(site) or own_classes(region, site.operands):
-                continue
-            place = Place(
-                region=region.index,
-                members=tuple(index_of[node] for node in site.members),
-                inputs=tuple(index_of[node] for node in site.operands),
-            )
-            found.setdefault((_title(site), _problem(site)), []).append(place)
-    kinds = [Kind(title=title, problem=problem, places=tuple(places)) for (title, problem), places in found.items()]
-    return sorted(kinds, key=lambda kind: (not kind.problem.has_norm, -kind.problem.weight_bytes * len(kind.places)))
 
 
 def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: Callable[[str], None]) -> Make | None:
@@ -376,29 +346,3 @@ def _is_wanted(title: str, options: ApplyOptions) -> bool:
 def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
     """Whether one may serve: for many rows there is none in Triton."""
     return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend != "triton")
-
-
-def _is_of_one_dtype(site: GemvSite) -> bool:
-    """Whether all tensors are contiguous and of one 16-bit dtype: float32 GEMMs are no GEMV's, they run in TF32 or in full."""
-    values = [node.meta["val"] for node in (*site.operands, site.result)]
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in values}
-    return len(dtypes) == 1 and dtypes.pop() in _DTYPES and all(value.is_contiguous() for value in values)
-
-
-def _title(site: GemvSite) -> str:
-    parts = ("rmsnorm" * (site.norm is not None), "gate_up" if site.is_gated else "linear", "bias" * site.has_bias)
-    return "_".join(part for part in (*parts, "residual" * (site.residual is not None)) if part)
-
-
-def _problem(site: GemvSite) -> GemvProblem:
-    return GemvProblem(
-        m=site.rows,
-        n=site.columns,
-        k=site.inner,
-        dtype=str(site.result.meta["val"].dtype).removeprefix("torch."),
-        has_norm=site.norm is not None,
-        eps=site.norm.eps if site.norm is not None else 0.0,
-        has_bias=site.has_bias,
-        is_gated=site.is_gated,
-        has_residual=site.residual is not None,
-    )

@@ -390,11 +390,11 @@ def _rewrites(a: Report | None, b: Report | None, *, is_blocked: bool) -> Iterab
 
 
 def _named_rewrites(report: Report | None) -> dict[str, Fusion | GraphRewrite]:
-    """Rewrites by name; where a kernel fuses several chains, the later ones are numbered."""
+    """Kernels by name and other rewrites by id; where a kernel fuses several chains, the later ones are numbered."""
     found: dict[str, Fusion | GraphRewrite] = {}
     rows: tuple[Fusion | GraphRewrite, ...] = () if report is None else (*report.rewrites, *report.fusions)
     for row in rows:
-        name = base = row.kernel if isinstance(row, Fusion) else row.name
+        name = base = row.kernel if isinstance(row, Fusion) else row.id
         number = 1
         while name in found:
             number += 1

@@ -112,7 +112,7 @@ def test_the_kept_rewrite_names_its_kernels(monkeypatch):
     assert padded.rendered == removed.rendered == ()
     assert 1 <= len(kept.rendered) <= 2 and len({kernel.path for kernel in kept.rendered}) == len(kept.rendered)
     for kernel in kept.rendered:
-        assert kernel.path == f"kernels/patches_as_gemm_permuted_copy_{kernel.name.rpartition('_')[2]}.cpp"
+        assert kernel.path == f"kernels/patch-gemm_permuted_copy_{kernel.name.rpartition('_')[2]}.cpp"
         assert f"{kernel.name}(" in kernel.source and "GEMM over patches" in kernel.origin
 
 

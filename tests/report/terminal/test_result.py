@@ -60,7 +60,7 @@ def test_a_narrow_terminal_gets_two_lines_for_a_row() -> None:
     assert lines[at + 1].split() == ["Step", "Verdict"]
     for number, fusion in enumerate((*applied().rewrites, *applied().fusions)):
         name, rest = lines[at + 2 + 2 * number : at + 4 + 2 * number]
-        assert name.startswith(fusion.id) and rest.endswith(shared_rows.VERDICTS[fusion.status].words)
+        assert name.strip().startswith(fusion.id) and rest.endswith(shared_rows.VERDICTS[fusion.status].words)
     assert lines.count("ID  Rewrite") == 1 and "ID  Rewrite" not in shown("applied", 60)
 
 
