@@ -11,12 +11,12 @@ from typing import ClassVar
 
 
 class AdvisorError(Exception):
-    """Base of every mistake a user can mend.
+    """Base class of every mistake that a user can fix.
 
     Class attributes:
-        code: ``FA101`` …; ``fusion-advisor explain CODE`` tells more.
+        code: ``FA101`` …; ``fusion-advisor explain CODE`` prints the long text.
         message: one sentence with ``{facts}`` in it.
-        note: what else is known; left out when empty after formatting.
+        note: further facts; not printed when empty.
         hint: what to do next.
         exit_code: the process's exit code.
     """
@@ -67,7 +67,7 @@ class CannotCapture(AdvisorError):
     code = "FA303"
     message = "`{model_id}` could not be captured: {detail}"
     note = "TorchDynamo captured no graph at all, so there is nothing to rank"
-    hint = "pass a factory that returns the part of the model that is plain PyTorch, or run with -vv for dynamo's own words"
+    hint = "pass a factory that returns the part of the model that is plain PyTorch, or run with -vv for dynamo's message"
     exit_code = 4
 
 
@@ -75,7 +75,7 @@ class NotRepeatable(AdvisorError):
     """A call changes its own arguments in a way that cannot be put back."""
 
     code = "FA308"
-    message = "a second call of `{model_id}` is another one than the first: the call changes its own arguments"
+    message = "the second call of `{model_id}` differs from the first: the call changes its own arguments"
     note = "a step is measured by running it many times, and each run must do the same work"
     hint = "pass a cache of fixed size (transformers: StaticCache), or leave the cache out"
     exit_code = 4
@@ -94,7 +94,7 @@ class NoStaticCache(AdvisorError):
 
 
 class UnknownModel(AdvisorError):
-    """The id names nothing that can be reached."""
+    """No model with this id was found."""
 
     code = "FA101"
     message = "no model `{model_id}` {where}, and no such local directory"
@@ -158,7 +158,7 @@ class BrokenModelDirectory(AdvisorError):
 
 
 class MissingWeights(AdvisorError):
-    """The weights that were asked for by name are not there."""
+    """The requested weights do not exist."""
 
     code = "FA105"
     message = "the weights of `{model_id}` could not be loaded: {detail}"
@@ -176,7 +176,7 @@ class UnknownArchitecture(AdvisorError):
 
 
 class NoExampleInputs(AdvisorError):
-    """The model wants inputs that cannot be made up from its configuration."""
+    """The model needs inputs that its configuration does not describe."""
 
     code = "FA107"
     message = "no example inputs are known for `{model_id}` ({class_name} wants `{wanted}`)"
@@ -229,12 +229,12 @@ class SequenceTooLong(AdvisorError):
 
     code = "FA304"
     message = "{option} {seq_len} is over the {maximum} positions of `{model_id}`"
-    hint = "{option} {most} is the most it takes"
+    hint = "pass {option} {most} or less"
     exit_code = 2
 
 
 class BadFactory(AdvisorError):
-    """The factory cannot be found, or returns something else than a model and its inputs."""
+    """The factory was not found, or does not return a model and its inputs."""
 
     code = "FA305"
     message = "`{factory}` cannot be used: {detail}"
@@ -243,7 +243,7 @@ class BadFactory(AdvisorError):
 
 
 class BadInputFunction(BadFactory):
-    """The function of --input cannot be found, or returns nothing that a model can be called with."""
+    """The function of --input was not found, or returns no arguments for a model."""
 
     code = "FA310"
     message = "--input {factory} cannot be used: {detail}"
@@ -254,7 +254,7 @@ class BadInputFunction(BadFactory):
 
 
 class UnreadableReport(AdvisorError):
-    """A report or capture that is truncated, damaged, or not one of ours."""
+    """A report or capture that is truncated, damaged, or written by another program."""
 
     code = "FA501"
     message = "`{name}` is not readable as a report: {detail}"
@@ -264,7 +264,7 @@ class UnreadableReport(AdvisorError):
 
 
 class UnreadableTrace(UnreadableReport):
-    """A trace that is truncated, damaged, or not one of torch.profiler's."""
+    """A trace that is truncated, damaged, or not written by torch.profiler."""
 
     message = "`{name}` is not a readable trace: {detail}"
     note = "{known}"
@@ -277,13 +277,13 @@ class UnreadableTrace(UnreadableReport):
 class UnsafeName(UnreadableReport):
     """A name in a file that would lead out of the folder it belongs to."""
 
-    message = "`{name}` is no name of a file in `{folder}`: {detail}"
+    message = "`{name}` does not name a file in `{folder}`: {detail}"
     note = "nothing was written there"
-    hint = "this file was not written by fusion-advisor, or was changed since: make the run again"
+    hint = "fusion-advisor did not write this file, or the file was changed: run again"
 
 
 class MissingKernels(AdvisorError):
-    """A trace without the kernels of many launches that it shows."""
+    """Many launches in the trace have no kernel."""
 
     code = "FA502"
     message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
@@ -307,7 +307,7 @@ class UnknownSchema(AdvisorError):
 
     code = "FA503"
     message = "`{name}` follows the schema `{found}`; this version reads `{expected}`"
-    note = "a figure read under the wrong schema would be wrong without looking wrong, so nothing was read"
+    note = "figures read with the wrong schema could be wrong without a sign, so nothing was read"
     hint = "read it with the version that wrote it, or run again with this one"
     exit_code = 9
 
@@ -318,6 +318,16 @@ class UnknownRun(AdvisorError):
     code = "FA504"
     message = "no run `{name}`: {detail}"
     hint = "{known}"
+    exit_code = 9
+
+
+class NoCapture(AdvisorError):
+    """A run whose directory holds no capture, so that nothing can be planned from it."""
+
+    code = "FA511"
+    message = "there is no `{path}`"
+    note = "`profile` and `apply` write the capture; an interrupted run, a traced file and a training step have none"
+    hint = "run `fusion-advisor profile MODEL_ID -o DIR`, then `fusion-advisor plan DIR`"
     exit_code = 9
 
 
@@ -344,8 +354,8 @@ class NumericsFailed(AdvisorError):
 
     code = "FA402"
     message = "numbers changed: {detail}"
-    note = "every rewrite that failed its check was removed; the model computes what it did before"
-    hint = "the report shows each error beside the original's own; without --strict this is a warning"
+    note = "every rewrite that failed its check was removed; the model computes the same as before"
+    hint = "the report shows each error and eager's own error; without --strict this is a warning"
     exit_code = 7
 
 
@@ -354,8 +364,8 @@ class CompileFailed(AdvisorError):
 
     code = "FA401"
     message = "a kernel did not compile: {detail}"
-    note = "the ops it would have replaced still run as they were"
-    hint = "the compiler's own words are in the run's log.txt; without --strict this is a warning"
+    note = "the original ops still run"
+    hint = "the compiler's message is in the run's log.txt; without --strict this is a warning"
     exit_code = 8
 
 
@@ -372,8 +382,8 @@ class FusionIsForInference(AdvisorError):
     """apply was asked for a training step."""
 
     code = "FA312"
-    message = "--phase train can be profiled, and not applied: the fused kernels compute no gradients"
-    note = "a model that is fused runs its original ops wherever gradients are enabled"
+    message = "--phase train can be profiled but not applied: fused kernels compute no gradients"
+    note = "a fused model runs its original ops where gradients are enabled"
     hint = (
         "use torch.compile(model) for training, or Liger's kernels where it knows the model; apply --phase forward for inference"
     )
@@ -393,8 +403,8 @@ class NoTensorOutput(AdvisorError):
     """apply was given a model whose call returns no tensor and writes none."""
 
     code = "FA315"
-    message = "`{model_id}` returns no tensor, so nothing shows whether a fused call computes the same"
-    hint = "wrap it in a module whose forward returns the tensors that matter; `fa.profile` measures it as it is"
+    message = "`{model_id}` returns no tensor, so a fused call cannot be compared with it"
+    hint = "wrap it in a module whose forward returns tensors; `fa.profile` measures it unchanged"
     exit_code = 4
 
 
@@ -402,18 +412,18 @@ class CannotCopy(AdvisorError):
     """A fused model was copied or pickled: its kernels and compiled graphs belong to this process and to this one model."""
 
     code = "FA314"
-    message = "a fused model cannot be copied or pickled: copy or save what `fused.revert()` returns, or its `state_dict()`"
+    message = "a fused model cannot be copied or pickled: copy or save the result of `fused.revert()`, or its `state_dict()`"
     hint = "`fa.apply(copy, inputs, plan=fa.load_plan(run_dir))` puts the same fusions into the copy"
     exit_code = 2
 
 
 class NothingReplaced(AdvisorError):
-    """A fusion was planned, replaced nothing, and --strict was given."""
+    """A planned fusion replaced nothing, and --strict was given."""
 
     code = "FA403"
     message = "a fusion replaced nothing: {detail}"
-    note = "a rewrite that silently does nothing is a bug in the rewrite, not a slow one"
-    hint = "the report's receipt says why each site was left; without --strict this is a warning"
+    note = "a rewrite that does nothing is a bug in the rewrite, not a slow rewrite"
+    hint = "the report's receipt gives the reason for each site; without --strict this is a warning"
     exit_code = 6
 
 
@@ -456,17 +466,17 @@ class PlanMismatch(AdvisorError):
 
 
 class CannotSpecialize(AdvisorError):
-    """A plan that cannot be carried over to another call of the same model."""
+    """A plan that does not fit another call of the same model."""
 
     code = "FA507"
     message = "the plan cannot be carried over to this call: {detail}"
-    note = "the call still runs, on the model's original ops"
+    note = "the call still works, with the model's original ops"
     hint = "make a plan for it with `fa.apply(model, inputs)`, and join the two with `fused.include(other)`"
     exit_code = 9
 
 
 class GateFailed(AdvisorError):
-    """A --fail-on limit was passed."""
+    """A --fail-on limit was exceeded."""
 
     code = "FA701"
     message = "gate failed: {failed}"
@@ -479,7 +489,7 @@ class GateNotJudged(AdvisorError):
 
     code = "FA702"
     message = "gate could not be judged: {missing}"
-    hint = "a gate that cannot be judged does not pass; compare like with like, or leave it out"
+    hint = "a gate that cannot be judged does not pass; compare runs of the same device and workload, or leave the gate out"
     exit_code = 6
 
 
@@ -489,5 +499,5 @@ class NoSuchState(AdvisorError):
     code = "FA508"
     message = "the run `{run}` has no `{state}` step"
     note = "{why}"
-    hint = "leave `:{state}` out, or make the run again so that it measures it"
+    hint = "leave `:{state}` out, or run again and measure that step"
     exit_code = 9

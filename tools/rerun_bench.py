@@ -31,6 +31,7 @@ from fusion_advisor.library.discover import list_kernels
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.timing.kernel_timer import make_clock
 from tests.gpus import visible_gpus
+from tools.rerun_examples import compact
 
 COMMITTED = Path(__file__).parents[1] / "reports" / "examples" / "kernels-h200"
 Job = tuple[KernelSpec, str, Case, str]
@@ -164,9 +165,10 @@ def main() -> int:
         found = [(read_run(part), [int(word) for word in part.with_suffix(".rows").read_text().split()]) for part in parts]
     run = merged(found, len(todo))
     asked.to.mkdir(parents=True, exist_ok=True)
-    (asked.to / "bench.json").write_text(dump_run(run), encoding="utf-8")
+    (asked.to / "bench.json").write_text(compact(dump_run(run)), encoding="utf-8")
     (asked.to / "bench.md").write_text(bench_markdown(run), encoding="utf-8")
-    draw(run, asked.to)
+    if asked.to != COMMITTED:  # the plots take twelve megabytes
+        draw(run, asked.to)
     print(f"{len(run.rows)} rows in {(time.time() - begun) / 60:.1f} minutes")
     return 0
 

@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     records = merged(records)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
+    kept.write_text(json.dumps([asdict(record) for record in records], separators=(",", ":")) + "\n")
     asked.out.write_text(page(records))
     for record in records:
         state = "FAILED" if record.is_failing else "ok"

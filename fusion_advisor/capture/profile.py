@@ -122,7 +122,7 @@ def profile_model(
         traced_steps: how many steps are traced, eager and captured; the median of each is kept.
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
-        note: told one sentence per finished part.
+        note: called with one sentence per finished part.
 
     Returns:
         The record, and the live graphs that ``fuse`` rewrites.

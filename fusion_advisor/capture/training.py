@@ -25,11 +25,11 @@ OWN_LOSS = "the model's own"
 MEAN_LOSS = "the mean of the outputs in fp32"
 _ENGINE = "autograd::engine::evaluate_function: "
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
-"""A number inside a path is a layer's; the last one in a path tells the members of a ``Sequential`` apart."""
+"""A number inside a path is a layer's; the last number in a path distinguishes the members of a ``Sequential``."""
 
 
 class TrainingStep:
-    """One forward and backward pass of a model; gradients are made anew in every call.
+    """One forward and backward pass of a model; every call computes new gradients.
 
     Attributes:
         loss: what the backward pass begins at, in words; known after the first call.

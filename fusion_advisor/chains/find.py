@@ -13,11 +13,11 @@ so a grown group tries its other producers again: a norm whose result a rotation
 
 At the end, neighbouring groups of equal ops that read one value (queries and keys, turned by the same tables) may share a launch
 though neither feeds the other, where the caller says that it has a kernel for the two. Likewise a group may take in the op that
-copies its result into rows of a tensor which the call was given (a KV cache), and the one beside it that copies another value to
+copies its result into rows of a tensor which the call was given (a KV cache), and a second op that copies another value to
 the same rows. Only there does a write join a group: nobody else may read or write that tensor between the group's first op and
 its launch, in the ops' order or in that of the launches.
 
-A group whose kernel the caller leaves out may come apart again: a part of it for which there is a kernel then stands by itself.
+If the caller leaves a group's kernel out, the group may be split again: a part that has a kernel becomes a group of its own.
 
 Needs no torch: it works on the records of ``capture.json``.
 """
@@ -33,7 +33,7 @@ from fusion_advisor.records.op_facts import reads_by_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What ``judge`` says of a candidate group."""
+    """Answer of ``judge`` about a candidate group."""
 
     is_fusible: bool
     floor_bytes: int = 0

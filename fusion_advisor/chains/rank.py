@@ -26,7 +26,7 @@ smallest launch as well, for a kernel of a microsecond or two gains nothing."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A chain row with the groups behind it, and the refusal where no kernel can compute it."""
+    """A chain row with its groups, and the refusal if no kernel can compute it."""
 
     chain: Chain
     groups: tuple[Group, ...]
@@ -100,7 +100,7 @@ def signature(ops: Sequence[OpNode], group: Group) -> str:
 
 
 def _layout(meta: TensorMeta) -> str:
-    # Offsets of sliced inputs are kept: two slices of one tensor are told apart by them.
+    # Offsets of sliced inputs are kept: they distinguish two slices of one tensor.
     return f"{meta.dtype}{list(meta.shape)}{list(meta.stride)}+{meta.offset}"
 
 
@@ -149,15 +149,15 @@ def _site(capture: Capture, group: Group, launches: Mapping[int, Sequence[Launch
         return sum(launch.duration_ns for launch in launches.get(index, ()))
 
     computing = [index for index in group.members if ops[index].op_class is not OpClass.VIEW]
-    dearest = ops[max(computing, key=time_ns)]
+    slowest = ops[max(computing, key=time_ns)]
     return Site(
         op_indices=group.members,
         module_path=common_path([ops[index].module_path for index in computing]),
-        source_file=dearest.source_file,
-        source_line=dearest.source_line,
-        source_text=dearest.source_text,
+        source_file=slowest.source_file,
+        source_line=slowest.source_line,
+        source_text=slowest.source_text,
         device_ns=sum(time_ns(index) for index in group.members),
-        runs=capture.runs_of(dearest),
+        runs=capture.runs_of(slowest),
     )
 
 

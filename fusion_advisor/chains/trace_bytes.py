@@ -1,4 +1,4 @@
-"""What a trace's recorded shapes tell about bytes: ``Input Dims`` hold what an op reads, never what it writes.
+"""Estimates bytes from a trace's recorded shapes: ``Input Dims`` hold what an op reads, never what it writes.
 
 Both figures lean to one side on purpose, so that a bound on a saving stays an upper bound: the floor counts only what one kernel
 could not do without, and the rate counts all that a kernel may have moved.

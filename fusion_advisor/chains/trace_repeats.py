@@ -29,7 +29,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """What was found in a trace's runs."""
+    """Repeats found in a trace's runs."""
 
     found: tuple[Repeat, ...]
     """In the order in which they were taken."""
@@ -87,7 +87,7 @@ def _taken(
 def _grouped(
     runs: Sequence[Sequence[Hashable]], costs: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], list[_Fragment], list[_Fragment]]:
-    """Put equal runs together, dearest first: (their numbers, what can be searched, what is beyond that)."""
+    """Group equal runs, most expensive first: (their numbers, what can be searched, what is beyond that)."""
     equal: dict[tuple[Hashable, ...], list[int]] = {}
     for number, run in enumerate(runs):
         equal.setdefault(tuple(run), []).append(number)

@@ -1,4 +1,4 @@
-"""The program: commands are put together here, and errors end here.
+"""The program: registers the commands and prints their errors.
 
 Nothing heavy is imported on the way: ``--help`` answers while torch would still be loading.
 """
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.commands import apply, compare, doctor, explain, kernels, profile, report
+from fusion_advisor.cli.commands import apply, compare, doctor, explain, kernels, plan, profile, report
 from fusion_advisor.cli.common.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.common.help import Command, Group
 from fusion_advisor.cli.common.run_dir import tool_version
@@ -33,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("profile", cls=Command)(profile.profile)
+app.command("plan", cls=Command)(plan.plan)
 app.command("apply", cls=Command)(apply.apply)
 app.command("report", cls=Command)(report.report)
 app.command("compare", cls=Command)(compare.compare)
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_of(error: Exception, settings: Settings) -> int:
-    """Tell a full disk behind stdout from a bug of ours; return the exit code."""
+    """Distinguish a full disk from a bug; return the exit code."""
     if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
         print_bug(error, settings)
         return BUG
@@ -103,13 +104,13 @@ def _end_of(error: Exception, settings: Settings) -> int:
 
 
 def _interrupted(settings: Settings) -> list[str]:
-    """Say what an interrupted command leaves behind, and how to look at it."""
+    """Name the files of an interrupted command, and the command that shows them."""
     if settings.log_path is None:
         return ["interrupted"]
     folder = settings.log_path.parent
     if not (folder / "report.json").is_file():
         return [f"interrupted before anything was measured; the log is {settings.log_path}"]
-    return [f"interrupted; what there is lies in {folder}", f"  next: {shlex.join(['fusion-advisor', 'report', str(folder)])}"]
+    return [f"interrupted; partial results are in {folder}", f"  next: {shlex.join(['fusion-advisor', 'report', str(folder)])}"]
 
 
 def print_error(error: AdvisorError, settings: Settings) -> None:
@@ -127,7 +128,7 @@ def print_error(error: AdvisorError, settings: Settings) -> None:
 
 
 def print_bug(error: Exception, settings: Settings) -> None:
-    """Print what is no user's mistake."""
+    """Print an unexpected exception as a bug."""
     lines = [
         f"error: bug in fusion-advisor: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from fusion_advisor.records.capture import Capture
 from fusion_advisor.records.chain import Chain, Match, NoMatch, Site
 from fusion_advisor.records.graph import Arg, Launch, OpClass, OpNode, Ref, TensorMeta
+from fusion_advisor.records.plan import ChainPlan, PlanPreview, RewriteCandidate
 from fusion_advisor.records.report import Report
 from fusion_advisor.records.rewrite import (
     ULP_ENDS,
@@ -58,6 +59,7 @@ __all__ = [
     "Baseline",
     "Capture",
     "Chain",
+    "ChainPlan",
     "ClockSample",
     "Clocks",
     "DataQuality",
@@ -78,10 +80,12 @@ __all__ = [
     "Numerics",
     "OpClass",
     "OpNode",
+    "PlanPreview",
     "Receipt",
     "Ref",
     "RenderedKernel",
     "Report",
+    "RewriteCandidate",
     "RewriteStage",
     "Site",
     "Status",

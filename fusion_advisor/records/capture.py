@@ -10,7 +10,7 @@ from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Everything that was seen; enough to find, rank, match and plan with no GPU (``capture.json``)."""
+    """The whole observation of a step; enough to find, rank, match and plan with no GPU (``capture.json``)."""
 
     workload: Workload
     environment: Environment
@@ -23,7 +23,7 @@ class Capture:
     bandwidth: Bandwidth
     quality: DataQuality
     region_runs: tuple[int, ...] = ()
-    """How often a step runs each captured graph; empty: once each."""
+    """Runs of each captured graph in one step; empty: once each."""
 
     def runs_of(self, op: OpNode) -> int:
         """Return how often a step runs an op."""

@@ -18,7 +18,7 @@ class Site:
     device_ns: int
     """Of all its runs in a step."""
     runs: int = 1
-    """How often a step runs it: layers with a graph break in them share one graph, and this place in it."""
+    """Runs in one step: layers with a graph break in them share one graph, and so this site."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Chain:
     share: float
     """Of the captured step's device time."""
     moved_bytes: int
-    """What the unfused ops read and write, all runs of all sites together."""
+    """Bytes that the unfused ops read and write, all runs of all sites together."""
     floor_bytes: int
     """Each outer input read once, each outer output written once, all runs of all sites together."""
     floor_ns: int
@@ -67,11 +67,11 @@ class Match:
     constants: tuple[tuple[str, float], ...] = ()
     """Constants bound from the graph, e.g. ``("eps", 1e-06)``."""
     operands: tuple[str, ...] = ()
-    """What the kernel calls the chain's operands, in the launch's order; empty where they have no names of a kernel's."""
+    """The kernel's names for the chain's operands, in launch order; empty for generated kernels."""
     named_values: tuple[tuple[int, str], ...] = ()
     """The chain's values that are constants of the kernel, counted through its loop nests, and their names."""
     source: str = ""
-    """Where the kernel's idea comes from."""
+    """Source of the kernel's idea."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

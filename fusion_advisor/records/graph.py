@@ -28,11 +28,11 @@ class Ref:
 
 
 Arg = Ref | int | float | bool | str | None | tuple["Arg", ...]
-"""What an op's argument may be; lists become tuples, dtypes become ``dtype:float32``, devices ``device:cuda``."""
+"""An op's argument; lists become tuples, dtypes become ``dtype:float32``, devices ``device:cuda``."""
 
 
 class OpClass(enum.StrEnum):
-    """What an op is to the advisor; decided by what it computes and aliases, never by a kernel's name."""
+    """Class of an op, decided by its computation and aliasing, never by a kernel's name."""
 
     INPUT = "input"
     VIEW = "view"

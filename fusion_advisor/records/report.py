@@ -31,12 +31,12 @@ class Report:
     fusions: tuple[Fusion, ...] = ()
     rewrites: tuple[GraphRewrite, ...] = ()
     findings: tuple[Finding, ...] = ()
-    """What would be faster without any kernel of ours."""
+    """Changes that need no kernel of ours."""
     model_check: ModelCheck | None = None
     tolerance: Tolerance | None = None
     """Set by ``--rtol`` and ``--atol``; None: eager's own error is the limit."""
     frozen: tuple[FrozenValue, ...] = ()
-    """What is held under the contract of ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
+    """Values frozen under ``--freeze``; empty: the fused model follows every write to a weight or a buffer."""
     keep: str = "paying"
     """``verified``: what stays has passed its checks and was not chosen by time."""
     is_exact: bool = False
@@ -48,13 +48,13 @@ class Report:
     step_after: Timing | None = None
     """… and with all kept ones, interleaved with it."""
     baseline: str = "eager"
-    """What the headline compares with: ``eager``, ``compile`` or ``both``."""
+    """Baseline of the headline: ``eager``, ``compile`` or ``both``."""
     baselines: tuple[Baseline, ...] = ()
     """The same step run in other ways, where that was measured; shown also where they are the faster ones."""
     warm_up: WarmUp | None = None
     """Of a plan that was kept."""
     launch_cost_ns: int = 0
-    """The captured step less the sum of its kernels, per launch: what a launch costs beside its kernel, as this run timed it; at
+    """The captured step less the sum of its kernels, per launch: time that a launch adds to its kernel in this run; at
     most what the smallest kernel takes with its launch."""
     copy_cost_share: float = 1.0
     """In reports of before steps were timed after rests: what the step took longer for a nanosecond of copies in it, measured at
@@ -68,7 +68,7 @@ class Report:
     launch_verdict: LaunchVerdict | None = None
     """None on a CPU."""
     gates: tuple[Gate, ...] = ()
-    """What ``--fail-on`` asked for, judged."""
+    """Judged ``--fail-on`` rules."""
     durations_s: tuple[tuple[str, float], ...] = ()
     """Seconds per phase of the run."""
     warnings: tuple[str, ...] = ()

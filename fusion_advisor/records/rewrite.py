@@ -10,7 +10,7 @@ from fusion_advisor.records.tuning import Tuning
 
 
 class Status(enum.StrEnum):
-    """What became of a rewrite. A timing may exist only where numbers passed."""
+    """Verdict on a rewrite. A timing may exist only where numbers passed."""
 
     PLANNED = "planned"
     KEPT = "kept"
@@ -56,7 +56,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Error of the fused kernel against a higher-precision oracle, beside the original ops' own error."""
+    """Error of the fused kernel against a higher-precision oracle, and the original ops' own error."""
 
     oracle: str
     """``float64`` or ``float32``."""
@@ -72,14 +72,14 @@ class Numerics:
     nonfinite_mismatches: int = 0
     """Positions where exactly one of fused and oracle is NaN or Inf."""
     inputs: str = ""
-    """What was tried: ``the site's own tensors; random ×3``."""
+    """Inputs of the check: ``the site's own tensors; random ×3``."""
     fused_ulps: tuple[int, ...] = ()
     """Elements by distance from the oracle rounded to their own dtype, in the bins of :data:`ULP_ENDS`; what is NaN or infinite
     on either side is in none. Empty for integers and in reports that were written before they were counted."""
     eager_ulps: tuple[int, ...] = ()
     """The same of the original ops."""
     faults: tuple[str, ...] = ()
-    """What special values, a second call or guarded memory showed, one sentence each; any of them refuses the kernel."""
+    """Faults shown by special values, a second call or guarded memory, one sentence each; any fault refuses the kernel."""
     declared: tuple[str, ...] = ()
     """Differences from the original ops on special values that do not refuse it, one sentence each."""
     bit_equal_elements: int = 0
@@ -95,7 +95,7 @@ class Numerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a fusion did to the live model: the answer to "it silently did nothing"."""
+    """Effect of a fusion on the live model: the answer to "it silently did nothing"."""
 
     sites_found: int
     sites_matched: int
@@ -157,7 +157,7 @@ class Fusion:
     original_source: tuple[tuple[int, str], ...] = ()
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
-    """What its kernel has to move at one site, weights among it; None where its chain tells."""
+    """Bytes that its kernel moves at one site, weights included; None where its chain has the figure."""
 
     def __post_init__(self) -> None:
         passed = self.numerics is not None and self.numerics.is_passed
@@ -208,7 +208,7 @@ class Finding:
     """``N1`` …, by gain."""
     title: str
     reason: str
-    """What was seen, with its figures."""
+    """The observation, with its figures."""
     change: str
     """One line of code, or one sentence where no line does it."""
     gain_ns: int

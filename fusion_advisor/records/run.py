@@ -1,4 +1,4 @@
-"""What was run, on which machine, and how it was timed."""
+"""Records of the workload, the machine and the timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion_advisor.records.graph import TensorMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was run: a model, its inputs and how they were made."""
+    """The workload: a model, its inputs and how they were made."""
 
     model_id: str
     phase: str
@@ -36,7 +36,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where it was run. Host names, users and variables are left out on purpose."""
+    """The machine. Host names, users and variables are left out on purpose."""
 
     device_name: str
     device_kind: str
@@ -56,7 +56,7 @@ class Environment:
     tool: str = ""
     """fusion-advisor's own version."""
     commit: str = ""
-    """Of the checkout that it runs from, ``, changed`` behind it where tracked files were; empty where it is installed."""
+    """Of the checkout that it runs from, with ``, changed`` where tracked files were; empty where it is installed."""
     templates: str = ""
     """The first 12 digits of the SHA-256 of its templates and kernels."""
     container: str = ""
@@ -65,7 +65,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSample:
-    """What NVML said of the device at one moment; None where it does not say."""
+    """NVML's readings of the device at one moment; None where NVML gives no value."""
 
     sm_mhz: int | None = None
     memory_mhz: int | None = None
@@ -107,7 +107,7 @@ class Timing:
     clocks: Clocks | None = None
     """None on a CPU, where they were not looked for, and in reports that were written before they were."""
     rest: float = 0.0
-    """For so many times as long as the last run the device was idle ahead of each, so that its power limit held none down."""
+    """Idle time before each run, as a multiple of the previous run, so that the power limit does not throttle it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

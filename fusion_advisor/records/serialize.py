@@ -35,6 +35,7 @@ from fusion_advisor.records.soundness import Unsound, check_capture, check_repor
 REPORT_SCHEMA = "fusion-advisor/1"
 CAPTURE_SCHEMA = "fusion-advisor-capture/1"
 TRACE_SCHEMA = "fusion-advisor-trace/1"
+PLAN_SCHEMA = "fusion-advisor-plan/1"
 
 T = TypeVar("T")
 
@@ -323,7 +324,7 @@ def _parse(text: str | bytes, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
-    """What a hint allows. One object stands for a hint: to hash typing's own takes longer than to read what they describe."""
+    """Types that a hint allows. Each hint has one such object, because hashing typing's own hints is slower than reading."""
 
     options: tuple[Any, ...]
     plain: frozenset[type]

@@ -1,6 +1,6 @@
-"""What a record's types cannot say: that its indices lie in range, its sizes are not negative, its names lead nowhere.
+"""Checks that types cannot express: a record's indices are in range, sizes are not negative, names stay inside their folder.
 
-A file that passes here may still be wrong. It cannot make a reader fail: what is looked up is there, what is divided by is not 0.
+A file that passes may still be wrong, but no reader fails on it: every index exists, and no divisor is 0.
 """
 
 from __future__ import annotations

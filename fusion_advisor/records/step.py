@@ -46,7 +46,7 @@ class StepProfile:
     """Un-profiled device time of the step (CUDA graph replay); None on a CPU."""
     peak_memory_bytes: int = 0
     attention: tuple[tuple[str, int, int], ...] = ()
-    """What ran scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
+    """Backends of scaled_dot_product_attention: (``cudnn``, ``flash``, ``efficient`` or ``math``, kernels, ns), largest first."""
     timeline: Timeline | None = None
     """None in reports that were written before it was kept."""
 
@@ -76,7 +76,7 @@ class WarmUp:
     phases_s: tuple[tuple[str, float], ...]
     """Seconds by phase, in order; together they are the whole."""
     build_s: float
-    """What compiling the kernels took when they were first built; not part of the whole, for compilers keep what they made."""
+    """Time to compile the kernels when they were first built; not part of the whole, because compilers cache their results."""
 
     @property
     def seconds(self) -> float:
@@ -178,12 +178,12 @@ class Training:
     """A training step by its parts: kernel time of the traced step."""
 
     loss: str
-    """What the backward pass begins at, in words."""
+    """Start of the backward pass, in words."""
     forward_ns: int
     """The loss included."""
     backward_ns: int
     modules: tuple[ModuleTime, ...]
-    """Dearest first; together they are the whole step."""
+    """Most expensive first; together they are the whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

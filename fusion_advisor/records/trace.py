@@ -1,4 +1,4 @@
-"""What a trace file without its model tells."""
+"""Records of a trace file without its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TraceKernel:
     """As in :attr:`Launch.category`."""
     count: int
     device_ns: int
-    """Where kernels overlap, the time counts for the one that began first."""
+    """Overlapping time counts for the kernel that began first."""
     share: float
     """Of the time in which the device was busy."""
 
@@ -39,7 +39,7 @@ class TraceChain:
     saving_bound_ns: int | None
     """Upper bound, all sites together; None where the trace does not tell the bytes."""
     floor_bytes: int | None
-    """What one kernel per site must move at least, all sites together; None where the trace does not tell."""
+    """Least bytes that one kernel per site moves, all sites together; None where the trace has no shapes."""
     kernel: str = ""
     """The library kernel whose ops have these names; a hint and no match, for a trace shows no data flow."""
     is_whole: bool = True
@@ -48,7 +48,7 @@ class TraceChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReport:
-    """What a trace of torch.profiler tells without the model."""
+    """Findings from a torch.profiler trace without the model."""
 
     trace: str
     """The file, as it was named."""
@@ -84,5 +84,5 @@ class TraceReport:
     bytes_per_s: int | None
     """Fastest rate of any pointwise kernel in the trace whose bytes are known; what the bounds are reckoned with."""
     unknown: tuple[str, ...]
-    """What this trace cannot tell, one sentence each."""
+    """Limits of this trace, one sentence each."""
     warnings: tuple[str, ...] = ()

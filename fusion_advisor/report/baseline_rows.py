@@ -1,4 +1,4 @@
-"""The step run in other ways beside ours, and predictions beside measurements: rows and sentences that all views share."""
+"""Baselines of the step, and predictions against measurements: rows and sentences that all views share."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def against_others(report: Report) -> list[str]:
 
 
 def cost_line(report: Report) -> str:
-    """What ours loses against the best other way where that is faster: the kind of kernel, and the dearest kernel of it."""
+    """If another way is faster than ours: the kind of kernel that loses the time, and its most expensive kernel."""
     own, peer = own_wall(report), best_peer(report)
     if own is None or peer is None or report.after is None or is_unchanged(report) or peer[1].median_ns >= own.median_ns:
         return ""
@@ -119,8 +119,8 @@ def cost_line(report: Report) -> str:
     begin = f"{peer[0]} is faster by {units.duration(own.median_ns - peer[1].median_ns)}"
     if ns <= 0:
         return f"{begin} although its kernels take no less: the difference is the host's."
-    dearest = max((row for row in report.after.kernels if _kind(row[1]) == kind), key=lambda row: row[3], default=None)
-    name = f", most of all in {visible(dearest[0], 80)} ({units.duration(dearest[3])})" if dearest else ""
+    slowest = max((row for row in report.after.kernels if _kind(row[1]) == kind), key=lambda row: row[3], default=None)
+    name = f", most of all in {visible(slowest[0], 80)} ({units.duration(slowest[3])})" if slowest else ""
     return f"{begin}: ours spends {units.duration(ns)} more in {kind} kernels{name}."
 
 
@@ -195,10 +195,10 @@ def warm_up_line(report: Report) -> str:
         return ""
     phases = ", ".join(f"{name} {units.seconds(taken)}" for name, taken in warm.phases_s)
     compiled = next((row for row in report.baselines if row.name == f"{COMPILED}default" and row.first_call_s is not None), None)
-    beside = "" if compiled is None else f" torch.compile's first call took {units.seconds(compiled.first_call_s or 0.0)}."
+    first_call = "" if compiled is None else f" torch.compile's first call took {units.seconds(compiled.first_call_s or 0.0)}."
     return (
         f"Warm-up: {units.seconds(warm.seconds)} from the saved plan to the first fused step ({phases}); building its kernels "
-        f"took {units.seconds(warm.build_s)}, once.{beside}"
+        f"took {units.seconds(warm.build_s)}, once.{first_call}"
     )
 
 
@@ -217,21 +217,21 @@ def prediction_error(report: Report) -> tuple[float, int] | None:
 
 
 def prediction_line(report: Report) -> str:
-    """How far predictions and measurements lie apart; empty where no kept rewrite has both."""
+    """Median error of the predictions; empty where no kept rewrite has a prediction and a measurement."""
     found = prediction_error(report)
     if found is None:
         return ""
     error, count = found
     cost = report.launch_cost_ns
-    launch = f"; a launch costs this step {units.duration(cost)} beside its kernel" if cost else ""
+    launch = f"; a launch adds {units.duration(cost)} to its kernel" if cost else ""
     return (
-        f"Prediction: the savings expected of {plural(count, 'kept rewrite')} are off the measured ones by {units.share(error)} "
-        f"in the median{launch}.{_at_power_limit(report)}"
+        f"Prediction: estimates missed the measured savings by {units.share(error)} (median of {plural(count, 'kept rewrite')})"
+        f"{launch}.{_at_power_limit(report)}"
     )
 
 
 def _at_power_limit(report: Report) -> str:
-    """What was measured there; empty where no limit held the step down."""
+    """Costs measured at the power limit; empty where the limit did not throttle the step."""
     copies, launches = report.copy_cost_share, report.short_launch_cost_share
     if min(copies, launches) >= 1:
         return ""
@@ -242,13 +242,13 @@ def _at_power_limit(report: Report) -> str:
 
 
 def predicted(row: Fusion | GraphRewrite) -> str:
-    """What a rewrite was expected to change, signed as what was measured; a dash where no figure says."""
+    """A rewrite's predicted change, signed like the measured change; a dash without a prediction."""
     saving_ns = predicted_ns(row)
     return "–" if saving_ns is None else units.delta(-saving_ns)
 
 
 def predicted_ns(row: Fusion | GraphRewrite) -> int | None:
-    """What a rewrite was expected to save; None for what was not timed alone.
+    """A rewrite's predicted saving; None for rewrites that were not timed alone.
 
     In reports of before linears' kernels were timed against what the step had in their places, 0 stands for no figure.
     """

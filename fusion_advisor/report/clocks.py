@@ -1,4 +1,4 @@
-"""The device's clocks while steps were timed, in words: what they were, whether they were held down, whether sides differ."""
+"""The device's clocks while steps were timed, in words: values, throttling, differences between steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _THROTTLES = {
     "hw_thermal_slowdown": "temperature (hardware)",
     "hw_power_brake_slowdown": "external power brake",
 }
-"""What holds the clock below what the device could run at: NVML's name and ours."""
+"""Reasons for a clock below the device's maximum: NVML's name and ours."""
 
 
 def rows(report: Report) -> list[tuple[bool, str]]:
-    """What is said under data quality: (whether it speaks against the figures, sentence)."""
+    """Sentences for data quality: (whether it weakens the figures, sentence)."""
     found = [(name, timing.clocks) for name, timing in others.timed(report)]
     first = found[0][1] if found else None
     if report.environment.device_kind == "cpu":
@@ -51,15 +51,15 @@ def environment_rows(report: Report) -> list[tuple[str, str]]:
 def state(clocks: Clocks) -> str:
     """One side's samples: ranges of clocks, temperature and power, and how many there are."""
     every = clocks.samples
-    told = (
+    readings = (
         ("SM ", _range([one.sm_mhz for one in every]), " MHz"),
         ("memory ", _range([one.memory_mhz for one in every]), " MHz"),
         ("", _range([one.temperature_c for one in every]), " °C"),
         ("", _range([one.power_mw for one in every], 1000), " W"),
         ("power limit ", _range([one.power_limit_mw for one in every], 1000), " W"),
     )
-    words = ", ".join(f"{name}{values}{unit}" for name, values, unit in told if values)
-    return f"{words or 'NVML told nothing'} ({plural(len(every), 'reading')})"
+    words = ", ".join(f"{name}{values}{unit}" for name, values, unit in readings if values)
+    return f"{words or 'NVML returned nothing'} ({plural(len(every), 'reading')})"
 
 
 def difference(one_name: str, one: Clocks | None, other_name: str, other: Clocks | None) -> str:
@@ -80,27 +80,27 @@ def _throttled(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
         counts = [
             (name, sum(reason in (one.reasons or ()) for one in clocks.samples), len(clocks.samples)) for name, clocks in seen
         ]
-        told = [f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in counts if count]
-        is_always = len(told) == len(counts) > 1 and all(count == total for _, count, total in counts)
-        where = "in every reading of every way to run the step" if is_always else ", ".join(told)
+        limits = [f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in counts if count]
+        is_always = len(limits) == len(counts) > 1 and all(count == total for _, count, total in counts)
+        where = "in every reading of every way to run the step" if is_always else ", ".join(limits)
         if where:
-            sentences.append(f"The device's clock was held down while steps were timed, by its {words}: {where}.")
+            sentences.append(f"The device's clock was throttled while steps were timed, by its {words}: {where}.")
     return sentences
 
 
 def _different(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
-    """Compare each side with ours, or with eager where nothing was applied; several are told in one sentence."""
+    """Compare each side with ours, or with eager where nothing was applied; one sentence names all."""
     base_name, base = next(((name, clocks) for name, clocks in seen if name == OURS), seen[0])
     others = [(name, clocks, text) for name, clocks in seen if (text := difference(base_name, base, name, clocks))]
     if len(others) < 2:
         return [text for _, _, text in others]
-    told = ", ".join(
+    differing = ", ".join(
         f"{name} {clocks.sm_mhz:,} MHz ({units.relative_change(base.sm_mhz or 0, clocks.sm_mhz or 0)})"
         for name, clocks, _ in others
     )
     return [
-        f"The SM clock differed from that of {base_name} ({base.sm_mhz:,} MHz): {told}. A part of their differences in time is "
-        "the clock's."
+        f"The SM clock differed from {base_name} ({base.sm_mhz:,} MHz): {differing}. This explains a part of the difference in "
+        "time."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The run in one sentence: the verdict that stands at the head of every view, and what must be said beside it."""
+"""The run in one sentence: the verdict at the head of every view, and its caveats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion_advisor.report.quality import is_unsteady
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The run in one sentence, and what must be said beside it."""
+    """The run in one sentence, and its caveats."""
 
     tone: str
     text: str

@@ -55,14 +55,14 @@ def is_unsteady(timing: Timing) -> bool:
 
 def unsteady(report: Report) -> str:
     """Name the ways that varied while they were timed; empty where there is none."""
-    told = [
+    varied = [
         f"{name} {units.duration(wall.median_ns)} {units.duration_interval(wall.ci_low_ns, wall.ci_high_ns)}"
         for name, wall in baseline_rows.timed(report)
         if is_unsteady(wall)
     ]
-    if not told:
+    if not varied:
         return ""
     return (
-        f"Uncertain by more than {MOST_SPREAD:.0%}: {', '.join(told)}. They varied while they were timed, and "
-        "nothing here tells why: another run may find another median, and another ratio to it."
+        f"Unstable timings, uncertain by more than {MOST_SPREAD:.0%}: {', '.join(varied)}. The cause is not known: another "
+        "run may find another median and another ratio. Rerun on an idle machine."
     )

@@ -1,6 +1,6 @@
 """A report without what its reader must not see: source code, file paths, or the machine.
 
-Figures stay as they are. Views of what is returned are views of that report, so they agree with the JSON written beside them.
+Figures stay as they are. All views are made from the returned report, so they agree with the JSON in the same folder.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from fusion_advisor.records import Environment, Fusion, GraphRewrite, RenderedKernel, Report
 
 PARTS = ("source", "paths", "env")
-"""What can be taken out: code of the model and of kernels; names of files and folders; the machine beside its device."""
-_IN_WORDS = {"source": "source code", "paths": "names of files and folders", "env": "the machine beside its device"}
+"""Parts that can be removed: code of the model and of kernels; names of files and folders; the machine except its device."""
+_IN_WORDS = {"source": "source code", "paths": "names of files and folders", "env": "the machine except its device"}
 
 T = TypeVar("T")
 

@@ -118,7 +118,7 @@ def context_line(report: Report) -> str:
 
 
 def caveats(report: Report) -> tuple[str, ...]:
-    """What limits the figures' meaning, in sentences; shown wherever the headline is shown."""
+    """Caveats of the figures, in sentences; shown with every headline."""
     work, lines = report.workload, []
     if work.layers is not None:
         whole = f" of {work.total_layers}" if work.total_layers else ""
@@ -128,7 +128,7 @@ def caveats(report: Report) -> tuple[str, ...]:
             "Random weights: speed does not depend on them, but the numerics say nothing about a trained model's accuracy."
         )
     if report.tolerance is not None:
-        lines.append(f"The numerics are held to a limit that was asked for, not to eager's own error: {report.tolerance}.")
+        lines.append(f"The limit on errors is the user's, not eager's own error: {report.tolerance}.")
     if report.frozen:
         lines.append(_contract(report.frozen))
     if report.keep == "verified":
@@ -146,7 +146,7 @@ def caveats(report: Report) -> tuple[str, ...]:
 
 
 def _contract(frozen: Sequence[FrozenValue]) -> str:
-    """What the user of a model with frozen values must keep to, and of which tensors these were made."""
+    """The contract of a model with frozen values, and the tensors that the values were made from."""
     sources = list(dict.fromkeys(source for value in frozen for source in value.sources))
     named = ", ".join(visible(source, 60) for source in sources[:_MOST_SOURCES])
     more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
@@ -158,7 +158,7 @@ def _contract(frozen: Sequence[FrozenValue]) -> str:
 
 
 def generation_lines(report: Report) -> tuple[str, ...]:
-    """What a whole call of ``generate`` took and whether its tokens are eager's; nothing for a single step."""
+    """Time of a whole ``generate`` call and whether its tokens are eager's; empty for a single step."""
     call = report.generation
     if call is None:
         return ()
@@ -188,7 +188,7 @@ def generation_lines(report: Report) -> tuple[str, ...]:
 
 
 def step_lines(report: Report) -> tuple[str, ...]:
-    """What is to be said of a step that is more than one forward pass."""
+    """Sentences about a step that is more than one forward pass."""
     if report.training is None:
         return generation_lines(report)
     return (
@@ -198,7 +198,7 @@ def step_lines(report: Report) -> tuple[str, ...]:
 
 
 def module_rows(report: Report, limit: int) -> tuple[tuple[str, str, str, str, str, str], ...]:
-    """Modules of a training step, dearest first: (path, modules, launches, forward, backward, share); none for another phase."""
+    """Modules of a training step, largest first: (path, modules, launches, forward, backward, share); empty for other phases."""
     if report.training is None:
         return ()
     whole = max(report.training.forward_ns + report.training.backward_ns, 1)
@@ -255,7 +255,7 @@ def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
-    """What needs no kernel, dearest first: the title with its gain, what was seen, and the change."""
+    """Findings that need no kernel, largest gain first: title with gain, observation, change."""
     return tuple(
         (f"{one.id} {one.title}: {_gain(one)} of device time ({units.share(one.share)})", one.reason, one.change)
         for one in report.findings
@@ -361,7 +361,7 @@ def unmatched(report: Report) -> tuple[tuple[Chain, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one site moves, before and after, and how fast."""
+    """Bytes that one site moves, before and after, and the rates."""
 
     bytes_before: str
     bytes_after: str

@@ -179,8 +179,8 @@ def _step(step: StepProfile | None) -> tuple[Cell, ...]:
         return (None,) * len(_STEP)
     wall = step.wall
     walls = (wall.median_ns, wall.ci_low_ns, wall.ci_high_ns) if wall else (None,) * 3
-    apart = (_median(step.rested), _median(step.device))
-    return (*walls, *apart, step.device_ns or None, step.launches or None, step.peak_memory_bytes or None)
+    single = (_median(step.rested), _median(step.device))
+    return (*walls, *single, step.device_ns or None, step.launches or None, step.peak_memory_bytes or None)
 
 
 def _median(timing: Timing | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What a call is given, down to the tensors that an object (a KV cache) carries.
+"""Finds all tensors among a call's arguments, including tensors inside objects (a KV cache).
 
 A cache is an object whose attributes are tensors (keys, values, how many tokens it holds) and plain values (its length, whether
 its window is full). Modules and functions are not looked into.

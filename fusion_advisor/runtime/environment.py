@@ -1,4 +1,4 @@
-"""Where a run takes place, and what this device can do at best."""
+"""Describes the machine of a run and measures the device's ceilings."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def checkout_commit(root: Path) -> str:
 
 
 def content_digest() -> str:
-    """Return what tells two versions of the templates and kernels apart."""
+    """Return a digest that differs between versions of the templates and kernels."""
     digest = hashlib.sha256()
     for name in ("templates", "kernels"):
         folder = content_dir(name)

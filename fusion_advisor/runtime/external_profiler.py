@@ -1,4 +1,4 @@
-"""Nsight Systems and Nsight Compute: how they are told what to record, and whether one watches this process.
+"""Nsight Systems and Nsight Compute: marks what they record, and detects whether they are attached to this process.
 
 The device's counters serve one profiler at a time.
 """

@@ -12,7 +12,7 @@ import torch
 _OURS = f"{Path(__file__).parents[1]}/"
 _INSIDE = (_OURS, f"{Path(torch.__file__).parent}/")
 _ENTRY = "dispatch"
-"""The fused model's method that its call runs. What is found out behind it may have the model's own forward on the stack, which
+"""The fused model's method that its call runs. Frames above it may contain the model's own forward, which
 did not call the model."""
 
 

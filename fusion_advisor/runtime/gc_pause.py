@@ -13,7 +13,7 @@ def collector_paused() -> Iterator[None]:
 
     Tracing and rewriting graphs takes a fifth less time so (GPT-2: 2.7 s instead of 3.4), a trace of a million events half
     (processor time of 11 s instead of 21). What was made counts as old afterwards. As young objects all of it would be walked as
-    soon as the collector is on again (a quarter of a second behind a capture of 32 layers); so it is in the next full collection,
+    soon as the collector is on again (a quarter of a second after a capture of 32 layers); so it is in the next full collection,
     which that does not hasten. Cycles from before are looked for once more ahead of the pause.
     """
     was_on = gc.isenabled()

@@ -1,4 +1,4 @@
-"""Every private torch API that the project leans on, each behind a function of ours and each with a test.
+"""Every private torch API that the project uses: one function and one test for each.
 
 When a torch release moves one of them, this file and its test are the only places to mend. Tried on torch 2.11 and 2.13.
 """
@@ -101,7 +101,7 @@ def is_fake(value: object) -> bool:
 
 
 def is_plain_fake(value: torch.Tensor) -> bool:
-    """Whether a fake tensor is fully told by its layout: dense, of sizes that are numbers, with no known content, no subclass."""
+    """Whether its layout is all of a fake tensor: dense, of sizes that are numbers, with no known content, no subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if type(value) is not FakeTensor or value.layout != torch.strided or value._has_symbolic_sizes_strides:
@@ -341,17 +341,17 @@ def original_call(module: torch.nn.Module) -> Callable[..., Any]:
 def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:
     """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
 
-    The graphs are kept apart from everybody else's (where torch can do that), so neither captures of before nor other fused
+    The graphs are isolated from all other compiled code (where torch can do that), so neither earlier captures nor other fused
     models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
     around it, because dynamo looks into no frame of torch's.
     """
     call = original_call(module)
     if torch._dynamo.trace_rules.check(module.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
-    apart: dict[str, Any] = (
+    isolated: dict[str, Any] = (
         {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     )
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **apart)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **isolated)
     return compiled
 
 
@@ -370,8 +370,8 @@ def without_source_lines() -> Iterator[None]:
 def linear_in_one_step() -> Iterator[None]:
     """Let dynamo compute the fake result of a linear layer as that of one op: 6 % less time for 32 layers of Llama.
 
-    Above autograd a linear is taken apart into five ops, partly in Python, each of which the fake mode looks up. Below autograd
-    the fake mode sees the linear itself, takes it apart once for each layout, and remembers the result. With gradients, and for
+    Above autograd a linear is decomposed into five ops, partly in Python, each of which the fake mode looks up. Below autograd
+    the fake mode sees the linear itself, decomposes it once for each layout, and remembers the result. With gradients, and for
     tensors that see to their ops themselves, all stays as it is. What is registered here runs in traces alone, not in calls.
     """
     me = object()
@@ -392,7 +392,7 @@ _linear_lock = threading.Lock()
 _linear_users: list[object] = []
 """Traces that are under way: the first registers, the last one takes it away again."""
 _linear_keys: list[Any] = []
-"""What is registered now."""
+"""The current registration."""
 
 
 def _register_linear() -> None:
@@ -422,7 +422,7 @@ def leave_new_guards_untried() -> None:
     """Let dynamo take the guards of the graph that its backend has in hand as they are; call it in the backend.
 
     It would evaluate them at once on the call that they were made for, and then time them with all caches emptied, for a line in
-    its log: 256 MB are written for that, 0.08 s. Guards that do not hold for their own call compile the next one anew.
+    its log: 256 MB are written for that, 0.08 s. Guards that do not hold for their own call compile the next call again.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -438,7 +438,7 @@ def empty_compile_caches() -> contextlib.AbstractContextManager[Any]:
 
 
 class Addresses:
-    """Where tensors' data lay: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
+    """Addresses of tensors' data: 425 are compared in 47 µs of Python, in a fraction of it where torch can in C++ (CUDA builds).
 
     Source: torch's CUDA graph trees ask this of their own static inputs.
     """
@@ -528,5 +528,5 @@ def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def no_collection() -> contextlib.AbstractContextManager[Any]:
-    """Let dynamo compile without looking for cycles after each frame: 0.25 s beside a model of 28 layers."""
+    """Let dynamo compile without looking for cycles after each frame: it takes 0.25 s with a model of 28 layers."""
     return torch._dynamo.config.patch(run_gc_after_compile=False)

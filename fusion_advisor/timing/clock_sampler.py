@@ -125,6 +125,6 @@ def is_held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before
 
 
 def is_at_power_limit(clocks: Clocks | None) -> bool:
-    """Whether the device was held down by its power limit in most of what was read."""
+    """Whether the power limit throttled the device in most readings."""
     samples = clocks.samples if clocks is not None else ()
     return 2 * sum(_POWER_LIMIT in (sample.reasons or ()) for sample in samples) > len(samples)

@@ -1,22 +1,12 @@
-"""Does it pay? Interleaved timing of candidates that do the same work, and the interval of their paired differences.
+"""Times variants that do the same work in turns, and gives the interval of their paired differences.
 
-Every round times all candidates once, in a random order, and the next round in the reverse of it, so a drift of clocks or
-temperature hits all of them alike. Each timed run follows an untimed one of the same candidate: at its power limit a GPU sets its
-clock by what ran before. A step of Qwen2.5-7B (2,048 tokens, H200) took 51 ms behind itself and 49 behind eager's, which draws
-less; eager's took 62 ms behind itself and 65 behind that one. A clock that follows slower still tells of the neighbour: where
-rounds kept one order, ten in a row, a step of 19 ms (512 tokens) differed from itself by 4.6 %.
+Every round times all variants once in random order, and the next round in reverse order, so clock drift hits all of them.
+Each timed run follows an untimed run of the same variant, because a GPU at its power limit sets its clock by the previous
+run. At that limit two questions need two methods: long turns show how long a step takes when it repeats, and single runs
+after rests show which of two steps is faster. Figures: ``docs/measurements/timing.md``.
 
-At the power limit one run is too short a look all the same: it does not bring the clock to where a step keeps it. A step of
-Qwen2.5-7B with 512 tokens, timed among launch-bound ones, took 11.4 to 12.9 ms, where it stays at 12.7. So there two questions
-are asked apart. What does a step take that runs on and on? A candidate's turn then lasts :data:`TURN_S`, behind half as much
-untimed. And which of two steps is the faster one? That such turns hardly tell: on an H200 the products of 28 such layers, 12.9 ms
-at 512 tokens and 48.3 at 2,048, differed from themselves by 0.35 and 1.1 ms (standard deviation of a round), since the limit
-sets another clock every time. After a rest twice as long as a run, in which the device does nothing, it holds no run down: they
-took 10.9 and 40.8 ms, differed by 0.02 and 0.19, and copies put into them cost what they take by themselves. Without any rest
-single runs differed by 0.66 and 0.63, after one as long as a run by 0.09 and 0.83; four times as long is no better than twice.
-
-A step on a GPU is timed as the replay of its own CUDA graph: launch cost from Python is the same few hundred calls before and
-after and would drown the kernels. On a CPU the call itself is timed.
+On a GPU a step is timed as the replay of its own CUDA graph: launches from Python cost the same before and after and would
+hide the kernels. On a CPU the call itself is timed.
 """
 
 from __future__ import annotations
@@ -101,7 +91,7 @@ TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
 REST = 2.0
-"""Of the device between runs that are to be told apart there: so many times as long as the last one."""
+"""Idle time of the device between runs that are compared there, as a multiple of the previous run."""
 _UNTIMED = 2
 """For so many runs in a turn one more is made ahead, untimed. A clock that an idle device left high came down within 0.2 s."""
 
@@ -135,7 +125,7 @@ def interleave(
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
         before: called ahead of each run and not timed (it puts back what a run moves on).
-        after: called behind each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
+        after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
 
     Returns:
         Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.

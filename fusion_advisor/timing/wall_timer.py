@@ -70,7 +70,7 @@ def wall_times(
         warmup: runs before the first timed one.
         least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
-        after: called behind each run and not timed, with the run's number and its nanoseconds.
+        after: called after each run and not timed, with the run's number and its nanoseconds.
 
     Returns:
         One duration in nanoseconds per run.

@@ -1,4 +1,4 @@
-"""What a configuration says about its model: the class to build, the number of layers, the longest input."""
+"""Reads from a model's configuration: the class to build, the number of layers, the longest input."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def total_layers(config: Any) -> int | None:
 
 
 def cut_layers(config: Any, layers: int, *, model_id: str) -> Any:
-    """Return a copy whose every stack has at most ``layers`` layers, with per-layer lists cut alike.
+    """Return a copy whose every stack has at most ``layers`` layers, with per-layer lists cut to the same length.
 
     Stages of a convolutional model (``depths``) are cut each on its own.
 

@@ -32,7 +32,7 @@ class CallInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactoryResult:
-    """What the factory returned."""
+    """Result of the user's factory."""
 
     model: nn.Module
     inputs: CallInputs

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub and its local cache hold for an id."""
+"""Looks a model id up on the Hugging Face Hub and in its local cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """What the Hub said about a model."""
+    """The Hub's answer about a model."""
 
     folder: Path
     """The snapshot that holds config.json; weights may not be there yet."""

@@ -21,7 +21,7 @@ _LONG_TOKENS = 512
 _SHORT_TOKENS = 128
 _IMAGE_SIZE = 224
 NEW_TOKENS = 32
-"""Tokens that ``generate`` makes when it is not told how many."""
+"""Tokens that ``generate`` makes by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class LoadedWorkload:
     generation: Generation | None = None
     """Set for phase ``generate``: the whole call, of which ``kwargs`` is only the prompt."""
     notes: tuple[str, ...] = ()
-    """What was chosen for the user, in sentences to print: random weights and why, options without effect."""
+    """Choices made for the user, as sentences to print: random weights and why, options without effect."""
 
     def step(self, kwargs: dict[str, Any], record: Workload) -> LoadedWorkload:
         """Return one step of the generation as a workload of its own."""

@@ -23,7 +23,7 @@ class Preset:
     parameters: int
     """With tied weights counted once, as transformers builds it (transformers 5 ties T5's head always)."""
     config: dict[str, Any]
-    """What the repository's config.json says, as far as it decides shapes and arithmetic."""
+    """The keys of the repository's config.json that decide shapes and arithmetic."""
 
 
 def load_presets() -> tuple[Preset, ...]:

@@ -1,4 +1,4 @@
-"""What the user asked to run, before anything is looked up."""
+"""The user's request: model, phase and shapes, before anything is looked up."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class WorkloadRequest:
         for option, is_set in others.items():
             if is_set:
                 raise UsageError(
-                    detail=f"{option} has no effect beside --input {self.input}", help="the function decides it: leave one out"
+                    detail=f"{option} has no effect with --input {self.input}", help="the function decides it: leave one out"
                 )
 
     @property

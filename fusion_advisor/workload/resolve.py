@@ -34,7 +34,7 @@ class Source:
     weights: str
     """``hub``, ``local`` or ``random``."""
     place: str = ""
-    """What ``from_pretrained`` is given: a folder, or a Hub id whose weights are still to be fetched."""
+    """Argument of ``from_pretrained``: a folder, or a Hub id whose weights are still to be fetched."""
     revision: str = ""
     notes: tuple[str, ...] = ()
 

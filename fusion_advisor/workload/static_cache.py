@@ -17,7 +17,7 @@ from fusion_advisor.errors import NoStaticCache
 _ROOM = 64
 """Room is made in blocks of so many positions: attention kernels want rows of whole vectors, and one token more must fit."""
 _NAMES = ("cache", "past_key_values")
-"""What forwards of transformers call their cache: from 5.24 on, and before (it takes the older name still, with a warning)."""
+"""Names of the cache argument in transformers: from 5.24 on, and the older name, which still works with a warning."""
 
 
 def cache_name(model: nn.Module) -> str:
@@ -67,7 +67,7 @@ def filled_cache(model: nn.Module, prompt: torch.Tensor, *, maximum: int | None,
     except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NoStaticCache(**refuse, detail=lines[0]) from error
-    held = int(cache.get_seq_length())
-    if held != tokens:
-        raise NoStaticCache(**refuse, detail=f"after {tokens} tokens its cache holds {held}")
+    cached = int(cache.get_seq_length())
+    if cached != tokens:
+        raise NoStaticCache(**refuse, detail=f"after {tokens} tokens its cache holds {cached}")
     return cache, room

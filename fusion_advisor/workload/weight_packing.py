@@ -1,7 +1,7 @@
 """Lay out weights for the GEMMs that can run on them, while a model is being loaded.
 
 Linears that read one input (q/k/v, gate/up) can run as one GEMM on a view of their weights, with no second copy of them, when
-those lie one after the other. A weight of an odd number of rows (a vocabulary of 50,257) gets room for a few more behind it, so
+those lie one after the other. A weight of an odd number of rows (a vocabulary of 50,257) gets room for a few more after it, so
 that its GEMM can run on a rounded size. The model is the same otherwise: names, values, dtypes, ties and the state_dict do not
 change, and no weight is laid out twice. This is done to models that we make or load, before anybody holds their parameters; a
 user's live model is never touched.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _ALIGNMENT_BYTES = 16
-"""What cuBLAS asks of an operand's address to load 128 bits at once: a weight that starts elsewhere would slow its own GEMM."""
+"""Alignment of an operand for cuBLAS's 128-bit loads: a weight at another address would slow its GEMM."""
 GEMM_MULTIPLE = _ALIGNMENT_BYTES // 2
 """Elements of 16 bits in that: widths that are no multiple of it get a GEMM for operands aligned to nothing."""
 
@@ -58,7 +58,7 @@ def leave_room(model: nn.Module) -> int:
     """Give 16-bit weights and biases of linears, where their rows are no multiple of eight, memory for seven more of them.
 
     A padded GEMM reads the rows up to the next multiple; one that stores odd rows in place (``odd_width_gemm``) all seven.
-    Tied weights stay tied: every module that held the parameter gets the new one, and parameters that share their memory stay
+    Tied weights stay tied: every module with the old one gets the new parameter, and parameters that share their memory stay
     where they are. The further rows are zeros.
 
     Args:

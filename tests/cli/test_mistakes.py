@@ -159,7 +159,7 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     assert done.returncode in (130, -signal.SIGINT), err
     assert out == ""
     assert "stopping after this step; Ctrl-C again stops at once" in err
-    assert err.endswith("interrupted; what there is lies in run\n  next: fusion-advisor report run\n")
+    assert err.endswith("interrupted; partial results are in run\n  next: fusion-advisor report run\n")
     assert (tmp_path / "run" / "report.html").is_file()
     assert "Traceback" not in err
     assert '"status": "interrupted"' in report.read_text()

@@ -175,7 +175,7 @@ def test_a_training_step_is_profiled_and_not_applied(run: Run, fake: Core) -> No
     assert ran.out.splitlines()[-1] == "next: fusion-advisor explain FA312"
     for target in (("org/m", "--phase", "train"), ("step",)):
         ran = run("apply", *target)
-        assert (ran.code, "error[FA312]: --phase train can be profiled, and not applied" in ran.err) == (2, True)
+        assert (ran.code, "error[FA312]: --phase train can be profiled but not applied" in ran.err) == (2, True)
         assert "help: use torch.compile(model) for training" in ran.err
     assert len(fake.requests) == 1  # nothing was loaded for a command that is refused
     assert run("explain", "FA312").code == 0
@@ -248,7 +248,7 @@ def test_an_interrupted_report_exits_130(run: Run, fake: Core) -> None:
     ran = run("apply", "org/m")
     assert ran.code == 130
     assert "The run was interrupted." in ran.out or "The numbers changed." in ran.out
-    assert "interrupted; what there is lies in fusion-runs" in ran.err
+    assert "interrupted; partial results are in fusion-runs" in ran.err
     assert (only_run() / "report.html").exists()
 
 
@@ -372,7 +372,7 @@ def test_the_first_ctrl_c_waits_for_the_step_and_leaves_a_report(run: Run, fake:
     assert steps == [1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     directory = only_run()
-    assert ran.err.endswith(f"interrupted; what there is lies in {directory}\n  next: fusion-advisor report {directory}\n")
+    assert ran.err.endswith(f"interrupted; partial results are in {directory}\n  next: fusion-advisor report {directory}\n")
     assert "The run was interrupted." in (directory / "report.md").read_text()
     assert (directory / "report.html").is_file()
     assert ran.out == ""

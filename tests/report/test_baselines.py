@@ -124,7 +124,7 @@ def test_the_prediction_error_is_the_median_over_kept_rewrites():
     report = applied()
     errors = sorted((abs(1560 - 1480) / 1480, abs(1420 - 1390) / 1390, abs(75 - 60) / 60))
     assert baseline_rows.prediction_error(report) == (pytest.approx(errors[1]), 3)
-    assert "5.4% in the median" in baseline_rows.prediction_line(report)
+    assert "by 5.4% (median of 3 kept rewrites)" in baseline_rows.prediction_line(report)
     unforeseen = replace(report, fusions=tuple(replace(fusion, predicted_saving_ns=0) for fusion in report.fusions))
     assert baseline_rows.prediction_error(unforeseen) == (1.0, 3)  # nothing was expected of two that saved something
     none = replace(
@@ -143,7 +143,7 @@ def test_steps_that_varied_are_named_with_what_is_doubtful_about_them():
     assert quality.unsteady(replace(report, after=replace(report.after, wall=narrow))) == ""
     varied = replace(report, after=replace(report.after, wall=wide))
     sentence = quality.unsteady(varied)
-    assert sentence.startswith("Uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. They varied")
+    assert sentence.startswith("Unstable timings, uncertain by more than 10%: ours 15.52 ms [13.89, 17.15] ms. The cause")
     assert sentence in quality.warnings(varied) and sentence in quality.verdict(varied)[1]
 
 

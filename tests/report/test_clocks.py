@@ -79,7 +79,7 @@ def test_several_that_differ_and_all_that_are_held_down_are_one_sentence_each():
     report = with_clocks(applied(), slow, Clocks(samples=(sample(1980, "sw_power_cap"),)), **others)
     power, clock = sentences(report, bad=True)
     assert power.endswith("by its power limit: in every reading of every way to run the step.")
-    assert "from that of ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
+    assert "from ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
 
 
 def test_one_step_slower_than_the_rest_does_not_move_the_median():
@@ -94,17 +94,17 @@ def test_silence_is_a_sentence():
     assert "not read (libnvidia-ml.so.1 cannot be loaded here)" in clocks.rows(missing)[0][1]
     assert dict(shared_rows.environment_rows(missing))["Clocks while timed"].startswith("not read (libnvidia-ml.so.1")
     mute = with_clocks(profiled(), Clocks(samples=(ClockSample(),)))
-    assert "NVML told nothing (1 reading)" in clocks.rows(mute)[0][1]
+    assert "NVML returned nothing (1 reading)" in clocks.rows(mute)[0][1]
 
 
 def test_every_view_shows_them():
     report = with_clocks(applied(), Clocks(samples=(sample(1700, "sw_power_cap"),)), Clocks(samples=(sample(),)))
     for text in (render_html(report), render_markdown(report)):
-        assert "SM 1,700 MHz" in text and "held down" in text and "Clocks while eager was timed" in text
+        assert "SM 1,700 MHz" in text and "throttled" in text and "Clocks while eager was timed" in text
     console = Console(file=io.StringIO(), width=200, color_system=None)
     with console.capture() as printed:
         console.print(details(report, console))
-    assert "held down" in printed.get() and "SM 1,700 MHz" in printed.get()
+    assert "throttled" in printed.get() and "SM 1,700 MHz" in printed.get()
 
 
 def test_two_runs_at_different_clocks_carry_a_caveat():

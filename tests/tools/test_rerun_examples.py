@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpus import gpu_of_worker, visible_gpus
-from tools.rerun_examples import COMMITTED, Example, examples, install, run, run_all
+from tools.rerun_examples import COMMITTED, EXAMPLES, SHOWN, Example, compact, examples, install, run, run_all
 
 
 def test_each_example_is_run_with_its_own_command_the_longest_first() -> None:
@@ -43,18 +44,29 @@ def test_a_gpu_has_one_run_at_a_time_and_a_failed_run_does_not_count(tmp_path: P
     assert set(seen) == {"0", "5"} and max(most) == 2
 
 
-def test_a_run_takes_the_place_of_the_committed_one(tmp_path: Path) -> None:
-    made, old = tmp_path / "made", tmp_path / "old"
+@pytest.mark.parametrize("name", ["gpt2-fp32-1x128-h200", SHOWN])
+def test_a_run_takes_the_place_of_the_committed_one(tmp_path: Path, name: str) -> None:
+    made, old = tmp_path / "made", tmp_path / name
     for folder, kernel in ((made, "F1_new.py"), (old, "F1_old.py")):
         (folder / "kernels").mkdir(parents=True)
         (folder / "kernels" / kernel).write_text("")
-        for name in COMMITTED[1:]:
-            (folder / name).write_text(folder.name)
+        for file in (*COMMITTED[1:], *(["report.html"] if folder is made or name == SHOWN else [])):
+            (folder / file).write_text(json.dumps({"by": folder.name, "ns": [1, 2.5, 1e-7]}, indent=1))
     (made / "trace.before.json.gz").write_bytes(b"")
     install(made, Example(folder=old, words=()))
-    assert {path.name for path in old.iterdir()} == set(COMMITTED)
+    assert {path.name for path in old.iterdir()} == {*COMMITTED, *(["report.html"] if name == SHOWN else [])}
     assert [path.name for path in (old / "kernels").iterdir()] == ["F1_new.py"]
-    assert (old / "report.md").read_text() == "made"
+    assert (old / "report.md").read_text() == (made / "report.md").read_text()
+    assert (old / "report.json").read_text() == '{"by":"made","ns":[1,2.5,1e-07]}\n'
+
+
+def test_the_committed_examples_are_slim() -> None:
+    files = [path for path in EXAMPLES.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8_000_000
+    assert [path.parent.name for path in files if path.suffix == ".html"] == [SHOWN]
+    for path in files:
+        if path.suffix == ".json":
+            assert path.read_text() == compact(path.read_text()), path
 
 
 def test_a_run_that_fails_says_so_and_leaves_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,10 +127,10 @@ def test_what_does_not_fit_needs_smaller_inputs_of_the_users() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"seq_len": 8}, "--seq-len has no effect beside --input"),
-        ({"batch": 2}, "--batch has no effect beside --input"),
-        ({"phase": "prefill"}, "--phase has no effect beside --input"),
-        ({"phase": "decode"}, "--phase has no effect beside --input"),
+        ({"seq_len": 8}, "--seq-len has no effect with --input"),
+        ({"batch": 2}, "--batch has no effect with --input"),
+        ({"phase": "prefill"}, "--phase has no effect with --input"),
+        ({"phase": "decode"}, "--phase has no effect with --input"),
         ({"model_id": "mine.py:pair"}, "--input has no effect on `mine.py:pair`"),
         ({"input": "mine.py"}, "--input mine.py names no function"),
     ],

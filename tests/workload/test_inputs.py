@@ -96,7 +96,7 @@ def test_decode_on_a_cpu_holds_512_tokens_by_default_or_what_fits() -> None:
     assert cache_in(load("distilgpt2", phase="decode", context=1023).kwargs).layers[0].keys.shape[2] == 1024
     with pytest.raises(SequenceTooLong, match="--context 1024 is over the 1024 positions") as caught:
         load("distilgpt2", phase="decode", context=1024)
-    assert caught.value.hint_text == "--context 1023 is the most it takes"
+    assert caught.value.hint_text == "pass --context 1023 or less"
 
 
 def test_generate_leaves_room_for_its_tokens() -> None:
@@ -130,7 +130,7 @@ def test_too_many_tokens_name_the_maximum() -> None:
     with pytest.raises(SequenceTooLong, match=r"--seq-len 1025 is over the 1024 positions of `distilgpt2`") as caught:
         load("distilgpt2", seq_len=1025)
     assert (caught.value.code, caught.value.exit_code) == ("FA304", 2)
-    assert caught.value.hint_text == "--seq-len 1024 is the most it takes"
+    assert caught.value.hint_text == "pass --seq-len 1024 or less"
     with pytest.raises(SequenceTooLong, match="512 positions"):
         load("roberta-base", seq_len=513)
     assert run(load("roberta-base", seq_len=512)).isfinite().all()

@@ -78,7 +78,7 @@ class _Op:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What one op of dynamo's graph becomes.
+    """The ATen ops that one op of dynamo's graph becomes.
 
     Attributes:
         ops: in order.
@@ -207,7 +207,7 @@ def _trace(calls: Sequence[_Call]) -> list[_Recipe]:
     given = [tensor for call in calls for tensor in call.inputs]
     graph = Graph()
     with torch.no_grad(), torch_internals.fake_mode_of(given):
-        # The tracer tells tensors apart by identity: what one op writes must not stand in for what another is given.
+        # The tracer distinguishes tensors by identity: a tensor that one op writes must not replace another op's input.
         fakes = [tensor.detach() for tensor in given]
     places = iter([graph.placeholder(f"given_{number}") for number in range(len(fakes))])
     returned = []
@@ -268,7 +268,7 @@ def _refuse_unusual(node: Node, traced: GraphModule) -> None:
     if not (is_call or _is_empty_constant(node, traced)) or "stack_trace" not in node.meta:
         raise _Differs
     if "val" not in node.meta:
-        raise _Differs  # it returns nothing (`_foreach_add_`): what it writes to cannot be told from its result
+        raise _Differs  # it returns nothing (`_foreach_add_`): its result does not show which tensors it writes
 
 
 def _is_empty_constant(node: Node, traced: GraphModule) -> bool:

@@ -1,4 +1,4 @@
-"""What an ATen op is: pointwise, reduction, GEMM …, decided by torch's own tags and the op's name, never by a kernel's name.
+"""Classifies ATen ops (pointwise, reduction, GEMM …) by torch's own tags and the op's name, never by a kernel's name.
 
 The same table classifies graph nodes and the CPU ops of a profiler trace, so categories mean one thing on both sides.
 """

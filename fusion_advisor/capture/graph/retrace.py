@@ -54,7 +54,7 @@ _LAYOUT_IN_PLACE: dict[Any, Any] = {
 
 
 def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
-    """Drop the ops that ``vmap`` traced at its own level beside the real ones: nothing reads them, and they have no memory.
+    """Drop the ops that ``vmap`` traced at its own level besides the real ops: nothing reads them, and they have no memory.
 
     Mamba's ``associative_scan`` leaves two dozen of them in each layer.
     """
@@ -90,7 +90,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
 
 
 def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
-    """Give a dropout that drops nothing its input's fake tensor, and make anew what lay in its own or followed its strides.
+    """Give a dropout that drops nothing its input's fake tensor, and recompute ops that used its own tensor or its strides.
 
     Eager returns the input itself, so what is written to the one is written to the other. Torch's fake result is a copy, and
     without the gaps that the input's strides may have.

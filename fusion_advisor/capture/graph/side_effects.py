@@ -1,4 +1,4 @@
-"""What one call of a model leaves changed (a KV cache, a running count, a buffer), and how to put it back.
+"""Finds the state that one call of a model changes (a KV cache, a running count, a buffer) and restores it.
 
 A step that is measured, traced or checked runs hundreds of times, and each run must be the same work: a decode step that moves
 its cache on by one token would soon write past its end. So one call is watched: every tensor among its arguments and the model's
@@ -25,7 +25,7 @@ from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
 
 _COPIED_BYTES = 1 << 20
-"""Of a parameter: larger ones are told by torch's own count of writes alone, and a call that writes to one is refused."""
+"""Of a parameter: for larger parameters only torch's count of writes is compared, and a call that writes to them is refused."""
 _SMALL_BYTES = 1024
 """A count or a position, not contents."""
 _ABSENT = object()
@@ -36,7 +36,7 @@ _DEEPEST = 4
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """What a call changes outside its result.
+    """State that a call changes outside its result.
 
     Attributes:
         tensors: every tensor written to, by name, live.
@@ -44,8 +44,8 @@ class Written:
         made: names of the tensors that the call puts in place of others (a cache that allocates itself at its first use).
         moving: names of the tensors that must be put back before the call is repeated.
         attributes: (object, attribute, value before the call) for every attribute that the call sets to something else.
-        modules: (attributes or buffers of a module, name, value before the call) for what every call sets anew.
-        contents: (list, dict or set of a module, what it held before the call) for what every call changes.
+        modules: (attributes or buffers of a module, name, value before the call) that every call sets again.
+        contents: (list, dict or set of a module, its content before the call) that every call changes.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Written:
                 space.pop(name, None)
             else:
                 space[name] = value
-        for container, held in self.contents:
-            _put_back(container, held)
+        for container, content in self.contents:
+            _put_back(container, content)
         if names:
             torch_internals.copy_all([self.tensors[name] for name in names], [self.before[name] for name in names])
 

@@ -36,7 +36,7 @@ from fusion_advisor.runtime.gc_pause import collector_paused
 
 @dataclass(slots=True)
 class Route:
-    """What dynamo's compiled code runs in a region's place.
+    """Stands in for a region in dynamo's compiled code.
 
     Attributes:
         forward: the graph.

@@ -21,7 +21,7 @@ FUSED_PREFIX = "fa_"
 OP_RANGE = "fa:op:"
 _IDLE = frozenset(["empty", "empty_strided", "empty_like", "resize_", "result_type", "item", "_local_scalar_dense"])
 _COMPILED = frozenset(["TorchDynamo Cache Lookup", "Pregraph bytecode", "AOTDispatcher Runtime Wrapper Prologue"])
-"""What compiled code does around its graphs: it leaves events among those of ops, and computes nothing."""
+"""Events of compiled code around its graphs: they appear among the ops and compute nothing."""
 _AUTOGRAD = re.compile(r"autograd::|Backward\d+$")
 """A node of autograd's that called no op: it computed nothing."""
 
@@ -33,7 +33,7 @@ class Step:
     launches: tuple[Launch, ...]
     calls: int
     origin_ns: int = 0
-    """Where ``Launch.start_ns`` counts from, on the trace's own clock."""
+    """Zero of ``Launch.start_ns`` on the trace's clock."""
 
     @property
     def device_ns(self) -> int:

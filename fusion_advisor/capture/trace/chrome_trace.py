@@ -28,7 +28,7 @@ _TRIES = 2
 """So many places are tried where a part may end: one may lie in a name (``{lambda()#1}, {lambda()#2}``)."""
 _blank = re.compile(r"[ \t\n\r]*").match
 _last_end = re.compile(r"(.*\})[ \t\n\r]*,[ \t\n\r]*\{", re.DOTALL).match
-"""Looks for the last object's end with another's beginning behind it."""
+"""Matches the end of an object that another object follows."""
 _LONGEST = 1 << 27
 """A value of more characters is no event: without a limit a string of zeros that gzip packed would fill the memory."""
 _EVENTS = "traceEvents"
@@ -48,7 +48,7 @@ class TraceFile:
     def __init__(self, path: Path, *, is_strict: bool = True) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
-        """What the trace says beside its events (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
+        """The trace's other top-level keys (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
         self.events = 0
         # Times stay text: a float holds a clock that counts from 1970 to a quarter of a microsecond.
         self._decoder = json.JSONDecoder(strict=is_strict, parse_float=str)
@@ -133,7 +133,7 @@ class _Document:
         return event
 
     def _many(self) -> list[dict[str, Any]]:
-        """Decode the events that end within the next part and move behind them; none where only one by one will do.
+        """Decode the events that end within the next part and move past them; none where only one by one will do.
 
         A part that ends elsewhere than between two events leaves a string or an object open, and the decoder says so.
         """
@@ -146,15 +146,15 @@ class _Document:
                 break
             end = found.end(1)
             with contextlib.suppress(RecursionError, ValueError):  # also where the trace is no JSON: one by one tells the place
-                events, behind = self._decoder.raw_decode(f"[{found[1]}]")
+                events, after = self._decoder.raw_decode(f"[{found[1]}]")
                 if set(map(type, events)) == {dict}:
-                    self._at += behind - 2  # at the bracket that was added here, or at the array's own before it
+                    self._at += after - 2  # at the bracket that was added here, or at the array's own before it
                     return events
             self._wrong_end = max(self._wrong_end, end)
         return []
 
     def _members(self, closing: str) -> Iterator[None]:
-        """Stop at each member of the object or array that begins here, and behind its end."""
+        """Stop at each member of the object or array that begins here, and after its end."""
         self._at += 1
         sign = self._next()
         while sign != closing:
@@ -176,7 +176,7 @@ class _Document:
                 return self._text[self._at : self._at + 1]
 
     def _value(self) -> Any:
-        """Decode the value at the cursor and move behind it."""
+        """Decode the value at the cursor and move past it."""
         self._next()
         while True:
             try:

@@ -245,7 +245,7 @@ _OF_INDUCTOR = {
     "triton_per_": OpClass.REDUCTION,
     "triton_spl_": OpClass.REDUCTION,
 }
-"""What Inductor's prefix says. The words behind it are of all ops that it read in the graph, computed there or not: its copies of
+"""Meaning of Inductor's prefix. The words after it are of all ops that it read in the graph, computed there or not: its copies of
 keys and values are called after the attention that reads them, and a bias after the GEMM."""
 _CASTS = re.compile(r"LoadWithCast|StoreWithCast|b?float16_copy_kernel|half_copy_kernel")
 _GENERIC = re.compile(r"elementwise|reduce|apply|launch|legacy|unrolled|vectorized_gather")

@@ -50,7 +50,7 @@ _DTYPES = {
     "unsigned char": "uint8",
     "bool": "bool",
 }
-"""What a trace calls the dtypes of an op's inputs."""
+"""Names of dtypes in a trace."""
 _LET_GO = "TEARDOWN_CUPTI"
 """What Kineto goes by when a trace is over."""
 _NS_PER_US = 1000
@@ -197,15 +197,15 @@ def markers_logged() -> Iterator[None]:
     except OSError:  # no stderr at all
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
-            held.seek(0)
-            for line in held.read().splitlines(keepends=True):
+            captured.seek(0)
+            for line in captured.read().splitlines(keepends=True):
                 if line.startswith(_MARKER):
                     _log.debug(line.decode(errors="replace").rstrip())
                 else:
@@ -319,7 +319,7 @@ def _event(raw: dict[str, Any], shapes: dict[bytes, tuple[TensorMeta | None, ...
     stream, device = arguments.get("stream", 0), arguments.get("device", 0)
     # By position: with names an event takes 2.8 µs instead of 2.3.
     return Event(
-        # A million events have a few hundred names and threads: each is held once.
+        # A million events have a few hundred names and threads: each is stored once.
         sys.intern(raw["name"]),
         _nanoseconds(raw["ts"]),
         duration_ns,

@@ -1,1 +1,1 @@
-"""One file for each command: its options, and the call of what does the work."""
+"""One file for each command: its options, and the call into ``cli.common`` that does the work."""

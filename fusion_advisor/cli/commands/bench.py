@@ -1,4 +1,4 @@
-"""``fusion-advisor kernels bench``: every contender of a kernel against what the device's memory allows."""
+"""``fusion-advisor kernels bench``: times every contender of a kernel against the device's memory limit."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def bench_command(
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", metavar="LIST", help="bf16, fp16, fp32; by default bf16, on a CPU fp32.")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="LIST", help="Only these of ours.")] = None,
+    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="LIST", help="Only these backends.")] = None,
     preset: Annotated[str, typer.Option("--preset", metavar="NAME", help="A sweep of kernel.toml, as `published`.")] = "",
-    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="A reference other than the first.")] = "",
+    variant: Annotated[str, typer.Option("--variant", metavar="NAME", help="Another reference than the first.")] = "",
     which: Annotated[
-        Which | None, typer.Option("--which", help="Run this one in a loop, for ncu or nsys; measure nothing.")
+        Which | None, typer.Option("--which", help="Run this contender in a loop, for ncu or nsys; measure nothing.")
     ] = None,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Calls that --which makes.")] = 1_000_000,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave torch.compile out: seconds for each shape.")] = False,
@@ -61,7 +61,7 @@ def bench_command(
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
-    """Time a kernel beside eager, torch.compile and Liger, and say how near each comes to the memory's limit."""
+    """Time a kernel against eager, torch.compile and Liger, and show how close each comes to the memory limit."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color)
     if (name is None) == (not every):
         raise UsageError(detail="pass a kernel's name or --all", help="`fusion-advisor kernels list` shows the names")
@@ -121,7 +121,7 @@ def _listed(texts: list[str] | None) -> tuple[str, ...]:
 
 
 def _save(run: BenchRun, directory: Path | None) -> None:
-    """Write what is done so far: a run that is cut short leaves its rows."""
+    """Write the rows so far, so that an interrupted run keeps them."""
     from fusion_advisor.evaluate.bench.records import dump_run
 
     if directory is not None:
@@ -129,7 +129,7 @@ def _save(run: BenchRun, directory: Path | None) -> None:
 
 
 def _views(settings: Settings, run: BenchRun, directory: Path | None) -> list[Path]:
-    """Write the Markdown and the plots; plots that cannot be drawn cost a sentence, not the run."""
+    """Write the Markdown and the plots; if plots cannot be drawn, say so and go on."""
     if directory is None:
         return []
     from fusion_advisor.evaluate.bench.plot import CannotPlot, draw

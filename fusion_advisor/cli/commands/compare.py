@@ -1,4 +1,4 @@
-"""``fusion-advisor compare A B``: two runs side by side, and gates for a pull request."""
+"""``fusion-advisor compare A B``: compares two runs, with gates for a pull request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compare(
         str,
         typer.Argument(
             metavar="B",
-            help="As A. The same run twice: its eager step against its rewritten one.",
+            help="As A. The same run twice compares its eager and its rewritten step.",
             autocompletion=completion.runs,
         ),
     ],
@@ -49,7 +49,7 @@ def compare(
     _config: options.ConfigOpt = None,
     show_config: options.ShowConfigOpt = False,
 ) -> None:
-    """Set two runs side by side, and fail where a gate is passed (exit 10)."""
+    """Compare two runs; exit 10 if a --fail-on limit is exceeded."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
     from fusion_advisor.cli.common import gates, run_dir
     from fusion_advisor.report.compare import comparison as comparing

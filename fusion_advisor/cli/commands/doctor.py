@@ -23,7 +23,7 @@ ENVIRONMENT = 3
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One result of the examination."""
 
     name: str
     state: str
@@ -38,7 +38,7 @@ def doctor(
     verbose: options.VerboseOpt = 0,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
-    """Say what of torch, triton, compilers, driver and profiler is there, and what to do about the rest."""
+    """List torch, triton, compilers, driver and profiler: present or missing, with the fix."""
     settings = options.apply_output(context, verbose=verbose, color=color)
     findings = examine()
     if as_json:
@@ -64,7 +64,7 @@ def doctor(
 
 
 def examine() -> list[Finding]:
-    """Look at everything a run may need."""
+    """Examine everything that a run may need."""
     return [
         Finding("fusion-advisor", "ok", tool_version()),
         Finding("python", "ok", sys.version.split()[0]),

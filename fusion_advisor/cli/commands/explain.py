@@ -21,7 +21,7 @@ def explain(
     code: Annotated[str | None, typer.Argument(metavar="[CODE]", help="Such as FA201; all codes when left out.")] = None,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
-    """Tell what a code means, why it happens and what to do."""
+    """Explain a code: its meaning, its cause and what to do."""
     settings = options.apply_output(context, color=color)
     from fusion_advisor.report.terminal.result import plain
 
@@ -54,7 +54,7 @@ def error_classes() -> dict[str, type[AdvisorError]]:
 
 
 def explanation(code: str) -> list[str]:
-    """Return a code's text as paragraphs: what it says, why, what to do, what the process exits with."""
+    """Return a code's text as paragraphs: message, cause, advice, exit code."""
     cls = error_classes().get(code)
     if cls is None:
         return [f"{code}: {TITLES[code]}", *TEXTS.get(code, ()), "A reason in the report, not an error: the run goes on."]

@@ -1,4 +1,4 @@
-"""``fusion-advisor kernels``: look at the kernel library, add to it, hold a kernel to its contract."""
+"""``fusion-advisor kernels``: lists, shows, creates and checks library kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def show_command(
     context: typer.Context,
     name: NameArg,
     backend: Annotated[options.Backend | None, typer.Option(help="Print the source of this backend instead.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the tensors in that source.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of the tensors in that source.")] = "bfloat16",
     kernels: options.KernelsOpt = None,
     color: options.ColorOpt = options.Color.AUTO,
 ) -> None:
@@ -77,7 +77,7 @@ def show_command(
 @app.command("new", cls=Command)
 def new_command(
     name: NameArg,
-    directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the kernel's folder is made.")] = Path(
+    directory: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the new kernel's folder.")] = Path(
         "kernels"
     ),
 ) -> None:

@@ -61,10 +61,10 @@ def report(
         from fusion_advisor.report import redact as redacting
 
         if target.resolve() == path.parent.resolve():
-            detail = "a redacted report would lie beside the run's own report.json, which holds everything"
+            detail = "the run's own report.json, which is not redacted, is in that directory"
             raise UsageError(detail=detail, help="pass -o DIR for a copy that can be given away")
         if embed_trace:
-            detail = "a trace holds names of modules, files and the machine, and --redact does not reach into it"
+            detail = "a trace contains names of modules, files and the machine, and --redact does not change traces"
             raise UsageError(detail=detail, help="leave out --embed-trace, or --redact")
         shown = redacting.redact(shown, hidden)
     if target.exists() and not target.is_dir():
@@ -100,7 +100,7 @@ def report(
 
 
 def _hidden(redact: list[str] | None, *, no_source: bool) -> tuple[str, ...]:
-    """Return what is to be left out."""
+    """Return the parts to leave out."""
     from fusion_advisor.report.redact import PARTS
 
     asked = [part.strip() for value in redact or () for part in value.split(",") if part.strip()]

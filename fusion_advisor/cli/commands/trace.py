@@ -16,7 +16,7 @@ _TAKEN = frozenset({"trace_file", "min_share", "top", "kernels", "as_json", "qui
 
 
 def check_usage(context: typer.Context, model_id: str, trace_file: Path | None) -> None:
-    """Refuse what contradicts itself: a model or what describes one beside a trace, or neither.
+    """Refuse options that contradict each other: a trace together with a model, or neither.
 
     Raises:
         UsageError: with the options that have to go.

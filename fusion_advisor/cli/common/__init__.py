@@ -1,1 +1,1 @@
-"""What commands share: options, configuration files, consoles, progress, run directories, completion."""
+"""Shared by all commands: options, configuration files, consoles, progress, run directories, completion."""

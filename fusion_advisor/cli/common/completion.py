@@ -1,4 +1,4 @@
-"""What Tab offers for a run, a kernel or a model; importing this imports neither typer nor torch.
+"""Completions for runs, kernels and models; this module imports neither typer nor torch.
 
 Building the command line takes typer longer than a person waits between two keys, so the words that are looked up most are
 answered here, before any of it is imported (:func:`complete`). Everything else, options above all, is left to typer, which asks
@@ -47,12 +47,13 @@ def models(incomplete: str) -> list[str]:
 
 
 def models_and_runs(incomplete: str) -> list[str]:
-    """Return what ``apply`` takes."""
+    """Return the runs and models that ``apply`` takes."""
     return [*runs(incomplete), *models(incomplete)]
 
 
 _BY_COMMAND: dict[tuple[str, ...], Callable[[str], list[str]]] = {
     ("profile",): models,
+    ("plan",): runs,
     ("apply",): models_and_runs,
     ("report",): runs,
     ("compare",): runs,

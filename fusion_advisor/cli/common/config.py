@@ -1,4 +1,4 @@
-"""Options from files and the environment: what a flag leaves open, they fill in.
+"""Options from files and the environment, for options that were not given as flags.
 
 Precedence, the first wins: the flag, ``FUSION_ADVISOR_<OPTION>``, the project's file (``./fusion-advisor.toml`` or
 ``[tool.fusion-advisor]`` of ``./pyproject.toml``), ``$XDG_CONFIG_HOME/fusion-advisor/config.toml``, the default. Keys are the
@@ -23,16 +23,16 @@ from fusion_advisor.files.regular_file import read_regular
 
 _MOST_BYTES = 2**20
 PREFIX = "FUSION_ADVISOR_"
-COMMANDS = ("profile", "apply", "report", "compare")
+COMMANDS = ("profile", "plan", "apply", "report", "compare")
 """The commands that read configuration, each also a table's name."""
 _BY_HAND = {"help", "config", "show-config"}
 _NEVER_FROM_A_FILE = {"trust-remote-code", "force"}
-"""Running a stranger's code and overwriting a run are decided by whoever types the command."""
+"""Only the command line may allow foreign code to run or a run to be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that something other than a flag gives."""
+    """One value from a file or an environment variable."""
 
     key: str
     value: Any

@@ -22,7 +22,7 @@ PIPE_WIDTH = 120
 
 @dataclass(slots=True)
 class Settings:
-    """What the user asked of the output; made by ``main``, filled by the command, read again when an error is printed."""
+    """Output settings: ``main`` makes them, the command fills them in, and an error message reads them."""
 
     verbosity: int = 0
     progress: str = "auto"
@@ -33,7 +33,7 @@ class Settings:
     """Lines not yet in a file; the run directory is known only once the model is loaded."""
     log_path: Path | None = None
     sources: dict[str, str] = field(default_factory=dict)
-    """Where options that no flag gave come from, by parameter; see :mod:`fusion_advisor.cli.common.config`."""
+    """Sources of options that were not given as flags, by parameter; see :mod:`fusion_advisor.cli.common.config`."""
 
     def out(self) -> Console:
         """The console for results."""
@@ -52,7 +52,7 @@ class Settings:
             file.write(text + "\n")
 
     def open_log(self, path: Path) -> None:
-        """Write what was held back, and everything from here on, to a file."""
+        """Write all buffered lines, and every later line, to a file."""
         path.write_text("".join(line + "\n" for line in self.log), encoding="utf-8", errors="backslashreplace")
         self.log.clear()
         self.log_path = path
@@ -112,7 +112,7 @@ def is_tty(stream: TextIO) -> bool:
 
 
 def write_result(text: str) -> None:
-    """Write to stdout; a reader that has gone away ends the output quietly, for the run itself is done."""
+    """Write to stdout; a closed pipe ends the output without an error, because the run is done."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -151,7 +151,7 @@ def warn(settings: Settings, text: str) -> None:
 
 
 def annotate(level: str, text: str) -> None:
-    """Write a line that GitHub Actions shows beside the change; nothing anywhere else.
+    """Write a line that GitHub Actions shows next to the change; nothing anywhere else.
 
     Args:
         level: ``error``, ``warning`` or ``notice``.

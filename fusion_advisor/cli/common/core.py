@@ -1,6 +1,6 @@
-"""The seam to the part that imports torch: every heavy import of the command line happens inside these functions.
+"""The border to the code that imports torch: the command line imports heavy modules inside these functions only.
 
-So ``--help``, ``report`` and ``explain`` answer at once on a machine without a GPU, and tests put fakes behind one place.
+So ``--help``, ``report`` and ``explain`` answer at once on a machine without a GPU, and tests replace one module.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from fusion_advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
-    from fusion_advisor.records import Capture, Report, TraceReport, Workload
+    from fusion_advisor.records import Capture, PlanPreview, Report, TraceReport, Workload
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
 
 
 class Progress(Protocol):
-    """What the core says while it works."""
+    """Messages of a run while it works."""
 
     def phase(self, name: str) -> None:
-        """A phase begins, and with it the last one ends."""
+        """A phase begins, and the previous phase ends."""
 
     def note(self, text: str) -> None:
-        """What the phase found, in a few words."""
+        """The result of the phase, in a few words."""
 
     def step(self, done: int, total: int, text: str) -> None:
         """How far the phase has come."""
 
     def warn(self, text: str) -> None:
-        """Something the user should know, though the run goes on."""
+        """A warning; the run continues."""
 
 
 class Loaded(Protocol):
@@ -91,6 +91,12 @@ def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport
     return report
 
 
+def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
+    """Rank, match and plan a captured step; nothing runs on a device."""
+    preview: PlanPreview = import_module("fusion_advisor.fuse.modes.plan_only").plan_capture(path, options)
+    return preview
+
+
 def apply_workload(loaded: Loaded, options: ApplyOptions, progress: Progress, on_report: Callable[[Report], None]) -> AppliedRun:
     """Profile, then render, build, check, time and keep or drop every rewrite; ``on_report`` gets the report after each."""
     applied: AppliedRun = import_module("fusion_advisor.fuse.pipeline").apply_workload(loaded, options, progress, on_report)
@@ -118,7 +124,7 @@ def apply_generate(loaded: Loaded, options: ApplyOptions, progress: Progress, on
 
 
 def read_patterns(kernel_dirs: Sequence[Path]) -> None:
-    """Read, import and trace the user's kernels, so that a broken one is told before a run takes its minutes."""
+    """Read, import and trace the user's kernels, so that a broken kernel is reported before a long run."""
     discover, patterns = (import_module(f"fusion_advisor.library.{name}") for name in ("discover", "patterns"))
     for spec in discover.list_kernels(kernel_dirs):
         if spec.folder.parent not in kernel_dirs:
@@ -163,7 +169,7 @@ def check_kernel(
 
 
 def plan_bench(name: str | None, **asked: Any) -> Any:
-    """Turn what ``kernels bench`` was asked into jobs."""
+    """Turn the options of ``kernels bench`` into jobs."""
     return import_module("fusion_advisor.evaluate.bench.cases").plan_bench(name, **asked)
 
 

@@ -11,17 +11,19 @@ TITLES = {
     "FA606": "A dtype that no kernel handles",
     "FA607": "Left out by --only or --skip",
 }
-"""Codes that are reasons in a report, not errors."""
+"""Codes of reasons in a report; these are not errors."""
 
 TEXTS: dict[str, tuple[str, ...]] = {
     "FA001": (
-        "Options contradict each other, or one names something that does not exist. Nothing was loaded and nothing was written.",
+        "Options contradict each other, or an option names something that does not exist. Nothing was loaded and "
+        "nothing was written.",
     ),
-    "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without one for the list.",),
+    "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without a code for the list.",),
     "FA003": (
         "Keys of fusion-advisor.toml, of [tool.fusion-advisor] in pyproject.toml and of the user's config.toml are the long "
         "options without dashes; [apply] and the like hold keys for one command. FUSION_ADVISOR_BATCH is --batch. A flag wins "
-        "over the environment, that over the project's file, that over the user's; `--show-config` prints values and sources.",
+        "over the environment, the environment over the project's file, and that file over the user's; `--show-config` "
+        "prints all.",
         "--trust-remote-code and --force are only taken from the command line: a file must not be able to switch them on.",
     ),
     "FA101": (
@@ -29,22 +31,21 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "configurations that ship with fusion-advisor. A private or gated model looks like a missing one to a reader "
         "without a token.",
     ),
-    "FA102": (
-        "The Hub knows the model and refuses the files. Its owner wants terms accepted by the account that the token is of.",
-    ),
+    "FA102": ("The Hub knows the model and refuses the files. The account of your token has to accept the owner's terms.",),
     "FA103": (
-        "Some repositories ship Python that builds the model. It would run with your rights, so it is never run "
-        "unasked. Read the files of the revision that you pass, then say --trust-remote-code.",
+        "Some repositories ship Python that builds the model. It would run with your rights, so it only "
+        "runs on request. Read the files of the revision that you pass, then pass --trust-remote-code.",
     ),
     "FA104": ("The directory or repository has no config.json that transformers can read.",),
     "FA105": (
         "`--weights hub` and `--weights local` insist on real weights. Speed does not depend on weight values, so "
-        "random ones do for finding and timing fusions; only statements on accuracy need the real ones, and the "
-        "report says which were used.",
+        "random weights suffice to find and time fusions. Only statements on accuracy need real weights; the "
+        "report says which weights were used.",
     ),
     "FA106": ("The configuration names a model type that the installed transformers does not have; a newer one may.",),
     "FA107": (
-        "Inputs are made from the configuration: ids, pixels, features. This class wants something that it does not describe.",
+        "Inputs are made from the configuration: ids, pixels, features. This class needs inputs that its configuration "
+        "does not describe.",
     ),
     "FA201": (
         "PyTorch sees no CUDA device: a CPU build of torch, a driver older than the CUDA that torch was built with, "
@@ -56,20 +57,20 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA301": (
         "The step did not fit. Besides the model, a run holds a second copy of the outputs for the check and, where "
         "it fits, a higher-precision copy of the model. A smaller batch or shorter sequence changes the shares, so "
-        "compare like with like.",
+        "compare runs of equal shapes only.",
     ),
-    "FA302": ("The factory is your own code; it ran, and raised.",),
+    "FA302": ("The factory is your own code. It ran and raised an exception.",),
     "FA303": (
-        "TorchDynamo records the ops that a forward pass runs. Where it meets Python that it cannot follow it breaks "
+        "TorchDynamo records the ops that a forward pass runs. Where it cannot follow the Python code, it breaks "
         "the graph; here it recorded nothing. The part of the model that is plain PyTorch can be profiled alone "
         "through a factory.",
     ),
-    "FA304": ("Positions beyond the model's maximum have no embedding, or a rotary table that was never meant for them.",),
+    "FA304": ("Positions beyond the model's maximum have no embedding, or are outside the range of the rotary table.",),
     "FA305": ("A factory is called without arguments and returns (model, example_inputs); the inputs are a tuple or a dict.",),
     "FA310": (
-        "--input names a function without arguments, in a file or a module, that returns what the model is called with: one "
+        "--input names a function without arguments, in a file or a module, that returns the arguments of the model: one "
         "tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors are moved to the device, and "
-        "floating-point ones take the model's dtype.",
+        "floating-point tensors take the model's dtype.",
     ),
     "FA311": (
         "A training step needs a scalar to begin the backward pass at: the model's own loss where it returns one (labels make "
@@ -77,15 +78,15 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "model raised in train() mode, or autograd refused an op.",
     ),
     "FA312": (
-        "A fused kernel replaces the forward ops of a chain; autograd finds nothing behind it to differentiate. `profile "
+        "A fused kernel replaces the forward ops of a chain; autograd finds no ops to differentiate. `profile "
         "--phase train` shows where a training step spends its time, and torch.compile fuses forward and backward.",
     ),
     "FA313": (
-        "The fused kernels are for inference: dropout that draws numbers and gradients are left to the model's own ops, so "
-        "nothing that was built would ever run. The model itself, or a dropout inside it, is in train() mode.",
+        "The fused kernels are for inference: dropout and gradients are left to the model's own ops, so "
+        "the built kernels would never run. The model itself, or a dropout inside it, is in train() mode.",
     ),
     "FA314": (
-        "Kernels and compiled graphs are this process's, and the graphs read this model's own tensors. The model itself can "
+        "Kernels and compiled graphs belong to this process, and the graphs read this model's own tensors. The model itself can "
         "be copied, pickled and saved while it is fused: the copy runs its own ops. The object that `fa.apply` returns cannot.",
     ),
     "FA315": (
@@ -94,12 +95,13 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA306": ("The run directory could not be made or written: a full disk, a read-only file system, or missing rights.",),
     "FA307": (
-        "The model was built and called once, unchanged and with nothing measured, and raised. Its inputs may not be the ones it "
-        "wants: choose them with --input FILE.py:fn, or pass FILE.py:factory returning (model, example_inputs).",
+        "The model was built and called once, unchanged and with nothing measured, and raised. The inputs may not fit "
+        "it: choose them with --input FILE.py:fn, or pass FILE.py:factory returning (model, example_inputs).",
     ),
     "FA308": (
-        "Measuring, tracing and checking repeat a step, so whatever it writes (a cache, a count) is put back before each repeat. "
-        "A cache that grows by new entries cannot be put back that way; one of fixed size can.",
+        "Measuring, tracing and checking repeat a step, so everything that it writes (a cache, a count) is restored "
+        "before each repeat. "
+        "A growing cache cannot be restored; a cache of fixed size can.",
     ),
     "FA309": (
         "A decode step reads and writes a KV cache of fixed size (transformers' StaticCache), so that every step has the same "
@@ -107,11 +109,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA401": (
         "The kernel was rendered and its compiler refused it: too much shared memory, an intrinsic this device does "
-        "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's own words are "
+        "not have, or a bug of ours. The fusion is skipped and the model is as it was. The compiler's message is "
         "in log.txt.",
     ),
     "FA402": (
-        "Each fused kernel is compared with a higher-precision run of the ops it replaces, beside those ops' own "
+        "Each fused kernel is compared with a higher-precision run of the ops it replaces, and with those ops' own "
         "error against the same run. It fails when its error is larger than the stated limit, or when exactly one "
         "side is NaN or infinite. A kernel that fails is removed before it is timed: a wrong kernel has no speed.",
     ),
@@ -121,7 +123,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA404": ("Each case of kernel.toml is built and compared with reference.py for every backend and dtype it declares.",),
     "FA410": (
-        "A manifest is read key by key: an unknown key, a missing one or a value of the wrong kind is refused with the file and "
+        "A manifest is read key by key: an unknown key, a missing key or a value of the wrong kind is refused with the file and "
         "the key named. Fields and their meaning are in the comments that `kernels new` writes.",
     ),
     "FA411": ("Kernels are looked up by their manifests' names, in the shipped library and in each --kernels directory.",),
@@ -130,7 +132,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "import without side effects, and each function's parameters are the manifest's inputs, its keywords the constants.",
     ),
     "FA413": (
-        "The same as FA401, said of one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
+        "The same as FA401, for one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
         "check` shows it as a failed case.",
     ),
     "FA414": (
@@ -146,7 +148,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA501": (
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "
-        "crash leaves the old one whole.",
+        "crash leaves the old report whole.",
         "A trace is read as far as it is whole, and nothing is ranked when it ends early: the missing part could hold anything. "
         "Some versions of torch write a name's control characters and quotes as they are, which no JSON reader takes.",
     ),
@@ -164,11 +166,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA506": (
         "A saved plan names ops of one captured graph. It is only put in place where today's graph is the same: same ops, "
         "same arguments, same shapes and strides, same kind of device. Another sequence length, dtype or library version "
-        "gives another graph, and then a new `apply` is the honest way.",
+        "gives another graph, and then `apply` has to run again.",
     ),
     "FA507": (
-        "`specialize` binds kernels that were built for one shape to the sizes of another call. It takes no plan over from "
-        "many rows to a few or back, since what pays differs, and none whose kernels have no place or other numbers there.",
+        "`specialize` binds kernels that were built for one shape to the sizes of another call. It refuses to go from "
+        "many rows to few or back, because other rewrites pay there, and refuses kernels that do not fit or give other numbers.",
     ),
     "FA508": (
         "`compare` reads a run as its rewritten step where there is one, else as its eager step. RUN:eager, RUN:applied and "
@@ -177,7 +179,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA509": (
         "Two profilers cannot both read the device's counters, so under nsys or ncu torch.profiler is not started. The eager "
         "step is still warmed up and timed, between cudaProfilerStart and cudaProfilerStop, for the other profiler to record; "
-        "the run ends there, because a report needs the kernels. Both are told by the variables that they set.",
+        "the run ends there, because a report needs the kernels. Both are recognised by the environment variables that they set.",
+    ),
+    "FA511": (
+        "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
+        "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
@@ -186,9 +192,9 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA702": (
         "The run holds no figure for the limit: nothing was applied (--dry-run), the step was not timed, or the two runs are of "
-        "different devices, models or shapes. A check that cannot be made is not one that passed.",
+        "different devices, models or shapes. A check that was not made has not passed.",
     ),
-    "FA505": ("A run is never overwritten unasked; without -o every run gets a directory of its own.",),
+    "FA505": ("A run is only overwritten with --force; without -o every run gets its own directory.",),
     "FA601": (
         "A chain becomes a kernel by turning each op into an expression. One of its ops has no such rule: it draws "
         "random numbers, has several outputs, rounds in an unusual way, or is simply not known yet. The reason in the "
@@ -211,9 +217,9 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "two that do fuse.",
     ),
     "FA605": (
-        "The floor is what a perfect kernel would still need: every outside value read once, every result written "
+        "The floor is the time of a perfect kernel: every outside value read once, every result written "
         "once, at the copy bandwidth measured in the run, plus one smallest launch. This chain takes hardly longer, "
-        "or the most it could save is below --min-share or --min-gain, so fusing it could not be told from noise.",
+        "or the most it could save is below --min-share or --min-gain, so its gain could not be distinguished from noise.",
     ),
     "FA606": (
         "Kernels handle fp32, fp16, bf16, fp64, and integers and booleans as inputs; complex and 8-bit floats are left alone.",

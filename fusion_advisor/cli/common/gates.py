@@ -1,4 +1,4 @@
-"""What a command does with judged gates: lines for GitHub Actions, the command to repeat, the exit code."""
+"""Ends a command after its gates: lines for GitHub Actions, the command to repeat, the exit code."""
 
 from __future__ import annotations
 

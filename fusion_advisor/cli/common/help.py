@@ -17,18 +17,18 @@ _WHOLE = 400
 
 
 class Command(TyperCommand):
-    """A command whose options stand under the headings that they were given (``rich_help_panel``)."""
+    """A command that prints its options under their headings (``rich_help_panel``)."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then each heading with its options; those without one come last."""
+        """Write arguments, then each heading with its options; options without a heading come last."""
         _write_options(self.get_params(ctx), ctx, formatter)
 
 
 class Group(TyperGroup):
-    """A group of such commands."""
+    """A group of commands."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands first: they are what a group is asked for."""
+        """Write the commands first, because readers of a group's help look for them."""
         painted = _Painted(formatter)
         shown = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with painted.section("Commands"):

@@ -134,7 +134,7 @@ InputOpt = Annotated[
         "--input", metavar="FILE.py:FN", help="A function of yours that returns the inputs of a step.", rich_help_panel=_INPUT
     ),
 ]
-PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="What one step is; train: to profile.", rich_help_panel=_INPUT)]
+PhaseOpt = Annotated[Phase | None, typer.Option("--phase", help="Kind of step; train only for profile.", rich_help_panel=_INPUT)]
 ContextOpt = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1, help="Tokens in the cache (decode).", rich_help_panel=_INPUT)
 ]
@@ -145,7 +145,7 @@ LayersOpt = Annotated[
     int | None,
     typer.Option("--layers", metavar="N", min=1, help="Keep only the first N layers, for a quick look.", rich_help_panel=_INPUT),
 ]
-SeedOpt = Annotated[int | None, typer.Option("--seed", metavar="N", help="Of weights and inputs.", rich_help_panel=_INPUT)]
+SeedOpt = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of weights and inputs.", rich_help_panel=_INPUT)]
 WeightsOpt = Annotated[
     Weights | None, typer.Option("--weights", help="random: seeded, from the configuration alone.", rich_help_panel=_INPUT)
 ]
@@ -154,9 +154,7 @@ TrustOpt = Annotated[
 ]
 OfflineOpt = Annotated[bool, typer.Option("--offline", help="Never ask the Hub.", rich_help_panel=_INPUT)]
 
-WarmupOpt = Annotated[
-    int, typer.Option("--warmup", metavar="N", min=0, help="Steps before any is timed.", rich_help_panel=_MEASURE)
-]
+WarmupOpt = Annotated[int, typer.Option("--warmup", metavar="N", min=0, help="Untimed steps first.", rich_help_panel=_MEASURE)]
 RunsOpt = Annotated[int, typer.Option("--runs", metavar="N", min=3, help="Timed steps.", rich_help_panel=_MEASURE)]
 MinTimeOpt = Annotated[
     str,
@@ -195,7 +193,7 @@ KernelsOpt = Annotated[
         metavar="DIR",
         exists=True,
         file_okay=False,
-        help="A folder of your own kernels; its code is run.",
+        help="A folder of your own kernels. Runs its code.",
         rich_help_panel=_ADVISE,
     ),
 ]
@@ -203,7 +201,7 @@ BackendOpt = Annotated[
     BackendChoice | None,
     typer.Option(
         "--backend",
-        help="By default C++ on a CPU, Triton on a GPU, with CUDA C++ beside it for group norms, very wide rows and tanh; "
+        help="By default C++ on a CPU, Triton on a GPU, plus CUDA C++ for group norms, very wide rows and tanh; "
         "fastest tries both for each kernel.",
         rich_help_panel=_ADVISE,
     ),
@@ -227,13 +225,13 @@ FastMathOpt = Annotated[
 
 KeepOpt = Annotated[
     Keep,
-    typer.Option("--keep", help="verified: all whose numbers pass, whatever its time; for tests.", rich_help_panel=_KEEP),
+    typer.Option("--keep", help="verified: all with right numbers, at any speed; for tests.", rich_help_panel=_KEEP),
 ]
 MinGainOpt = Annotated[
     str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)
 ]
 ConfidenceOpt = Annotated[
-    float, typer.Option("--confidence", min=0.5, max=0.999, help="Of the interval that must be past it.", rich_help_panel=_KEEP)
+    float, typer.Option("--confidence", min=0.5, max=0.999, help="Level of the gain's interval.", rich_help_panel=_KEEP)
 ]
 RtolOpt = Annotated[
     float | None,
@@ -257,15 +255,13 @@ CompileOpt = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Measure torch.compile, eager in a CUDA graph and Liger beside ours; on a GPU by default.",
+        help="Also time torch.compile, eager in a CUDA graph and Liger; on a GPU by default.",
         rich_help_panel=_MEASURE,
     ),
 ]
 BaselineOpt = Annotated[
     Against,
-    typer.Option(
-        "--baseline", help="What the headline compares with; all but eager measure torch.compile.", rich_help_panel=_MEASURE
-    ),
+    typer.Option("--baseline", help="The headline's rival; all but eager measure torch.compile.", rich_help_panel=_MEASURE),
 ]
 MaxAutotuneOpt = Annotated[
     bool, typer.Option("--max-autotune", help="torch.compile's max-autotune mode too: minutes.", rich_help_panel=_MEASURE)
@@ -284,7 +280,7 @@ FailOnOpt = Annotated[
     typer.Option(
         "--fail-on",
         metavar="GATE",
-        help="Exit 10 past it: speedup<1.05, regression>2%, numerics.",
+        help="Exit 10 if exceeded: speedup<1.05, regression>2%, numerics.",
         rich_help_panel=_GATE,
     ),
 ]
@@ -317,7 +313,7 @@ EmbedTraceOpt = Annotated[
     typer.Option("--embed-trace", help="Put the profiler's traces into the HTML, up to 13.5 MB.", rich_help_panel=_OUTPUT),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, nothing else.", rich_help_panel=_OUTPUT)]
-ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite a run that is there.", rich_help_panel=_OUTPUT)]
+ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite an existing run.", rich_help_panel=_OUTPUT)]
 QuietOpt = Annotated[bool, typer.Option("-q", "--quiet", help="Warnings and one line of result.", rich_help_panel=_OUTPUT)]
 VerboseOpt = Annotated[
     int, typer.Option("-v", "--verbose", count=True, help="-v more, -vv tracebacks too.", rich_help_panel=_OUTPUT)

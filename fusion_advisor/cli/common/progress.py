@@ -113,7 +113,7 @@ class TerminalProgress:
             raise KeyboardInterrupt
 
     def _interrupted(self, signum: int, frame: FrameType | None) -> None:
-        """The first Ctrl-C is noted, and told past all buffers: the code that it interrupts may be writing itself."""
+        """Note the first Ctrl-C and print it past all buffers, because the interrupted code may be writing."""
         if self._is_stopping:
             signal.default_int_handler(signum, frame)
         self._is_stopping = True

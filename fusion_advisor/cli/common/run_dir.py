@@ -1,7 +1,7 @@
 """Run directories: their names, how a user may name one, and what is written into them.
 
 ``<UTC date>-<time>-<6 hex>``: the hex digits depend on the model's revision, the shapes, the options and the version alone, so
-repeats of a run share them while the time tells them apart.
+repeats of a run share them and differ in the time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 RUNS = Path("fusion-runs")
 FORMATS = ("html", "md", "json")
 EXTRA = ("csv",)
-"""Only where asked for."""
+"""Written only on request."""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
-"""Options that are spelt otherwise than their fields."""
+"""Options whose names differ from their fields."""
 _OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
-"""Options that name a run rather than describe it."""
+"""Fields that identify a run and do not change its result."""
 
 
 def tool_version() -> str:
@@ -45,7 +45,7 @@ def tool_version() -> str:
 
 
 def config_hash(verb: str, request: Any, options: ProfileOptions, revision: str) -> str:
-    """Return six hex digits of what makes two runs comparable."""
+    """Return six hex digits of a hash over everything that makes two runs comparable."""
     import hashlib
     import json
 
@@ -87,7 +87,7 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
 
 
 def refuse_taken(directory: Path, *, force: bool) -> None:
-    """Refuse a directory that holds a run; asked before a model is loaded, which may take minutes.
+    """Refuse a directory that holds a run, before a model is loaded for minutes.
 
     Raises:
         RunExists: It does, and ``force`` was not given.
@@ -186,7 +186,7 @@ def traces_of(report: Report, directory: Path, *, embed_trace: bool) -> tuple[Em
 
 
 def trace_warnings(traces: tuple[EmbeddedTrace, ...], directory: Path) -> list[str]:
-    """What must be said of the page that was written with these traces."""
+    """Return warnings about the page that embeds these traces."""
     if not traces:
         return []
     from fusion_advisor.report.html.embed_traces import warnings

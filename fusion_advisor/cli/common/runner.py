@@ -1,4 +1,4 @@
-"""What ``profile`` and ``apply`` share: load, make the run directory, run, write, print."""
+"""Shared steps of ``profile`` and ``apply``: load, make the run directory, run, write, print."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_profile(settings: Settings, request: Any, options: ProfileOptions, outpu
 def run_apply(
     settings: Settings, request: Any, options: ApplyOptions, output: Output, rules: tuple[gate_rules.Rule, ...] = ()
 ) -> None:
-    """Apply what pays to a workload, show what it bought, and end with an error where a gate is passed.
+    """Apply the rewrites that pay, show their gains, and end with an error if a gate fails.
 
     Raises:
         FusionIsForInference: the workload is a training step.
@@ -117,7 +117,7 @@ def _judged(report: Report, rules: tuple[gate_rules.Rule, ...]) -> tuple[Gate, .
 
 
 def _write_part(options: ProfileOptions, name: str, report: Report, capture: Capture, output: Output) -> None:
-    """Write another regime's report beside the run's own, one folder down."""
+    """Write the report of the run's other phase into a subfolder of the run."""
     if options.run_dir is not None:
         folder = path_inside(options.run_dir, name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,33 +1,18 @@
-"""CUDA graphs around the rewritten step: a call that was verified replays one graph instead of hundreds of launches from Python.
+"""Replays a CUDA graph for every verified call, instead of hundreds of launches from Python.
 
-A graph repeats kernels on the addresses it was recorded with, so everything it takes for granted must hold at each call:
+A graph repeats kernels on recorded addresses, so every assumption is checked at each call:
 
-- Dynamo's guards stay. They prove the module's attributes, hooks, train mode and submodules, grad mode and the layout of every
-  tensor. They cost 150 of the 193 µs that dynamo takes for Qwen2.5-7B's 341 inputs (28 layers, one CPU core; with a KV cache and
-  a slower core a millisecond), so the graph is launched *first* and the guards are evaluated while the device works. A result is
-  handed out only after they held, and a replay that was launched in vain is thrown away. What is left in front of the launch is
-  the call's signature, a look whether any memory that the graph reads was freed, and the copies of the inputs. Addresses are
-  compared behind the launch: for BERT's 203 tensors that takes 24 µs (H200 host), and more where other work has emptied the
-  processor's caches. A graph that reads what is no longer the parameter's, but still somebody's, is merely launched in vain.
-- A step that writes to memory that outlives it is launched first only if a replay in vain can be undone. The graph begins with
-  copies of the small tensors that it writes to (a KV cache's counts), which are put back; what it appended behind such a count is
-  then beyond what counts. Any other such step is launched after the guards.
-- Tensors that the call passes are copied into static ones. All other inputs (parameters, buffers, what a cache object holds) are
-  used where they are: their addresses are compared at each call and the step is recorded again when one has changed. So is a
-  tensor of the call that the step writes to. What is written to is compared in front of the launch. (Memory that is taken from
-  under a living storage and given back to the driver, ``untyped_storage().resize_(0)`` and ``empty_cache()``, is not seen.)
-- Under ``--freeze`` values were folded from buffers and weights: the sources' version counts are compared, and ``refresh`` writes
-  what it computes into the memory that the graph reads.
-- Flags that kernels were chosen by and that dynamo does not guard (SDPA backends, cuDNN, TF32) are part of the record.
+- Dynamo's guards and the addresses of parameters and buffers are checked after the launch, while the device works: the checks
+  take longer than the launch. A replay that fails them is thrown away, and a moved tensor has the step recorded again.
+- The signature, freed memory and the addresses of tensors that the step writes to are checked before the launch.
+- A step that writes to memory that outlives it is launched first only if its small writes can be put back; else after the
+  guards.
+- Call arguments are copied into static tensors. Version counts guard values folded under ``--freeze``, and the record holds
+  the flags by which kernels were chosen (SDPA backends, cuDNN, TF32).
 
-Results are copied out of the graph's memory, so that no later call overwrites them (75 µs for bf16 logits of 512 × 152,064).
-Those that one product makes last, the logits of a language model, need no copy: the product is left out of the graph and runs
-right behind it, into memory that the caller keeps, from the hidden state in the graph's memory and the call's own weight. Both
-are launched with the graph, in front of the guards. ``outputs="static"`` leaves nothing out and hands out the graph's memory
-itself, valid until the next call.
-
-The first call of a signature runs launch by launch, which loads every kernel; the second is recorded (nothing runs then) and
-replayed. So a step that writes to a cache writes once per call, always.
+Results are copied out, so that no later call overwrites them. Logits that one GEMM makes last are computed after the graph,
+straight into the caller's memory. ``outputs="static"`` hands out the graph's memory, valid until the next call. The first
+call of a signature runs launch by launch, the second is recorded and replayed. Figures: ``docs/measurements/cuda_graph.md``.
 """
 
 from __future__ import annotations

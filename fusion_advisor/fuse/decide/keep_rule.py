@@ -1,20 +1,13 @@
-"""Keep what pays: every rewrite is timed in the step it changes, on top of the ones before it.
+"""Keep what pays: every rewrite is timed in the step that it changes, on top of the rewrites before it.
 
-Cumulative prefixes of the rewrites are timed against each other in one interleaved run, the first of them twice (the A/A control
-that gives the noise floor). A rewrite stays when the whole interval of its paired difference lies below both thresholds; then the
-kept ones are timed together against none, which is the figure that the report's headline uses.
+Cumulative prefixes of the rewrites are timed against each other in one interleaved run; the first prefix runs twice and gives
+the noise floor (A/A). A rewrite stays when the whole interval of its paired difference lies below both thresholds. Then the
+kept rewrites are timed together against none, which is the report's headline. Rewrites that are faster by their whole
+interval but short of a threshold are timed once more together, against the same two thresholds.
 
-Rewrites that are faster by their whole interval and still short of a threshold are timed once more, all of them together on top
-of what was kept, against the same two thresholds: four that save 1 % each of a step that differs from itself by 2 % stay or go as
-one. One alone gets its second chance too.
-
-Where the power limit holds the step down, all of this is timed after rests (``timing.interleaving``): back to back,
-at the clock that the limit leaves, a step of Llama-3.1-8B (512 tokens, H200) differed from itself by 1.1 %, and a SwiGLU that
-saves 0.24 ms of 14.2 was lost in that. What the kept rewrites save there together is told by the table of baselines.
-
-Both thresholds are shares of the step that the rewrite is put on, not of the untouched one: a clock that drifts moves a long step
-by more. In a ViT-B/16 step (batch 64, H200) the traced mask costs 12.7 of 18.5 ms; with that step's noise for all, a GELU that
-saves 0.167 ms of the 5.9 ms that are left, give or take 0.005, would be lost in it.
+Where the power limit throttles the step, all of this is timed after rests (``timing.interleaving``). Both thresholds are
+shares of the step that the rewrite is put on, because clock drift moves a long step by more. Figures:
+``docs/measurements/keep_rule.md``.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
-"""Copies of a graph, as kernels of the library: what lies elsewhere in memory gets plain strides.
+"""Copies that change a tensor's layout, as kernels of the library: rows cut out of wider rows, and permuted dims.
 
-They stand where ``aten.clone`` would, and like that they may be a region's last op, which a CUDA graph leaves to the copy that
-hands results out. Two kinds gain: rows cut out of wider ones, of which ATen's kernel copies 4,096 of 50,257 bfloat16 elements in
-474 µs (H200), and permuted dims, which it walks element by element. Which language suits those depends on what lies side by side
-(H200, µs; memory moves what the first two read and write in 9, what the others do in 5):
-
-======================================================  ====  ========  ======
-copy                                                    ATen  CUDA C++  Triton
-======================================================  ====  ========  ======
-64 x 3 x 224 x 224, windows of 16 x 16 side by side       33         9      24
-64 x 196 x 768, the last two dims exchanged               53        43      11
-32 x 192 x 28 x 28, windows of 2 x 2 side by side         17        13     724
-the same, its channels last in memory                     15         7     724
-======================================================  ====  ========  ======
-
-Triton turns whole tiles; CUDA C++ copies packs where they stay whole, and where a run is too short for a tile.
+A copy stands where ``aten.clone`` would. If it is a region's last op, a CUDA graph leaves it to the copy that hands results
+out. CUDA C++ is faster where whole packs stay contiguous or runs are shorter than a tile; Triton is faster where it can turn
+whole tiles. Figures: ``docs/measurements/layout_copy.md``.
 """
 
 from __future__ import annotations

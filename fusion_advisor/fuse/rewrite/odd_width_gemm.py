@@ -1,22 +1,17 @@
-"""A linear whose output rows are odd, stored where they belong by one batched GEMM for aligned operands: no padded rows.
+"""Stores a linear's odd-width rows in place, by one batched GEMM for aligned operands, without padding.
 
-A row of N elements of 16 bits with N no multiple of eight begins anywhere, and no 128-bit store fits it: cuBLAS falls back to
-kernels for operands aligned to nothing. But p = 8 / gcd(N, 8) rows together are a multiple of eight, so every p-th row begins
-alike: rows g, g + p, g + 2p, ... are a matrix whose leading dimension, p * N, is aligned. It begins aligned as well once the
-first a * g columns are left out, with a = -N mod 8. From one such group to the next x moves on by a row, the weight by a rows and
-the result by N + a elements, all of them steps that a batch can take. So one batch of p products, each of W columns, writes
+No 128-bit store fits a row of N 16-bit elements with N no multiple of eight, so cuBLAS falls back to kernels for unaligned
+operands. But every p-th row with p = 8 / gcd(N, 8) has the same alignment: rows g, g + p, g + 2p, ... are a matrix with the
+aligned leading dimension p * N, once the first a * g columns are left out, with a = -N mod 8. From one such group to the next
+x moves by one row, the weight by a rows and the result by N + a elements. So one batch of p products, W columns each, writes
 nearly all of the result::
 
     row 0   |........|........|....           N = 21, a = 3: group 0 writes columns 0 to W,
     row 1      |........|........|..          group 1 columns 3 to W + 3, ...
 
-The columns in front of a * (p - 1), at most 49, and those from W on, at most 56, come from two narrow products. p products one
-after the other, each as wide as its rows, take 599 µs for GPT-2's logits (4,096 x 50,257 x 768, bf16, H200), this 530, and one
-product whose rows are even 511.
-
-Each product of the batch reads the whole weight. With m rows it does m operations for each byte of it (2 * m * N * K for
-2 * N * K bytes). An H200 does 989e12 operations (bf16, dense) in the time of 4.8e12 bytes: 206 for a byte. From about 256 rows
-for each product on, which are whole tiles of its kernels too, a product computes longer than it reads the weight.
+Two narrow products compute the columns before a * (p - 1), at most 49, and from W on, at most 56. Each product of the batch
+reads the whole weight, so it needs about 256 rows before it computes longer than it reads. Figures:
+``docs/measurements/odd_width_gemm.md``.
 """
 
 from __future__ import annotations

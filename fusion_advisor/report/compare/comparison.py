@@ -1,7 +1,7 @@
 """Two runs side by side: what differs, what of it is more than noise, and whether they may be compared at all.
 
 A run enters as one of its states: the eager step, the step with the kept rewrites, or the step under torch.compile. Two times of
-different runs are never said to differ unless both 95 % intervals, read at their worst, lie apart by more than either run's own
+different runs are never said to differ unless both 95 % intervals, read at their worst, differ by more than either run's own
 A/A noise: another day or another process moves milliseconds that a single run's interval knows nothing of. Ratios within one run
 do not have that flaw, so the gates judge those by default (:mod:`fusion_advisor.report.compare.gate_rules`).
 """
@@ -44,7 +44,7 @@ class Side:
     is_checked: bool
     """Whether the numbers of this state are known: the eager step's are by definition."""
     wrong: tuple[str, ...]
-    """What failed a check of its numbers, in sentences."""
+    """Failed checks of the numbers, in sentences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteChange:
-    """What became of one rewrite in each run."""
+    """Status of one rewrite in each run."""
 
     name: str
     a_status: Status | None
@@ -118,7 +118,7 @@ class Comparison:
     a: Side
     b: Side
     clock: Literal["wall time", "device time", "none"]
-    """What the first step row and both speedups were measured with."""
+    """How the first step row and both speedups were measured."""
     differences: tuple[Difference, ...]
     steps: tuple[TimeChange, ...]
     counts: tuple[CountChange, ...]
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def obstacles(self) -> tuple[Difference, ...]:
-        """What forbids comparing the times."""
+        """Reasons against comparing the times."""
         return tuple(row for row in self.differences if row.is_obstacle)
 
 

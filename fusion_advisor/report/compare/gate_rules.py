@@ -87,7 +87,7 @@ def _judge(rule: Rule, shown: Comparison) -> Gate:
     if rule.metric == "regression":
         return Gate(rule=rule.text, state="not judged", reason=reason)
     of_b = _judge_comparable(rule, shown)
-    # What B alone fails is failed beside any A. A pass would read as that of a comparison which was not made.
+    # A gate on B alone fails whatever A is. A pass would look like the result of a comparison that was not made.
     return replace(of_b, state="not judged", reason=f"{reason} B by itself: {of_b.reason}") if of_b.state == "passed" else of_b
 
 
@@ -118,7 +118,7 @@ def _speedup(rule: Rule, found: Speedup | None) -> Gate:
 
 def _regression(rule: Rule, shown: Comparison) -> Gate:
     if shown.a_speedup is None or shown.b_speedup is None:
-        return Gate(rule=rule.text, state="not judged", reason="A side has no step to set beside its own run's eager step.")
+        return Gate(rule=rule.text, state="not judged", reason="A side has no step to compare with its own run's eager step.")
     value, low, high = regression(shown.a_speedup, shown.b_speedup)
     figures = (
         f"{_signed(value)} [{_signed(low)}, {_signed(high)}] step time over each run's own eager step "

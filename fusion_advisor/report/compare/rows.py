@@ -1,4 +1,4 @@
-"""A comparison in words and tables, formatted alike for the terminal, the page and Markdown."""
+"""A comparison in words and tables, with the same format in terminal, HTML and markdown."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fusion_advisor.report.headline import Headline
 
 
 def title(shown: Comparison) -> str:
-    """What was compared, in a few words."""
+    """The compared runs, in a few words."""
     a, b = shown.a, shown.b
-    models = b.model_id if a.model_id == b.model_id else f"{a.model_id} beside {b.model_id}"
+    models = b.model_id if a.model_id == b.model_id else f"{a.model_id} and {b.model_id}"
     return f"{models}: two {'steps of one run' if a.run_id == b.run_id else 'runs'}"
 
 
 def headline(shown: Comparison) -> Headline:
-    """The comparison in one sentence, and what must be said beside it."""
+    """The comparison in one sentence, and its caveats."""
     failed = [gate.rule for gate in shown.gates if gate.state == "failed"]
     tone, text = _result(shown)
     points = [f"differs: {row.name} {_pair(row)}" for row in shown.differences if not row.is_obstacle]
@@ -47,7 +47,7 @@ def headline(shown: Comparison) -> Headline:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table, formatted alike for every view."""
+    """One line of a table, with the same format in every view."""
 
     name: str
     a: str
@@ -87,7 +87,7 @@ _STATE_WORDS: dict[State, str] = {
 
 
 def side_line(label: str, side: Side) -> str:
-    """What stands for A or B: the run, its state, and what was run."""
+    """Description of A or B: the run, its state, and the workload."""
     return f"{label}  {side.run_id}, {_STATE_WORDS[side.state]}: {side.context}"
 
 
@@ -105,7 +105,7 @@ def step_table(shown: Comparison) -> Table:
 
 
 def change_tables(shown: Comparison) -> tuple[Table, ...]:
-    """What changed, by rewrite, category, kernel and chain; each with what did not change apart."""
+    """Changes by rewrite, category, kernel and chain; unchanged rows are listed separately."""
     tables = []
     if shown.rewrites:
         rows = [(row.is_changed is not False, _rewrite_row(row)) for row in shown.rewrites]
@@ -173,8 +173,8 @@ def _rewrite_verdict(row: RewriteChange) -> shared_rows.Verdict:
         return shared_rows.Verdict("✗", "not kept in B", "loss")
     if row.b_status is Status.KEPT:
         return shared_rows.Verdict("✓", "kept in B", "gain")
-    told = row.b_status or row.a_status
-    words = "" if told is None else f"{shared_rows.VERDICTS[told].words.partition(',')[0]} in {'B' if row.b_status else 'A'}"
+    status = row.b_status or row.a_status
+    words = "" if status is None else f"{shared_rows.VERDICTS[status].words.partition(',')[0]} in {'B' if row.b_status else 'A'}"
     return shared_rows.Verdict("!", words, "warn")
 
 

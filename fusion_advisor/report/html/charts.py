@@ -1,7 +1,7 @@
 """Chart geometry: records in, positions out. The SVG itself is drawn by jinja macros with presentation attributes.
 
 Style attributes would be blocked by the page's own content security policy, and a chart library would be larger than the report.
-Text never lies on a coloured fill: labels stand above or beside the bars.
+Text never overlaps a coloured fill: labels are above or next to the bars.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLOURS = {
     "fused": "#08a962",
     "other": "#7d8590",
 }
-"""At least 3:1 on the light and on the dark page, and apart from each other for the three kinds of colour blindness."""
+"""At least 3:1 on the light and on the dark page, and distinguishable with the three kinds of colour blindness."""
 
 IDLE = "url(#idle)"
 """Hatched, for it is no kernel's colour; the pattern is defined once in the page."""
@@ -107,7 +107,7 @@ class Stage:
     high: float
     """Ends of the interval's whisker; equal where there is none."""
     joint: float
-    """Where the line to the next row hangs."""
+    """X of the line to the next row."""
     note: str
     """Why a removed rewrite took nothing; empty for the others."""
 
@@ -230,7 +230,7 @@ def waterfall(report: Report) -> Waterfall | None:
     timed = [row for row in _in_order(report) if row.step_delta_ns is not None]
     if before is None or after is None or not timed:
         return None
-    first, rest, last = "without rewrites", "all together, measured anew", "with all kept"
+    first, rest, last = "without rewrites", "all together, measured again", "with all kept"
     titles = [f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 120)}" for row in timed]
     left = _room_for([first, rest, last, *(shortened(title, _LONGEST_NAME) for title in titles)])
     level, lowest, highest = before.median_ns, 0, max(before.ci_high_ns, after.ci_high_ns)

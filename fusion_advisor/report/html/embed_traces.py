@@ -13,7 +13,7 @@ BEFORE, AFTER = "trace.before.json.gz", "trace.after.json.gz"
 MAX_BYTES = 13_500_000
 """Of all traces of a page, compressed: as base64 a third more, which with the rest of the page stays below 25 MB."""
 LARGE_PAGE_BYTES = 8_000_000
-"""A larger page is slow to open and to send, so the size is told."""
+"""A larger page is slow to open and to send, so a warning gives its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class EmbeddedTrace:
 
     name: str
     step: str
-    """What was traced, in words."""
+    """The traced step, in words."""
     data: bytes = b""
     """As on disk: gzipped JSON."""
     refusal: str = ""
@@ -35,7 +35,7 @@ def read_traces(directory: Path, report: Report, *, max_bytes: int = MAX_BYTES) 
     Args:
         directory: of the run.
         report: of the run; where nothing was kept there is one trace only.
-        max_bytes: of all together. One that does not fit any more is left out; a smaller one behind it may still fit.
+        max_bytes: of all traces together. A trace that does not fit is left out; a smaller later trace may still fit.
     """
     wanted = [(BEFORE, "the eager step")]
     if report.after is not None and not is_unchanged(report):
@@ -62,7 +62,7 @@ def read_traces(directory: Path, report: Report, *, max_bytes: int = MAX_BYTES) 
 
 
 def warnings(traces: tuple[EmbeddedTrace, ...], page_bytes: int) -> list[str]:
-    """What must be said of a page that was asked to hold its traces: what it does not hold, and that it is large."""
+    """Return warnings about a page with embedded traces: traces that were left out, and its size."""
     said = [trace.refusal for trace in traces if trace.refusal]
     if traces and page_bytes > LARGE_PAGE_BYTES:
         said.append(f"report.html has {units.size(page_bytes)} with its traces.")

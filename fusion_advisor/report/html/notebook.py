@@ -102,7 +102,7 @@ def to_frame(report: Report, name: str | None = None) -> pandas.DataFrame:
 
 
 def _place(column: result.Column) -> int:
-    """The verdict stands beside the name: a table wider than the page scrolls, and its end is what one would miss."""
+    """The verdict follows the name directly, because a wide table scrolls and hides its last columns."""
     return 0 if column.head in ("ID", "#") else 1 if column.flex_min else 2 if column.head == "Verdict" else 3
 
 

@@ -39,10 +39,10 @@ MAX_EMBEDDED_LAUNCHES = 20_000
 SECTIONS = (
     ("quality", "Data quality"),
     ("time", "Where the time went"),
-    ("savings", "What each rewrite bought"),
+    ("savings", "Saved by each rewrite"),
     ("fusions", "Fusions"),
     ("chains", "Chains"),
-    ("rewrites", "Beside fusions"),
+    ("rewrites", "Other rewrites"),
     ("timeline", "Timeline"),
     ("gaps", "Launch gaps"),
     ("roofline", "Roofline"),

@@ -42,7 +42,7 @@ class Side:
     paths: tuple[tuple[str, str], ...]
     """(colour, SVG path) of each category."""
     data: dict[str, object]
-    """What the canvas reads: names, and base64 of the deflated planes."""
+    """The canvas data: names, and the deflated planes in base64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Strips:
     legend: tuple[tuple[str, str], ...]
     span_ns: int
     note: str
-    """What was left out, in words; empty where nothing was."""
+    """The parts left out, in words; empty if none."""
 
 
 def strips(report: Report) -> Strips | None:

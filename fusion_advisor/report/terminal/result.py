@@ -89,7 +89,7 @@ def _module_columns(report: Report, limit: int) -> list[Column]:
 
 
 def apply_table(report: Report, console: Console) -> RenderableType:
-    """Return what each rewrite bought, the step before and after, and the numerics."""
+    """Return each rewrite's gain, the step before and after, and the numerics."""
     head = headline(report)
     lines = [*_caveats(report, console)]
     if report.fusions or report.rewrites:
@@ -117,7 +117,7 @@ def apply_table(report: Report, console: Console) -> RenderableType:
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
-    """Return the table that fits the report: what was applied, or what was found."""
+    """Return the table that fits the report: applied rewrites, or found chains."""
     return profile_table(report, console) if report.status == "profiled" else apply_table(report, console)
 
 
@@ -129,7 +129,7 @@ def result_columns(report: Report) -> list[Column]:
 
 
 def is_ascii(console: Console) -> bool:
-    """Whether the stream behind a console can show only ASCII."""
+    """Whether a console's stream can show only ASCII."""
     return not (console.encoding or "").lower().replace("-", "").startswith("utf")
 
 
@@ -259,7 +259,7 @@ def _caveats(report: Report, console: Console) -> list[RenderableType]:
 
 
 def _findings(report: Report, console: Console) -> list[RenderableType]:
-    """What needs no kernel; the change stands on a line of its own, so that it can be copied."""
+    """Findings that need no kernel; each change has its own line, so that it can be copied."""
     lines: list[RenderableType] = []
     for title, reason, change in shared_rows.finding_lines(report):
         lines += [_line(f"{title}. {reason}.", console), _line(f"   {change}", console, "cyan")]

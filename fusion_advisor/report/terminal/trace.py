@@ -1,4 +1,4 @@
-"""What ``profile --trace`` prints: chains, kernels, and what the trace cannot tell."""
+"""Output of ``profile --trace``: chains, kernels, and the limits of a trace."""
 
 from __future__ import annotations
 

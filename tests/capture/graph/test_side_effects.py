@@ -137,5 +137,5 @@ def test_buffers_and_inputs_are_watched(step, name):
 
 
 def test_a_list_that_grows_cannot_be_put_back():
-    with pytest.raises(NotRepeatable, match="another one than the first"):
+    with pytest.raises(NotRepeatable, match="differs from the first"):
         watch(in_a_list, [])

@@ -222,7 +222,7 @@ def test_two_models_are_both_named(run: Run) -> None:
     put("20300101-000000-aaaaaa", replace(base, workload=replace(base.workload, model_id="org/first")))
     put("20300102-000000-bbbbbb", replace(base, workload=replace(base.workload, model_id="org/second")))
     assert run("compare", "20300101", "20300102", "--format", "html", "-o", "out").code == 0
-    assert "<h1>org/first beside org/second: two runs</h1>" in Path("out/compare.html").read_text()
+    assert "<h1>org/first and org/second: two runs</h1>" in Path("out/compare.html").read_text()
 
 
 def test_hostile_runs_are_inert(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

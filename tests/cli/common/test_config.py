@@ -124,8 +124,8 @@ def test_color_of_every_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "\x1b[" not in run("doctor", "--color", "never").out
 
 
-def test_the_readme_workflow_and_configuration_are_valid(run: Run) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_documented_workflow_and_configuration_are_valid(run: Run) -> None:
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("pull-requests.md", "configuration.md"))
     yaml = pytest.importorskip("yaml")
     (workflow,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     steps = yaml.safe_load(workflow)["jobs"]["speed"]["steps"]

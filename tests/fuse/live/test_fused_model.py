@@ -373,7 +373,7 @@ def test_a_whole_model_saved_while_it_is_fused_is_loaded_plain(fused, x):
     ids=["copy", "deepcopy", "pickle", "torch.save", "inside a list"],
 )
 def test_the_fused_model_itself_is_not_copied_and_says_what_to_copy(fused, x, copied):
-    with fused, pytest.raises(CannotCopy, match=r"copy or save what `fused.revert\(\)` returns, or its `state_dict"):
+    with fused, pytest.raises(CannotCopy, match=r"copy or save the result of `fused.revert\(\)`, or its `state_dict"):
         copied(fused)
     with fused:
         assert is_fused(fused.model, x)

@@ -176,7 +176,7 @@ def test_figures_are_the_reports_own(make: Callable[[], Report]) -> None:
             assert not count or f"{units.number(count)} {units.duration(ns)}" in words
     assert report.step_before is not None
     assert report.step_after is not None
-    fall = words[words.rindex("What each rewrite bought") :]
+    fall = words[words.rindex("Saved by each rewrite") :]
     assert units.duration(report.step_before.median_ns) in fall
     assert units.duration(report.step_after.median_ns) in fall
     for refusal in (text for fusion in report.fusions for text in fusion.receipt.refusals):

@@ -125,12 +125,12 @@ def test_what_limits_the_figures_is_said() -> None:
 def test_a_limit_of_the_users_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = replace(applied(), tolerance=Tolerance(rtol=0.01, atol=1e-3))
     monkeypatch.setitem(ALL, "asked", lambda: asked)
-    caveat = "held to a limit that was asked for, not to eager's own error: |error| ≤ 0.001 + 0.01 × |oracle|"
+    caveat = "limit on errors is the user's, not eager's own error: |error| ≤ 0.001 + 0.01 × |oracle|"
     for name, is_named in (("asked", True), ("applied", False)):
         text = " ".join("\n".join(shown(name, 200)).split())
         assert (caveat in text) is is_named
         assert ("numerics ✓ within --rtol and --atol" in text) is is_named
-    assert all("held to a limit that was asked for" in render(asked) for render in (render_markdown, render_html))
+    assert all("limit on errors is the user" in render(asked) for render in (render_markdown, render_html))
 
 
 def test_a_training_step_is_told_by_module_and_by_kernel() -> None:
