@@ -112,16 +112,16 @@ def test_the_triton_kernel_in_the_interpreter():
     code = (
         "import json, torch\n"
         "from tests.fuse.passes.test_layout_copy import PERMUTED, SHAPES, permuted, same, wide_rows\n"
-        "from fusion_advisor.fuse import plain_copy\n"
+        "from fusion_advisor.fuse.passes import layout_copy\n"
         "from fusion_advisor.verify.check_chain import layout_of\n"
         "found = []\n"
         "for dtype in (torch.float16, torch.float32):\n"
         "    for shape in SHAPES:\n"
         "        part = wide_rows(*shape, dtype)\n"
-        "        found.append(same(plain_copy.build(layout_of(part), 'triton')(part), part))\n"
+        "        found.append(same(layout_copy.build(layout_of(part), 'triton')(part), part))\n"
         "    for shape, order in PERMUTED:\n"
         "        x = permuted(shape, order, dtype)\n"
-        "        found.append(same(plain_copy.build(layout_of(x), 'triton')(x), x))\n"
+        "        found.append(same(layout_copy.build(layout_of(x), 'triton')(x), x))\n"
         "print(json.dumps(found))\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
