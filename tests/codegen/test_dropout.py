@@ -80,7 +80,7 @@ def test_triton_drops_what_the_op_drops_in_blocks_of_any_size(tmp_path):
     environment = {
         **os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
     }  # fmt: skip
-    code = "import test_dropout; test_dropout.triton_masks()"
+    code = "from tests.codegen import test_dropout; test_dropout.triton_masks()"
     command = [sys.executable, "-c", f"import sys; sys.argv.append({str(tmp_path)!r}); {code}"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -140,7 +140,7 @@ class Fused:
         built = [self._built(bench, fusion, tmp_path, seed) for seed, fusion in enumerate(self.plan.fusions)]
         self.variant = bench.build(built, tuple(PASSES), self._in_gemms(bench, built, in_gemms) if in_gemms else [])
         # Folding takes whole chains away where they depend on buffers alone (rotary tables).
-        self.replaced = replaced_sites(bench.build(built, [name for name in PASSES if name != "fold-constants"]))
+        self.replaced = replaced_sites(bench.build(built, [name for name in PASSES if not name.startswith("fold-")]))
         for module in self.variant.modules:
             module.graph.lint()
         self.fused = FusedModel(loaded.model, self.live.regions, self.variant.modules, loaded.args, loaded.kwargs)

@@ -286,9 +286,10 @@ def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monke
     progress = Told()
     report = apply_workload(loaded, quick, progress).report
     assert loaded.model.__dict__ == before
-    assert {fusion.status for fusion in report.fusions} == {Status.NOT_REPLACED}
+    assert {fusion.status for fusion in report.fusions} == {Status.WRONG_NUMBERS}  # with any of them the check fails
     assert all(fusion.receipt.sites_replaced == fusion.receipt.launches_after == 0 for fusion in report.fusions)
-    assert any("numbers do not pass" in text for text in report.warnings) and progress.warnings
+    assert all("right alone, and wrong in the whole model" in fusion.reason for fusion in report.fusions)
+    assert any("whole model's numbers did not pass with F1" in text for text in report.warnings) and progress.warnings
 
 
 def test_a_limit_of_the_users_is_the_limit(loaded, quick, monkeypatch):

@@ -95,6 +95,8 @@ def untimed(launches: Launches) -> Iterator[None]:
     # The check of the whole model would take wrong kernels out again; here the judge sees them.
     checked = finish.check_whole_model
     put(finish, "check_whole_model", lambda *args, **kwargs: replace(checked(*args, **kwargs), is_passed=True))
+    of_region = dynamo_backend.check_region
+    put(dynamo_backend, "check_region", lambda *args: replace(of_region(*args), is_passed=True))
     put(after_side, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
     put(pipeline, "WALL_S", 0.01)
     put(finish, "WALL_S", 0.01)

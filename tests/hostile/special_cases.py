@@ -68,8 +68,16 @@ def inputs(name, dtype):
 
 
 def function(name):
-    """Return the op."""
-    return UNARY.get(name) or BINARY[name]
+    """Return the op as a function of its tensors alone: an op's own default arguments would be traced as inputs."""
+    op = UNARY.get(name) or BINARY[name]
+
+    def one(x):
+        return op(x)
+
+    def two(x, y):
+        return op(x, y)
+
+    return one if name in UNARY else two
 
 
 def problem(got, name, dtype):

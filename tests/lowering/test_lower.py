@@ -90,7 +90,7 @@ def test_moved_bytes_count_what_is_touched():
 @pytest.mark.parametrize(
     ("function", "forbidden"),
     [
-        (lambda x: torch.tanh(x) * 1.0 + 0.0, {"mul", "add"}),
+        (lambda x: torch.tanh(x) * 1.0 + -0.0, {"mul", "add"}),
         (lambda x: (torch.tanh(x) - 0) / 1, {"sub", "div"}),
         (lambda x: torch.exp(x) * (2.0 * 1.5), set()),
     ],
@@ -98,6 +98,11 @@ def test_moved_bytes_count_what_is_touched():
 def test_identities_vanish(function, forbidden):
     found = check(function, torch.randn(5, dtype=torch.float64))
     assert not forbidden & {value.op for value in found.values}
+
+
+def test_a_sum_with_zero_stays_as_it_makes_a_zero_positive():
+    found = check(lambda x: torch.tanh(x) + 0.0, torch.randn(5, dtype=torch.float64))
+    assert "add" in {value.op for value in found.values}
 
 
 def test_gelus_constants_fold_without_moving_a_rounding():

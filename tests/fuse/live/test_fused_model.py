@@ -16,6 +16,7 @@ import torch
 import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
+from fusion_advisor.report.html.notebook import for_notebook
 from fusion_advisor.runtime import torch_internals
 from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
@@ -77,7 +78,7 @@ def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
 
 def test_a_notebook_shows_the_report_and_how_things_stand(fused, x):
     assert fused._repr_html_() is None  # no report: Jupyter shows repr() instead
-    fused.report = applied()
+    fused.report = for_notebook(applied())
     assert "Nothing is in place" in fused._repr_html_()
     with fused, pytest.warns(UserWarning, match="gradients"):
         fused(x)
@@ -260,7 +261,7 @@ def test_a_class_that_is_patched_runs_the_original(x, monkeypatch):
     with torch.no_grad(), fuse(model, args, spoil=0.5):
         assert is_fused(model, x)
         monkeypatch.setattr(Norm, "forward", lambda _self, value: 3 * value)
-        with pytest.warns(UserWarning, match="forward of a class"):
+        with pytest.warns(UserWarning, match="Norm.forward` was replaced"):
             assert not is_fused(model, x)
 
 

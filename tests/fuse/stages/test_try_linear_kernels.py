@@ -22,7 +22,7 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
-from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.errors import CannotCapture, PlanMismatch
 from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.replan import changed_bench
@@ -198,7 +198,8 @@ def test_a_weight_of_a_class_of_its_own_is_left_alone():
     weight = loaded.model.lm_head.weight
     assert "rmsnorm_linear" in {kind.title for kind in kinds_of(loaded)}
     loaded.model.lm_head.weight = torch.nn.Parameter(weight.detach().as_subclass(Packed))
-    assert "rmsnorm_linear" not in {kind.title for kind in kinds_of(loaded)}
+    with pytest.raises(CannotCapture, match=r"lm_head\.weight` is a Packed"):
+        kinds_of(loaded)
 
 
 def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
