@@ -99,7 +99,7 @@ def untimed(launches: Launches) -> Iterator[None]:
     put(dynamo_backend, "check_region", lambda *args: replace(of_region(*args), is_passed=True))
     put(after_side, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
     put(pipeline, "WALL_S", 0.01)
-    put(finish, "WALL_S", 0.01)
+    put(after_side, "WALL_S", 0.01)
     try:
         yield
     finally:
