@@ -68,6 +68,6 @@ def test_narrow_rows_share_a_warp_and_others_do_not():
 
 
 def test_tuning_tries_narrow_rows_in_blocks_of_several_sizes():
-    texts = [text for _, text in candidates(p.rmsnorm(65536, 128, "bfloat16"), "cuda", shared=SharedMemory())]
+    texts = [text for _, text in candidates(p.rmsnorm(65536, 128, "bfloat16"), "cuda", limits=SharedMemory())]
     assert len(texts) == 6
     assert {text.split()[0] for text in texts} == {"THREADS=16", "THREADS=8"}
