@@ -12,6 +12,7 @@ from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse import dynamo_backend
 from fusion_advisor.fuse.decide import exact
 from fusion_advisor.fuse.decide.result_bits import has_same_bits
+from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.report import shared_rows
 from fusion_advisor.verify.accuracy import count_bit_equal
@@ -103,6 +104,6 @@ def test_a_stage_that_changes_a_bit_is_taken_back(monkeypatch, is_same):
     before, after, notes = object(), object(), []
     results = {before: [torch.ones(2)], after: [torch.tensor([1.0, 1.0 if is_same else 1.0000001])]}
     monkeypatch.setattr(exact, "_results", results.__getitem__)
-    assert exact.BitJudge(before, is_on=True, note=notes.append).after("a stage", after) is (after if is_same else before)
+    assert exact.BitJudge(before, is_on=True, note=notes.append).after(MERGE_GEMMS, after) is (after if is_same else before)
     assert bool(notes) is not is_same
-    assert exact.BitJudge(before, is_on=False, note=notes.append).after("a stage", after) is after
+    assert exact.BitJudge(before, is_on=False, note=notes.append).after(MERGE_GEMMS, after) is after

@@ -106,7 +106,9 @@ def test_kernels_of_a_users_directory_and_fast_math_are_the_plans(quick, monkeyp
     shutil.rmtree(mine)  # what a kernel is named after is in the plan
     rendered = []
     real = CppBackend.build
-    monkeypatch.setattr(CppBackend, "build", lambda self, one, path: rendered.append((one.source, path)) or real(self, one, path))
+    monkeypatch.setattr(
+        CppBackend, "build", lambda self, one, path: rendered.append((one.file_text, path)) or real(self, one, path)
+    )
     other = squashed()
     expected = other.model(*other.args)
     with torch.no_grad(), apply_plan(other, load_plan(quick.run_dir)) as fused:

@@ -14,7 +14,7 @@ from fusion_advisor.codegen.common.interface import Header, KernelCrashed, Tunin
 from fusion_advisor.codegen.cpp import first_run
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.errors import KernelFaulted
-from fusion_advisor.fuse import finish, pipeline
+from fusion_advisor.fuse import after_side, pipeline
 from fusion_advisor.fuse.decide import try_fusions
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
@@ -108,7 +108,7 @@ def test_a_child_that_cannot_start_refuses_nothing_and_is_said(tmp_path, monkeyp
 @pytest.fixture
 def _quick(monkeypatch):
     monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(finish, "WALL_S", 0.02)
+    monkeypatch.setattr(after_side, "WALL_S", 0.02)
 
 
 QUICK = {"warmup": 1, "runs": 2, "min_share": 0.0, "keep": "verified", "compile": False}

@@ -276,7 +276,7 @@ def test_a_plan_of_epilogues_alone_needs_a_place_for_one(quick, planted):
             return self.two(functional.relu(y) if x.shape[0] % 2 == 0 else functional.hardtanh(y))
 
     run = apply_workload(describe_live(Either().eval(), (torch.randn(96, WIDTH),)), quick)
-    run.fused._kept = replace(run.fused._kept, fusions=())
+    run.fused._plan = replace(run.fused._plan, fusions=())
     with torch.no_grad():
         assert run.fused.specialize(torch.randn(98, WIDTH)).sites["linear_relu"] == 1
         with pytest.raises(CannotSpecialize, match="none of the kept kernels has a place"):
