@@ -401,7 +401,9 @@ class CudaWriter(Writer):
             return Text(f"sigmoid_16bit({code})")
         if op in _HELPERS:
             self.helpers.add(_HELPERS[op])
-            return Text(f"{_HELPERS[op]}({code})")
+            # A literal is an int where it fits one: two types would leave the template's argument open.
+            of_type = "<long long>" if is_int and op in ("maximum", "minimum") else ""
+            return Text(f"{_HELPERS[op]}{of_type}({code})")
         if op == "abs":
             return (
                 Text(f"({args[0].at(SUM)} < 0 ? -{args[0].at(ATOM)} : {args[0].at(SUM)})")

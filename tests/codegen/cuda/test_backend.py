@@ -4,6 +4,7 @@ cuda_on_host.py), and on a CUDA device the real thing.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -19,10 +20,12 @@ from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
 from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, find_nvcc, has_cuda_core
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.cuda.tiling import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
+from fusion_advisor.lowering.rules import pointwise
 from tests.kernel_cases import cuda_on_host
 from tests.kernel_cases import programs as p
 from tests.kernel_cases.cases import cases, distance, inputs
 from tests.kernel_cases.evaluate import allocate, evaluate
+from tests.kernel_cases.lowered import lower_function
 
 NO_TUNING = Tuning()
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
@@ -174,6 +177,17 @@ def test_compiles_for_other_gpus(name, capability):
 @pytest.mark.parametrize("name", ["bias_gelu_erf-float32", "swiglu_split-bfloat16", "add_layernorm-float16", "int_and_bool"])
 def test_compiles_with_nvcc(name):
     assert compile_for(render(CASES[name]), 90, program=CASES[name], compiler="nvcc")
+
+
+def test_a_float_as_a_narrow_integer_keeps_all_digits(monkeypatch, tmp_path):
+    """The ends of int32 are literals of two types, between which the helpers for float would be chosen."""
+    on_gpu = functools.partial(pointwise._through_int32, on_cpu=False)
+    monkeypatch.setattr(pointwise, "_through_int32", lambda lowering, number, **_: on_gpu(lowering, number))
+    x = torch.tensor([3e9, -3e9, 16777217.0, 2147483647.0, -5.5, 0.0, 2.0**31, 123456789.0], dtype=torch.float64)
+    lowered, _ = lower_function(lambda x: x.to(torch.int32), x)
+    out = torch.zeros(8, dtype=torch.int32)
+    cuda_on_host.run(render(lowered.program), lowered.program, [x], [out], tmp_path)
+    assert out.tolist() == [2**31 - 1, -(2**31), 16777217, 2147483647, -5, 0, 2**31 - 1, 123456789]
 
 
 @needs_nvrtc
