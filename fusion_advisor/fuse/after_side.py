@@ -1,4 +1,4 @@
-"""The after side of a run: the fused step traced and timed, beside eager and the other ways to run the step."""
+"""Traces and times the fused step, eager and the other ways to run the step."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def _identity(compiler: tuple[str, ...]) -> str:
 
 
 def _loaded(entry: str, key: str, command: tuple[str, ...], source: Path) -> tuple[Path, ctypes.CDLL]:
-    """Load the library that was kept under ``key``, or compile it; one that does not load is compiled anew once."""
+    """Load the library that was kept under ``key``, or compile it; a library that does not load is compiled once more."""
     try:
         kept = KeptCode(folder=cache_folder("cpp"), suffix=".so")
         for is_last in (False, True):

@@ -1,4 +1,4 @@
-"""Launch parameters of CUDA kernels that are worth trying beside the backend's own choice, and which Programs to try in CUDA."""
+"""Launch parameters of CUDA kernels to try after the backend's own choice, and which programs to try in CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch parameters of Triton kernels that are worth trying beside the backend's own choice."""
+"""Launch parameters of Triton kernels to try after the backend's own choice."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class BitJudge:
     Args:
         kept: the step before the first of them.
         is_on: whether bits are compared at all.
-        note: told what was taken back, in words.
+        note: is called with a sentence for each rewrite that was taken back.
     """
 
     def __init__(self, kept: Kept, *, is_on: bool, note: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from fusion_advisor.records import Capture, Chain, Fusion, GraphRewrite, Launch
 
 
 def launch_cost_ns(launches: Sequence[Launch], step_ns: int, rewrites: Iterable[GraphRewrite], *, most_ns: int) -> int:
-    """Return what a launch costs beside its kernel; 0 where the step was not timed or takes no longer than its kernels.
+    """Return the cost of a launch without its kernel; 0 where the step was not timed or takes no longer than its kernels.
 
     Args:
         launches: of the captured step, as traced: with the biases of small GEMMs written out.
