@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fusion_advisor.fuse.stages.try_merged_gemms import merge_all
 
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.replan import changed_bench, relocate
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.passes.merge_gemms import merge_linears
 from tests.tiny import planned, profiled
 
 
@@ -16,7 +16,7 @@ from tests.tiny import planned, profiled
 def merged():
     """The fusions of a Qwen2 whose projections run as one GEMM, by kernel."""
     bench = Bench(profiled("qwen2")[2], on_cuda=False)
-    new, moved = changed_bench(bench, merge_all(bench, may_copy=True, free_bytes=1 << 30))
+    new, moved = changed_bench(bench, [merge_linears(region, may_copy=True) for region in bench.live.regions])
     return {fusion.match.kernel: relocate(fusion, new, moved) for fusion in planned("qwen2").fusions}
 
 
