@@ -69,7 +69,7 @@ def profile_trace(
     clock = PhaseClock(progress or Progress())
     with clock.phase("read"):
         file = TraceFile(path)
-        trace = read_events(file)
+        trace = read_events(file.typed_events())
         clock.progress.note(f"{file.events:,} events, {len(trace.kernels):,} kernels, {len(trace.cpu_ops):,} CPU ops")
     warnings = _checked(trace)
     with clock.phase("join"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusion_advisor.capture.trace import chrome_trace
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
+from fusion_advisor.capture.trace.profiler import read_events
 from fusion_advisor.errors import UnreadableTrace
 
 EVENTS = [
@@ -240,3 +241,40 @@ VALUES = st.recursive(
 def test_any_events_are_read_as_the_standard_library_reads_them(tmp_path, monkeypatch, events, after, part, spaces, is_ascii):
     text = json.dumps({"traceEvents": events, "after": after}, ensure_ascii=is_ascii, **spaces)
     assert read_in_parts(tmp_path / "t.json", text, monkeypatch, part)[0] == parsed(events)
+
+
+def written(tmp_path, events):
+    path = tmp_path / "typed.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1790000000000123.456, "dur": 2.5, "pid": 0, "tid": 7,
+          "args": {"correlation": 3, "External id": 4, "stream": 7, "device": 1, "grid": [4, 1, 1], "block": [128, 1, 1]}}  # fmt: skip
+OP = {"ph": "X", "cat": "cpu_op", "name": "aten::mul", "ts": 1.0, "dur": 3, "pid": 1, "tid": 1,
+      "args": {"Input Dims": [[2, 3], []], "Input type": ["float", "Scalar"], "Input Strides": [[3, 1], []]}}  # fmt: skip
+ODD = [{"ph": "X", "cat": "cpu_op", "name": 7, "ts": 1, "dur": 1}, {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"},
+       {"ph": "M", "name": "process_name", "args": {"name": "python"}}, {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1},
+       {"ph": "X", "cat": "kernel", "name": "k", "ts": "12.500", "dur": "1.0e1"}, {"ph": "X", "cat": 3, "name": "k"}, {}]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_event_changes_no_other(tmp_path, odd):
+    plain = read_events(TraceFile(written(tmp_path, [KERNEL, OP] * 3)).typed_events())
+    mixed = read_events(TraceFile(written(tmp_path, [KERNEL, OP, odd, KERNEL, OP, KERNEL, OP])).typed_events())
+    assert mixed.cpu_ops == plain.cpu_ops
+    assert [kernel for kernel in mixed.kernels if kernel.correlation == 3] == list(plain.kernels)
+    as_dicts = read_events(TraceFile(written(tmp_path, [KERNEL, OP, odd, KERNEL, OP, KERNEL, OP])))
+    assert as_dicts == mixed
+
+
+def test_a_clock_that_counts_from_1970_keeps_its_nanoseconds(tmp_path):
+    path = tmp_path / "typed.json"
+    path.write_text('{"traceEvents": [' + json.dumps(KERNEL).replace("1790000000000123.5", "1790000000000123.456") + ", {}]}")
+    assert [kernel.start_ns for kernel in read_events(TraceFile(path).typed_events()).kernels] == [1790000000000123456]
+
+
+def test_parts_of_usual_events_make_no_dicts(tmp_path):
+    found = list(TraceFile(written(tmp_path, [KERNEL, OP] * 10_000)).typed_events())
+    assert len(found) == 20_000
+    assert sum(isinstance(event, dict) for event in found) <= 5
