@@ -42,6 +42,19 @@ class Repeated:
     """A GEMM runs before the kernel of this number, in each site; 0: none does."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceWork:
+    """A trace that was read and may be ranked."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    """The trace's other top-level keys."""
+    events: int
+    trace: Trace
+    work: tuple[Work, ...]
+    warnings: tuple[str, ...]
+
+
 @collector_paused()
 def profile_trace(
     path: Path,
@@ -58,9 +71,9 @@ def profile_trace(
         path: ``.json`` or ``.json.gz``, as ``export_chrome_trace`` writes it.
         min_share: chains with a smaller share of the device's busy time are left out.
         top: at most so many chains, and so many kernels.
-        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones for what a chain looks like.
+        kernel_dirs: folders of a user's own kernels; a chain is named after them as after the shipped ones.
         tool: fusion-advisor's own version, for the record.
-        progress: told what goes on.
+        progress: is given each phase and its counts.
 
     Raises:
         UnreadableTrace: the file is cut short, damaged, or no trace of torch.profiler.
@@ -71,37 +84,64 @@ def profile_trace(
         file = TraceFile(path)
         trace = read_events(file.typed_events())
         clock.progress.note(f"{file.events:,} events, {len(trace.kernels):,} kernels, {len(trace.cpu_ops):,} CPU ops")
-    warnings = _checked(trace)
     with clock.phase("join"):
-        work = device_work(trace)
-    if not work:
-        raise UnreadableTrace(name=path, detail="it holds no kernels and no CPU ops of torch.profiler", known="")
+        found = join_trace(file, trace)
     with clock.phase("chains"):
-        busy_ns = sum(item.busy_ns for item in work)
-        rate = fastest_rate(work)
-        sequences = library_sequences(kernel_dirs)
-        repeated, searched = repeated_sites(work, sequences, least_ns=min_share * busy_ns)
-        found = [_chain(one, sequences, busy_ns, rate, _smallest_ns(work)) for one in repeated]
-        chains = sorted((chain for chain in found if chain.share >= min_share), key=lambda chain: -chain.device_ns)
-        clock.progress.note(f"{len(chains)} that repeat")
+        report = rank_trace(found, library_sequences(kernel_dirs), min_share=min_share, top=top, tool=tool)
+        clock.progress.note(f"{len(report.chains) + report.chains_left_out} that repeat")
+    return report
+
+
+def join_trace(file: TraceFile, trace: Trace) -> TraceWork:
+    """Join a trace's kernels to their ops.
+
+    Raises:
+        UnreadableTrace: it holds no work.
+        MissingKernels: more than 1 % of the launches have no kernel.
+    """
+    warnings = _checked(trace)
+    work = tuple(device_work(trace))
+    if not work:
+        raise UnreadableTrace(name=file.path, detail="it holds no kernels and no CPU ops of torch.profiler", known="")
+    return TraceWork(path=file.path, facts=file.facts, events=file.events, trace=trace, work=work, warnings=tuple(warnings))
+
+
+def rank_trace(
+    found: TraceWork, sequences: Mapping[tuple[str, ...], str], *, min_share: float, top: int, tool: str = ""
+) -> TraceReport:
+    """Rank the kernels of a joined trace and the chains that it repeats; arguments as in :func:`profile_trace`.
+
+    Args:
+        found: of :func:`join_trace`.
+        sequences: op names of library kernels (:func:`fusion_advisor.library.trace_hints.library_sequences`).
+        min_share: as there.
+        top: as there.
+        tool: as there.
+    """
+    work, trace = found.work, found.trace
+    busy_ns = sum(item.busy_ns for item in work)
+    rate = fastest_rate(work)
+    repeated, searched = repeated_sites(work, sequences, least_ns=min_share * busy_ns)
+    rows = [_chain(one, sequences, busy_ns, rate, _smallest_ns(work)) for one in repeated]
+    chains = sorted((chain for chain in rows if chain.share >= min_share), key=lambda chain: -chain.device_ns)
     ranked = _ranked(work, busy_ns)
-    steps = {item.step for item in work} - {-1}
     has_shapes = any(item.inputs for item in work)
-    joined_ns = sum(item.busy_ns for item in work if item.call >= 0)
+    joined_share = sum(item.busy_ns for item in work if item.call >= 0) / max(busy_ns, 1)
+    warnings = list(found.warnings)
     if searched < 1:
         warnings.append(f"repeats were looked for in {searched:.1%} of the pointwise and reduction time: too much of it differs")
     return TraceReport(
-        trace=str(path),
+        trace=str(found.path),
         device_kind="cuda" if trace.kernels else "cpu",
-        device_names=_device_names(file.facts) if trace.kernels else (),
+        device_names=device_names(found.facts) if trace.kernels else (),
         tool=tool,
-        events=file.events,
-        steps=len(steps),
+        events=found.events,
+        steps=len({item.step for item in work} - {-1}),
         launches=missing_kernels(trace).launches,
         kernels=len(work),
-        span_ns=_span_ns(work),
+        span_ns=span_ns(work),
         busy_ns=busy_ns,
-        joined_share=joined_ns / max(busy_ns, 1),
+        joined_share=joined_share,
         has_shapes=has_shapes,
         categories=_categories(work),
         ranked=ranked[:top],
@@ -110,7 +150,7 @@ def profile_trace(
         chains_left_out=max(0, len(chains) - top),
         searched_share=searched,
         bytes_per_s=None if rate is None else round(rate * 1e9),
-        unknown=tuple(_unknown(trace, has_shapes=has_shapes, joined_share=joined_ns / max(busy_ns, 1))),
+        unknown=tuple(_unknown(trace, has_shapes=has_shapes, joined_share=joined_share)),
         warnings=tuple(warnings),
     )
 
@@ -317,7 +357,7 @@ def _categories(work: Iterable[Work]) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(((name, count, ns) for name, (count, ns) in sums.items()), key=lambda row: -row[2]))
 
 
-def _span_ns(work: Iterable[Work]) -> int:
+def span_ns(work: Iterable[Work]) -> int:
     """Sum over the steps, and over what belongs to none, from the first start to the last end."""
     spans: dict[int, tuple[int, int]] = {}
     for item in work:
@@ -326,7 +366,7 @@ def _span_ns(work: Iterable[Work]) -> int:
     return sum(end - start for start, end in spans.values())
 
 
-def _device_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+def device_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
     listed = facts.get("deviceProperties")
     names = [entry.get("name") for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
