@@ -282,6 +282,52 @@ class UnsafeName(UnreadableReport):
     hint = "fusion-advisor did not write this file, or the file was changed: run again"
 
 
+class TraceTooLarge(AdvisorError):
+    """A trace whose first step alone does not fit into the memory of a worker."""
+
+    code = "FA512"
+    message = "`{name}` holds {events} events, and not one of its steps fits into a worker's memory"
+    hint = "record fewer steps, or mark them: torch.profiler.schedule(...) and profiler.step()"
+    exit_code = 9
+
+
+class BadWeights(AdvisorError):
+    """A --weights file that does not name jobs and their GPU-hours."""
+
+    code = "FA513"
+    message = "`{name}`: {detail}"
+    hint = "the columns are job, gpu_hours and, if you like, model; one line for each job"
+    exit_code = 9
+
+
+class NoTraces(AdvisorError):
+    """A pattern that matches no file."""
+
+    code = "FA514"
+    message = "no trace matches {patterns}"
+    hint = "quote the pattern, so that the shell leaves ** alone: fusion-advisor fleet 'traces/**/*.json.gz'"
+    exit_code = 2
+
+
+class MissingExtra(AdvisorError):
+    """A command whose libraries are not installed."""
+
+    code = "FA205"
+    message = "`{command}` needs {library}, which is not installed"
+    hint = "pip install 'fusion-advisor[{extra}]'"
+    exit_code = 3
+
+
+class EngineLost(AdvisorError):
+    """The Ray cluster went away while traces were read."""
+
+    code = "FA515"
+    message = "Ray is gone after {done} of {all} traces: {detail}"
+    note = "the traces that were read are kept"
+    hint = "run the command again: it reads only what is new"
+    exit_code = 5
+
+
 class MissingKernels(AdvisorError):
     """Many launches in the trace have no kernel."""
 

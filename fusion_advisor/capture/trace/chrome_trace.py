@@ -51,6 +51,8 @@ class TraceFile:
         self.facts: dict[str, Any] = {}
         """The trace's other top-level keys (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
         self.events = 0
+        self.read_bytes = 0
+        """Characters of JSON that the last iteration read."""
         # Times stay text: a float holds a clock that counts from 1970 to a quarter of a microsecond.
         self._decoder = json.JSONDecoder(strict=is_strict, parse_float=str)
 
@@ -63,7 +65,7 @@ class TraceFile:
         return itertools.chain.from_iterable(self._parts(is_typed=True))
 
     def _parts(self, *, is_typed: bool) -> Iterator[list[Any]]:
-        self.facts, self.events = {}, 0
+        self.facts, self.events, self.read_bytes = {}, 0, 0
         try:
             with open_regular(self.path) as raw:
                 is_packed = raw.read(2) == b"\x1f\x8b"
@@ -218,6 +220,7 @@ class _Document:
         if len(rest) > _LONGEST:
             self._file.refuse(f"a value at line {self._line_of(self._at):,} is longer than {_LONGEST:,} characters")
         chunk = self._stream.read(max(_CHUNK, len(rest)))
+        self._file.read_bytes += len(chunk)
         if chunk:
             self._line = self._line_of(self._at)
             self._wrong_end -= self._at

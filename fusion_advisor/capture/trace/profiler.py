@@ -286,11 +286,25 @@ def read_events(raw_events: Iterable[TraceEvent | dict[str, Any]]) -> Trace:
     )
 
 
+def is_used(raw: TraceEvent | dict[str, Any]) -> bool:
+    """Whether :func:`read_events` keeps an event, or counts it as unreadable."""
+    if isinstance(raw, TraceEvent):
+        return raw.ph == "X" and bool(_kind(raw.cat, raw.name))
+    return raw.get("ph") == "X" and isinstance(raw.get("cat"), str) and raw["cat"] in _USED
+
+
+def start_of(raw: TraceEvent | dict[str, Any]) -> int:
+    """Return when an event began, in nanoseconds on the trace's clock; 0 where it does not tell."""
+    try:
+        event = raw if isinstance(raw, TraceEvent) else typed(raw)
+        return _nanoseconds(event.ts)
+    except (ValueError, OverflowError):
+        return 0
+
+
 def _typed(raw: dict[str, Any]) -> TraceEvent | None:
     """Return a decoded object as an event; None where its kind is not used."""
-    if raw.get("ph") != "X" or raw.get("cat") not in _USED:
-        return None
-    return typed(raw)
+    return typed(raw) if is_used(raw) else None
 
 
 @functools.cache

@@ -1,0 +1,135 @@
+"""Runs a fleet: finds the traces, reads those that are new, ranks all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion_advisor.errors import CannotWrite
+from fusion_advisor.fleet.engines import local, on_ray
+from fusion_advisor.fleet.find import find_traces
+from fusion_advisor.fleet.parts import whole_parts
+from fusion_advisor.fleet.rank import Question, rank_fleet
+from fusion_advisor.fleet.reduce import Reduced, Task
+from fusion_advisor.fleet.window import MOST_EVENTS
+from fusion_advisor.fleet.weights import read_weights
+from fusion_advisor.records.fleet import FailedTrace, FleetReport, TraceSource
+
+PARTS = "parts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """What the command line says."""
+
+    patterns: tuple[str, ...]
+    output: Path
+    engine: str = "local"
+    address: str = ""
+    processes: int = 0
+    """0: one for each core."""
+    min_share: float = 0.001
+    most_events: int = MOST_EVENTS
+    kernel_dirs: tuple[Path, ...] = ()
+    top: int = 30
+    job_pattern: str = ""
+    weights: Path | None = None
+    tool: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """How far a run is."""
+
+    done: int
+    traces: int
+    failed: int
+    json_bytes: int
+    done_bytes: int
+    """Of the files, as they lie there."""
+    all_bytes: int
+
+
+def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: None) -> FleetReport:
+    """Reduce the traces that are new and rank all that the patterns name.
+
+    Args:
+        options: of the run.
+        say: is given the state after each trace.
+
+    Raises:
+        NoTraces: no file matches.
+        CannotWrite: the disk is full.
+        BadWeights: the file of --weights cannot be used.
+        EngineLost: Ray went away.
+    """
+    weights = read_weights(options.weights) if options.weights else None
+    sources = find_traces(options.patterns)
+    parts = options.output / PARTS
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        for rest in parts.glob(".*.tmp"):
+            rest.unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotWrite(path=parts, detail=error.strerror or str(error)) from error
+    digests, unread = _known(parts, sources)
+    failed: list[FailedTrace] = []
+    done_bytes = sum(source.size_bytes for source in sources) - sum(source.size_bytes for source in unread)
+    json_bytes = failures = 0
+    tasks = [
+        Task(source=source, parts=parts.absolute(), most_events=options.most_events, kernel_dirs=options.kernel_dirs)
+        for source in unread
+    ]
+    all_bytes = sum(source.size_bytes for source in sources)
+    for number, result in enumerate(_results(options, tasks), start=1):
+        done_bytes, json_bytes = done_bytes + result.source.size_bytes, json_bytes + result.json_bytes
+        failures += bool(result.error_code)
+        if result.digest:
+            digests[result.source.url] = result.digest
+        else:
+            failed.append(FailedTrace(url=result.source.url, code=result.error_code, error=result.error))
+        say(
+            State(
+                done=len(sources) - len(tasks) + number,
+                traces=len(sources),
+                failed=failures,
+                json_bytes=json_bytes,
+                done_bytes=done_bytes,
+                all_bytes=all_bytes,
+            )
+        )
+    question = Question(
+        parts=parts,
+        digests=digests,
+        failed=tuple(failed),
+        weights=weights,
+        patterns=options.patterns,
+        job_pattern=options.job_pattern,
+        min_share=options.min_share,
+        top=options.top,
+        tool=options.tool,
+    )
+    return rank_fleet(question)
+
+
+def _known(parts: Path, sources: Sequence[TraceSource]) -> tuple[dict[str, str], list[TraceSource]]:
+    """Return the digests of the traces that have a part, and the traces that must be read."""
+    known = {(url, size, version): digest for digest, url, size, version in whole_parts(parts)}
+    digests: dict[str, str] = {}
+    unread = []
+    for source in sources:
+        digest = known.get((source.url, source.size_bytes, source.version)) if source.version else None
+        if digest is None:
+            unread.append(source)
+        else:
+            digests[source.url] = digest
+    return digests, unread
+
+
+def _results(options: FleetOptions, tasks: Sequence[Task]) -> Iterator[Reduced]:
+    if not tasks:
+        return iter(())
+    if options.engine == "ray":
+        return on_ray.run(tasks, address=options.address)
+    return local.run(tasks, processes=options.processes)
