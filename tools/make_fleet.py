@@ -1,4 +1,4 @@
-"""Makes a fleet of traces from the committed captures: jobs of several ranks, models, lengths and dates; some broken, some hostile.
+"""Makes a fleet of traces from the committed captures: jobs of several ranks, models and dates; some broken, some hostile.
 
 The events carry the fields that Kineto writes (ids, grids, strides, flow events), so that their bytes are those of real traces.
 A file's numbers follow from its name and the seed alone.
@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,11 @@ class Plan:
     """Of all device times: the job's own length and batch."""
     day: int
     has_shapes: bool
+    launches: int
+    """Of each step at most."""
 
 
-def plans(count: int, seed: int = 0) -> Iterator[Plan]:
+def plans(count: int, seed: int = 0, launches: int = 100_000) -> Iterator[Plan]:
     """Yield ``count`` traces, job by job."""
     draw = random.Random(seed)
     made = 0
@@ -54,7 +56,15 @@ def plans(count: int, seed: int = 0) -> Iterator[Plan]:
         for rank in range(world):
             job = f"job-{number:04d}-{model}"
             yield Plan(
-                job=job, model=model, rank=rank, world=world, steps=steps, scale=scale, day=number % 90, has_shapes=has_shapes
+                job=job,
+                model=model,
+                rank=rank,
+                world=world,
+                steps=steps,
+                scale=scale,
+                day=number % 90,
+                has_shapes=has_shapes,
+                launches=launches,
             )
         made += world
         if made >= count:
@@ -67,43 +77,69 @@ def _capture(model: str) -> dict[str, Any]:
     return found
 
 
-def document(plan: Plan) -> dict[str, Any]:
-    """Return one trace as Kineto would have written it."""
-    capture = _capture(plan.model)
-    # A rank that is slower by a few percent makes the others wait in their all-reduces.
-    own = 1 + 0.02 * ((plan.rank * 7) % 5)
-    slowest = 1 + 0.02 * max((rank * 7) % 5 for rank in range(plan.world))
-    events: list[dict[str, Any]] = []
-    now, device_now, number = 1000.0, 1000.0, 0
-    for step in range(plan.steps):
-        began, since = now - 0.5, 0.0
-        for place, launch in enumerate(capture["launches"]):
-            op = capture["ops"][launch["op_index"]]
-            number += 1
-            events.append(_op(f"aten::{op['target'].split('.')[1]}", now, number, _inputs(capture, op) if plan.has_shapes else {}))
-            took = launch["duration_ns"] / 1000 * plan.scale * own
-            device_now = max(device_now, now + 2) + 0.5
-            events += _launched(launch["kernel_name"], now + 1, device_now, took, number, launch)
-            device_now, now, since = device_now + took, now + 7, since + took
-            if plan.world > 1 and place % _REDUCE_EVERY == _REDUCE_EVERY - 1:
-                number += 1
-                wait = since / own * (slowest - own)
-                events.append(_op("c10d::allreduce_", now, number, {}))
-                events += _launched(_REDUCE, now + 1, device_now + 0.5, 20 + wait, number, launch)
-                device_now, now, since = device_now + 20.5 + wait, now + 7, 0.0
-        now = max(now, device_now)
-        events.append(_event("user_annotation", f"ProfilerStep#{step}", began, now - began))
+def facts(plan: Plan) -> dict[str, Any]:
+    """Return the trace's top-level keys, as Kineto would have written them."""
     made: dict[str, Any] = {
         "schemaVersion": 1,
         "deviceProperties": [{"id": plan.rank, "name": "NVIDIA H200", "totalGlobalMem": 150754820096}],
         "record_shapes": int(plan.has_shapes),
         "baseTimeNanoseconds": _FIRST_DAY_NS + plan.day * _DAY_NS,
+        "traceName": f"{plan.job}.pt.trace.json",
         "job": plan.job,
         "model": plan.model,
     }
     if plan.world > 1:
         made["distributedInfo"] = {"backend": "nccl", "rank": plan.rank, "world_size": plan.world, "nccl_version": "2.27.5"}
-    return made | {"traceEvents": events, "traceName": f"{plan.job}.pt.trace.json"}
+    return made
+
+
+def slowness(rank: int) -> float:
+    """Return how much slower a rank computes; the others wait for it in their all-reduces."""
+    return 1 + 0.02 * ((rank * 7) % 5)
+
+
+def events(plan: Plan) -> list[dict[str, Any]]:
+    """Return one trace's events."""
+    return _events(*_key(plan))
+
+
+def _key(plan: Plan) -> tuple[Any, ...]:
+    slowest = max(slowness(rank) for rank in range(plan.world))
+    own = slowness(plan.rank)
+    return plan.model, plan.steps, plan.scale, own, slowest, plan.world > 1, plan.has_shapes, plan.launches
+
+
+def _events(
+    model: str, steps: int, scale: float, own: float, slowest: float, is_rank: bool, has_shapes: bool, most: int
+) -> list[dict[str, Any]]:
+    capture = _capture(model)
+    found: list[dict[str, Any]] = []
+    now, device_now, number = 1000.0, 1000.0, 0
+    for step in range(steps):
+        began, since = now - 0.5, 0.0
+        for place, launch in enumerate(capture["launches"][:most]):
+            op = capture["ops"][launch["op_index"]]
+            number += 1
+            name = f"aten::{op['target'].split('.')[1]}"
+            found.append(_op(name, now, number, _inputs(capture, op) if has_shapes else {}))
+            took = launch["duration_ns"] / 1000 * scale * own
+            device_now = max(device_now, now + 2) + 0.5
+            found += _launched(launch["kernel_name"], now + 1, device_now, took, number, launch)
+            device_now, now, since = device_now + took, now + 7, since + took
+            if is_rank and place % _REDUCE_EVERY == _REDUCE_EVERY - 1:
+                number += 1
+                wait = since / own * (slowest - own)
+                found.append(_op("c10d::allreduce_", now, number, {}))
+                found += _launched(_REDUCE, now + 1, device_now + 0.5, 20 + wait, number, launch)
+                device_now, now, since = device_now + 20.5 + wait, now + 7, 0.0
+        now = max(now, device_now)
+        found.append(_event("user_annotation", f"ProfilerStep#{step}", began, now - began))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _events_text(*key: Any) -> str:
+    return json.dumps(_events(*key), indent=1)
 
 
 def _event(category: str, name: str, ts: float, dur: float, *, pid: int = 1, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -148,7 +184,8 @@ def _inputs(capture: dict[str, Any], op: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, plan: Plan) -> int:
     """Write one trace, indented as Kineto does; returns its size as JSON in bytes."""
-    text = json.dumps(document(plan), indent=1).encode()
+    listed = _events_text(*_key(plan))
+    text = f'{json.dumps(facts(plan), indent=1)[:-2]},\n "traceEvents": {listed}\n}}'.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text, compresslevel=1))
     return len(text)
@@ -161,7 +198,7 @@ HOSTILE = ("bomb", "nested", "numbers", "names", "endless-string")
 def write_broken(path: Path, kind: str, plan: Plan) -> None:
     """Write a trace that cannot be ranked, or that means harm."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = document(plan)
+    made = facts(plan) | {"traceEvents": events(plan)}
     text = json.dumps(made).encode()
     if kind == "cut":
         path.write_bytes(gzip.compress(text)[: len(text) // 40])
@@ -196,18 +233,24 @@ def main() -> None:
     parser.add_argument("--broken", type=int, default=2)
     parser.add_argument("--hostile", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launches", type=int, default=100_000, help="of each step, at most")
     asked = parser.parse_args()
-    made = make(asked.folder, asked.count, broken=asked.broken, hostile=asked.hostile, seed=asked.seed)
+    bad = {"broken": asked.broken, "hostile": asked.hostile}
+    made = make(asked.folder, asked.count, seed=asked.seed, launches=asked.launches, **bad)
     print(f"{asked.count:,} traces, {made / 1e6:,.0f} MB of JSON")
 
 
-def make(folder: Path, count: int, *, broken: int = 0, hostile: int = 0, seed: int = 0) -> int:
+def make(folder: Path, count: int, *, broken: int = 0, hostile: int = 0, seed: int = 0, launches: int = 100_000) -> int:
     """Make ``count`` traces, the broken and hostile ones among them; returns the JSON bytes of the whole ones."""
-    todo = list(plans(count - broken - hostile, seed))
+    todo = list(plans(count - broken - hostile, seed, launches))
+    first = todo[0]
+    todo.sort(key=_key)  # equal events together, whose text is kept
     total = sum(write(folder / plan.job / f"rank{plan.rank}.pt.trace.json.gz", plan) for plan in todo)
-    kinds = [BROKEN[number % len(BROKEN)] for number in range(broken)] + [HOSTILE[number % len(HOSTILE)] for number in range(hostile)]
+    kinds = [BROKEN[number % len(BROKEN)] for number in range(broken)] + [
+        HOSTILE[number % len(HOSTILE)] for number in range(hostile)
+    ]
     for number, kind in enumerate(kinds):
-        write_broken(folder / "bad" / f"{number:02d}-{kind}.json.gz", kind, todo[0])
+        write_broken(folder / "bad" / f"{number:02d}-{kind}.json.gz", kind, first)
     return total
 
 

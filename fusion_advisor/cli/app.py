@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from fusion_advisor.cli.commands import apply, compare, doctor, explain, kernels, plan, profile, report
+from fusion_advisor.cli.commands import apply, compare, doctor, explain, fleet, kernels, plan, profile, report
 from fusion_advisor.cli.common.console import Settings, annotate, silence_stdout, write_result
 from fusion_advisor.cli.common.help import Command, Group
 from fusion_advisor.cli.common.run_dir import tool_version
@@ -37,6 +37,7 @@ app.command("plan", cls=Command)(plan.plan)
 app.command("apply", cls=Command)(apply.apply)
 app.command("report", cls=Command)(report.report)
 app.command("compare", cls=Command)(compare.compare)
+app.command("fleet", cls=Command)(fleet.fleet)
 app.add_typer(kernels.app, name="kernels")
 app.command("doctor", cls=Command)(doctor.doctor)
 app.command("explain", cls=Command)(explain.explain)

@@ -75,7 +75,7 @@ def write_part(folder: Path, part: TracePart) -> None:
     os.close(handle)
     try:
         pq.write_table(table, name, compression="zstd")
-        os.replace(name, part_path(folder, part.digest))
+        Path(name).replace(part_path(folder, part.digest))
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

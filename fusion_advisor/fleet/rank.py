@@ -61,7 +61,9 @@ select ops, max(kernel) as kernel, count(distinct job) as jobs, count(distinct d
     sum(launches)::bigint as launches, sum(hours) as hours,
     sum(low) as low, sum(middle) as middle, sum(high) as high,
     sum(case when middle is not null then hours else 0 end) as known,
-    list_sort(list(distinct model) filter (model <> ''))[1:8] as models,
+    (select list(model order by most desc, model)[1:8] from (
+        select model, sum(hours) as most from chains as own where own.ops = chains.ops and model <> '' group by model
+    )) as models,
     list_sort(list(distinct gpu) filter (gpu <> ''))[1:8] as gpus
 from chains group by ops order by hours desc, ops
 """
@@ -128,7 +130,9 @@ def _listed(by_digest: Mapping[str, str], job_pattern: str) -> pa.Table:
     try:
         pattern = re.compile(job_pattern) if job_pattern else None
     except re.error as error:
-        raise UsageError(detail=f"--job `{job_pattern}` is no regular expression: {error}", help="for example 'runs/([^/]+)/'") from error
+        raise UsageError(
+            detail=f"--job `{job_pattern}` is no regular expression: {error}", help="for example 'runs/([^/]+)/'"
+        ) from error
     jobs = [job_in(url, pattern) if pattern else "" for url in by_digest.values()]
     return pa.table({"digest": list(by_digest), "url": list(by_digest.values()), "job": pa.array(jobs, pa.string())})
 
@@ -147,7 +151,8 @@ def _failed(db: duckdb.DuckDBPyConnection, files: list[str]) -> list[FailedTrace
     if not files:
         return []
     rows = db.execute(
-        "select listed.url, error_code, error from listed join read_parquet($files) using (digest) where error_code <> '' order by 1",
+        "select listed.url, error_code, error from listed join read_parquet($files) using (digest) "
+        "where error_code <> '' order by 1",
         {"files": files},
     ).fetchall()
     return [FailedTrace(url=url, code=code, error=error) for url, code, error in rows]
@@ -216,7 +221,7 @@ def _interval(row: dict[str, Any]) -> Interval | None:
     return None if row["middle"] is None else Interval(low=row["low"], middle=row["middle"], high=row["high"])
 
 
-def _groups(db: duckdb.DuckDBPyConnection, key: str, where: str, hours: float, order: str = "") -> tuple[GroupRow, ...]:
+def _groups(db: duckdb.DuckDBPyConnection, key: str, where: str, hours: float) -> tuple[GroupRow, ...]:
     sql = _GROUPED.format(key=key, where=where, most=_GROUPS)
     return tuple(
         GroupRow(
@@ -254,7 +259,8 @@ def _rank_times(db: duckdb.DuckDBPyConnection) -> list[RankTimes]:
         db,
         "select job, rank, url, span_ns, compute_ns, communication_ns, collectives_ns, "
         "row_number() over (partition by job, rank order by taken_at_ns, url) as number "
-        "from traces where job in (select job from traces group by job having count(distinct rank) > 1) order by job, rank, number",
+        "from traces where job in (select job from traces group by job having count(distinct rank) > 1) "
+        "order by job, rank, number",
     )
     return [
         RankTimes(

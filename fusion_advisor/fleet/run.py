@@ -12,8 +12,8 @@ from fusion_advisor.fleet.find import find_traces
 from fusion_advisor.fleet.parts import whole_parts
 from fusion_advisor.fleet.rank import Question, rank_fleet
 from fusion_advisor.fleet.reduce import Reduced, Task
-from fusion_advisor.fleet.window import MOST_EVENTS
 from fusion_advisor.fleet.weights import read_weights
+from fusion_advisor.fleet.window import MOST_EVENTS
 from fusion_advisor.records.fleet import FailedTrace, FleetReport, TraceSource
 
 PARTS = "parts"
@@ -49,6 +49,10 @@ class State:
     done_bytes: int
     """Of the files, as they lie there."""
     all_bytes: int
+    cpu_ns: int
+    """Processor time of all traces."""
+    peak_bytes: int
+    """Most memory that a worker held."""
 
 
 def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: None) -> FleetReport:
@@ -76,7 +80,7 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
     digests, unread = _known(parts, sources)
     failed: list[FailedTrace] = []
     done_bytes = sum(source.size_bytes for source in sources) - sum(source.size_bytes for source in unread)
-    json_bytes = failures = 0
+    json_bytes = failures = cpu_ns = peak_bytes = 0
     tasks = [
         Task(source=source, parts=parts.absolute(), most_events=options.most_events, kernel_dirs=options.kernel_dirs)
         for source in unread
@@ -84,6 +88,7 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
     all_bytes = sum(source.size_bytes for source in sources)
     for number, result in enumerate(_results(options, tasks), start=1):
         done_bytes, json_bytes = done_bytes + result.source.size_bytes, json_bytes + result.json_bytes
+        cpu_ns, peak_bytes = cpu_ns + result.cpu_ns, max(peak_bytes, result.peak_bytes)
         failures += bool(result.error_code)
         if result.digest:
             digests[result.source.url] = result.digest
@@ -97,6 +102,8 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
                 json_bytes=json_bytes,
                 done_bytes=done_bytes,
                 all_bytes=all_bytes,
+                cpu_ns=cpu_ns,
+                peak_bytes=peak_bytes,
             )
         )
     question = Question(

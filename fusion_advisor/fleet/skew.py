@@ -74,4 +74,3 @@ def _row(job: str, rank: int, traces: Sequence[RankTimes], waiting: dict[tuple[i
         waiting_share=waited / span,
         idle_share=max(0.0, 1 - (compute + communication) / span),
     )
-

@@ -40,7 +40,7 @@ def read_window(file: TraceFile, most_events: int = MOST_EVENTS) -> Window:
         return Window(trace=trace, read_share=1.0)
     starts = [events[0].start_ns for events in (trace.kernels, trace.launches, trace.ranges, trace.cpu_ops) if events]
     del trace
-    until_ns, share = _until(file, min(starts), max(starts + [counted.last_ns]), most_events / counted.used)
+    until_ns, share = _until(file, min(starts), max([*starts, counted.last_ns]), most_events / counted.used)
     trace = read_events(event for event in file.typed_events() if is_used(event) and start_of(event) <= until_ns)
     calls = {call.correlation for call in trace.launches}
     whole = [kernel for kernel in trace.kernels if kernel.correlation in calls or kernel.correlation < 0]

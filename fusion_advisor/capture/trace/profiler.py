@@ -333,7 +333,9 @@ def is_kernel(event: Event) -> bool:
     return event.name.startswith(KERNEL_RANGE)
 
 
-def _event(raw: TraceEvent, shapes: dict[bytes, tuple[TensorMeta | None, ...]], threads: dict[tuple[object, object], str]) -> Event:
+def _event(
+    raw: TraceEvent, shapes: dict[bytes, tuple[TensorMeta | None, ...]], threads: dict[tuple[object, object], str]
+) -> Event:
     arguments = raw.args
     duration_ns = _nanoseconds(raw.dur)
     if duration_ns < 0:

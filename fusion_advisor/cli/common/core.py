@@ -10,11 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusion_advisor.errors import AdvisorError
+from fusion_advisor.errors import AdvisorError, MissingExtra
 
 if TYPE_CHECKING:
     from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
     from fusion_advisor.records import Capture, PlanPreview, Report, TraceReport, Workload
+    from fusion_advisor.records.fleet import FleetReport
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
 
@@ -88,6 +89,19 @@ def profile_trace(path: Path, progress: Progress, **options: Any) -> TraceReport
     report: TraceReport = import_module("fusion_advisor.fuse.modes.trace_profile").profile_trace(
         path, progress=progress, **options
     )
+    return report
+
+
+def run_fleet(say: Any, **options: Any) -> FleetReport:
+    """Read traces that are new, and rank the chains of all."""
+    try:
+        run = import_module("fusion_advisor.fleet.run")
+    except ImportError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in ("duckdb", "fsspec", "pyarrow"):
+            raise
+        raise MissingExtra(command="fleet", library=library, extra="fleet") from error
+    report: FleetReport = run.run_fleet(run.FleetOptions(**options), say)
     return report
 
 

@@ -54,6 +54,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA202": (
         "Triton kernels are built by the triton package that belongs to the installed torch; another version may not import.",
     ),
+    "FA205": ("Some commands need libraries that most users do not: they come with an extra of the package.",),
     "FA301": (
         "The step did not fit. Besides the model, a run holds a second copy of the outputs for the check and, where "
         "it fits, a higher-precision copy of the model. A smaller batch or shorter sequence changes the shares, so "
@@ -184,6 +185,16 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA511": (
         "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
         "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
+    ),
+    "FA512": (
+        "A worker holds at most 800,000 events of a trace, some 700 MB. Of a larger trace it ranks the first whole steps "
+        "and scales them; where one step alone is larger, nothing can be ranked.",
+    ),
+    "FA513": ("`fleet --weights` reads a CSV file with the columns job and gpu_hours, and optionally model.",),
+    "FA514": ("`fleet` takes patterns that fsspec opens: local paths, s3://, gs://, hf://. ** stands for any folders.",),
+    "FA515": (
+        "Traces that were read before the cluster went away have their Parquet parts; the same command reads the others. "
+        "Ray itself repeats tasks whose worker died.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "

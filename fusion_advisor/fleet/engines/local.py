@@ -10,12 +10,13 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 from fusion_advisor.fleet.reduce import Reduced, Task, reduce_trace
 
+Reduce = Callable[[Task], Reduced]
 WORKER_DIED = "worker-died"
 _PER_WORKER = 2
 """Tasks in flight for each process: one runs, one waits."""
@@ -28,29 +29,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run(tasks: Sequence[Task], *, processes: int = 0) -> Iterator[Reduced]:
+def run(tasks: Sequence[Task], *, processes: int = 0, reduce: Reduce = reduce_trace) -> Iterator[Reduced]:
     """Reduce traces on this machine.
 
     Args:
         tasks: largest first, so that none is left alone at the end.
         processes: 0: one for each core.
+        reduce: what runs for each.
 
     Raises:
         CannotWrite: a part could not be written.
     """
     processes = processes or cores()
     waiting = iter(tasks)
-    suspects: list[Task] = []
-    while True:
-        broken = yield from _until_broken(waiting, processes)
-        if not broken:
-            break
-        suspects = broken
+    while suspects := (yield from _until_broken(waiting, processes, reduce)):
         for task in suspects:
-            yield from _alone(task)
+            yield from _alone(task, reduce)
 
 
-def _until_broken(waiting: Iterator[Task], processes: int) -> Iterator[Reduced]:
+def _until_broken(waiting: Iterator[Task], processes: int, reduce: Reduce) -> Generator[Reduced, None, list[Task]]:
     """Run tasks until there are none, or until a worker dies; returns the tasks that were in flight then."""
     flying: dict[Future[Reduced], Task] = {}
     pool = _pool(processes)
@@ -58,7 +55,7 @@ def _until_broken(waiting: Iterator[Task], processes: int) -> Iterator[Reduced]:
         while True:
             for task in itertools.islice(waiting, _PER_WORKER * processes - len(flying)):
                 try:
-                    flying[pool.submit(reduce_trace, task)] = task
+                    flying[pool.submit(reduce, task)] = task
                 except BrokenProcessPool:
                     return [task, *flying.values()]
             if not flying:
@@ -75,10 +72,10 @@ def _until_broken(waiting: Iterator[Task], processes: int) -> Iterator[Reduced]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _alone(task: Task) -> Iterator[Reduced]:
+def _alone(task: Task, reduce: Reduce) -> Iterator[Reduced]:
     with _pool(1) as pool:
         try:
-            yield pool.submit(reduce_trace, task).result()
+            yield pool.submit(reduce, task).result()
         except BrokenProcessPool:
             error = "the process that read it died twice (out of memory?)"
             yield Reduced(source=task.source, digest="", error_code=WORKER_DIED, error=error)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fusion_advisor.errors import AdvisorError, EngineLost, MissingExtra
-from fusion_advisor.fleet.engines.local import WORKER_DIED
+from fusion_advisor.fleet.engines.local import WORKER_DIED, Reduce
 from fusion_advisor.fleet.reduce import Reduced, Task, reduce_trace
 
 _RETRIES = 2
@@ -15,16 +15,17 @@ _PER_CORE = 2
 _BASE_BYTES = 500_000_000
 """torch alone takes half of it."""
 _BYTES_PER_BYTE = 12
-"""Memory of a worker for a byte of a packed trace: gzip packs these traces ten times, and an event takes its text's size again."""
+"""Memory of a worker for a byte of a packed trace: gzip packs them ten times, and events take the size of their text again."""
 _MOST_BYTES = 1_000_000_000
 
 
-def run(tasks: Sequence[Task], *, address: str = "") -> Iterator[Reduced]:
+def run(tasks: Sequence[Task], *, address: str = "", reduce: Reduce = reduce_trace) -> Iterator[Reduced]:
     """Reduce traces on a running cluster, or on one that is started here and stopped again.
 
     Args:
         tasks: their parts' folder and their files must be reachable from every worker.
         address: of the cluster (``auto``, ``ray://host:10001``); empty: this machine alone.
+        reduce: what runs for each.
 
     Raises:
         MissingExtra: ray is not installed.
@@ -40,7 +41,7 @@ def run(tasks: Sequence[Task], *, address: str = "") -> Iterator[Reduced]:
     try:
         if is_ours:
             ray.init(address=address or "local", log_to_driver=False, include_dashboard=False, logging_level="ERROR")
-        for result in _results(ray, tasks):
+        for result in _results(ray, tasks, reduce):
             done += 1
             yield result
     except (ray.exceptions.RaySystemError, ray.exceptions.RpcError, ConnectionError) as error:
@@ -50,8 +51,8 @@ def run(tasks: Sequence[Task], *, address: str = "") -> Iterator[Reduced]:
             ray.shutdown()
 
 
-def _results(ray: Any, tasks: Sequence[Task]) -> Iterator[Reduced]:
-    remote = ray.remote(reduce_trace)
+def _results(ray: Any, tasks: Sequence[Task], reduce: Reduce) -> Iterator[Reduced]:
+    remote = ray.remote(_call)
     room = _PER_CORE * max(1, int(ray.cluster_resources().get("CPU", 1)))
     flying: dict[Any, Task] = {}
     waiting = list(reversed(tasks))
@@ -59,11 +60,15 @@ def _results(ray: Any, tasks: Sequence[Task]) -> Iterator[Reduced]:
         while waiting and len(flying) < room:
             task = waiting.pop()
             needed = min(_MOST_BYTES, _BASE_BYTES + _BYTES_PER_BYTE * task.source.size_bytes)
-            flying[remote.options(max_retries=_RETRIES, memory=needed, num_cpus=1).remote(task)] = task
+            flying[remote.options(max_retries=_RETRIES, memory=needed, num_cpus=1).remote(reduce, task)] = task
         ready, _ = ray.wait(list(flying), num_returns=1)
         for reference in ready:
             task = flying.pop(reference)
             yield _result(ray, reference, task)
+
+
+def _call(reduce: Reduce, task: Task) -> Reduced:
+    return reduce(task)
 
 
 def _result(ray: Any, reference: Any, task: Task) -> Reduced:

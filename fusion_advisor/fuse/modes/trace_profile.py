@@ -367,6 +367,7 @@ def span_ns(work: Iterable[Work]) -> int:
 
 
 def device_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a trace's GPUs, each once."""
     listed = facts.get("deviceProperties")
     names = [entry.get("name") for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))

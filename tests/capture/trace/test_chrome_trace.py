@@ -249,13 +249,23 @@ def written(tmp_path, events):
     return path
 
 
-KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1790000000000123.456, "dur": 2.5, "pid": 0, "tid": 7,
-          "args": {"correlation": 3, "External id": 4, "stream": 7, "device": 1, "grid": [4, 1, 1], "block": [128, 1, 1]}}  # fmt: skip
-OP = {"ph": "X", "cat": "cpu_op", "name": "aten::mul", "ts": 1.0, "dur": 3, "pid": 1, "tid": 1,
-      "args": {"Input Dims": [[2, 3], []], "Input type": ["float", "Scalar"], "Input Strides": [[3, 1], []]}}  # fmt: skip
-ODD = [{"ph": "X", "cat": "cpu_op", "name": 7, "ts": 1, "dur": 1}, {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"},
-       {"ph": "M", "name": "process_name", "args": {"name": "python"}}, {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1},
-       {"ph": "X", "cat": "kernel", "name": "k", "ts": "12.500", "dur": "1.0e1"}, {"ph": "X", "cat": 3, "name": "k"}, {}]  # fmt: skip
+KERNEL = {
+    "ph": "X", "cat": "kernel", "name": "k", "ts": 1790000000000123.456, "dur": 2.5, "pid": 0, "tid": 7,
+    "args": {"correlation": 3, "External id": 4, "stream": 7, "device": 1, "grid": [4, 1, 1], "block": [128, 1, 1]},
+}  # fmt: skip
+OP = {
+    "ph": "X", "cat": "cpu_op", "name": "aten::mul", "ts": 1.0, "dur": 3, "pid": 1, "tid": 1,
+    "args": {"Input Dims": [[2, 3], []], "Input type": ["float", "Scalar"], "Input Strides": [[3, 1], []]},
+}  # fmt: skip
+ODD = [
+    {"ph": "X", "cat": "cpu_op", "name": 7, "ts": 1, "dur": 1},
+    {"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"},
+    {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": -1},
+    {"ph": "X", "cat": "kernel", "name": "k", "ts": "12.500", "dur": "1.0e1"},
+    {"ph": "X", "cat": 3, "name": "k"},
+    {},
+]
 
 
 @pytest.mark.parametrize("odd", ODD)

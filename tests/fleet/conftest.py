@@ -1,0 +1,15 @@
+"""A small fleet of traces, made once for the session."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.make_fleet import make
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory):
+    """Some 40 small traces of 11 jobs, five of them broken and five hostile."""
+    folder = tmp_path_factory.mktemp("fleet")
+    make(folder, 40, broken=5, hostile=5, launches=60)
+    return folder
