@@ -31,6 +31,10 @@ class AdvisorError(Exception):
         self.facts = facts
         super().__init__(self.message.format(**facts))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the facts: an error of a worker process is raised again in this one."""
+        return _again, (type(self), self.facts)
+
     @property
     def note_text(self) -> str:
         """The note with its facts filled in."""
@@ -40,6 +44,10 @@ class AdvisorError(Exception):
     def hint_text(self) -> str:
         """The hint with its facts filled in."""
         return self.hint.format(**self.facts).strip()
+
+
+def _again(cls: type[AdvisorError], facts: dict[str, object]) -> AdvisorError:
+    return cls(**facts)
 
 
 class UsageError(AdvisorError):

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -24,7 +24,8 @@ from fusion_advisor.errors import AdvisorError, CannotWrite, UnreadableTrace
 from fusion_advisor.fleet.identity import clean, identify
 from fusion_advisor.fleet.parts import part_path, read_part, write_part
 from fusion_advisor.fleet.shares import is_collective, split
-from fusion_advisor.fleet.window import MOST_EVENTS, read_window
+from fusion_advisor.fleet.task import Reduced, Task
+from fusion_advisor.fleet.window import read_window
 from fusion_advisor.fuse.modes.trace_profile import join_trace, rank_trace, span_ns
 from fusion_advisor.library.trace_hints import library_sequences
 from fusion_advisor.records import TraceChain, TraceReport
@@ -39,34 +40,6 @@ REACHED_SHARE = (0.80, 0.95)
 ``reports/examples/kernels-h200/bench.json`` that move a MB or more. The upper bound takes the limit itself."""
 _BUG = "bug"
 _BLOCK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One trace to reduce."""
-
-    source: TraceSource
-    parts: Path
-    most_events: int = MOST_EVENTS
-    kernel_dirs: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
-    """One trace is done."""
-
-    source: TraceSource
-    digest: str
-    """Empty: the file could not be read, so there is no part."""
-    json_bytes: int = 0
-    error_code: str = ""
-    error: str = ""
-    is_known: bool = False
-    """Its part was there."""
-    cpu_ns: int = 0
-    """Processor time that it took."""
-    peak_bytes: int = 0
-    """Most memory that its worker has held so far."""
 
 
 def reduce_trace(task: Task) -> Reduced:

@@ -11,9 +11,9 @@ from fusion_advisor.fleet.engines import local, on_ray
 from fusion_advisor.fleet.find import find_traces
 from fusion_advisor.fleet.parts import whole_parts
 from fusion_advisor.fleet.rank import Question, rank_fleet
-from fusion_advisor.fleet.reduce import Reduced, Task
+from fusion_advisor.fleet.reduce import reduce_trace
+from fusion_advisor.fleet.task import MOST_EVENTS, Reduced, Task
 from fusion_advisor.fleet.weights import read_weights
-from fusion_advisor.fleet.window import MOST_EVENTS
 from fusion_advisor.records.fleet import FailedTrace, FleetReport, TraceSource
 
 PARTS = "parts"
@@ -138,5 +138,5 @@ def _results(options: FleetOptions, tasks: Sequence[Task]) -> Iterator[Reduced]:
     if not tasks:
         return iter(())
     if options.engine == "ray":
-        return on_ray.run(tasks, address=options.address)
-    return local.run(tasks, processes=options.processes)
+        return on_ray.run(tasks, reduce_trace, address=options.address)
+    return local.run(tasks, reduce_trace, processes=options.processes)

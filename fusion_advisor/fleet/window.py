@@ -14,9 +14,8 @@ from fusion_advisor.capture.trace.chrome_trace import TraceFile
 from fusion_advisor.capture.trace.profiler import Trace, is_step, is_used, read_events, start_of
 from fusion_advisor.capture.trace.trace_event import TraceEvent
 from fusion_advisor.errors import TraceTooLarge
+from fusion_advisor.fleet.task import MOST_EVENTS
 
-MOST_EVENTS = 800_000
-"""About 700 MB as objects."""
 _LEAST_SHARE = 1 / 2000
 
 

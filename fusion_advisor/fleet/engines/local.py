@@ -10,14 +10,12 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
-from fusion_advisor.fleet.reduce import Reduced, Task, reduce_trace
+from fusion_advisor.fleet.task import WORKER_DIED, Reduce, Reduced, Task
 
-Reduce = Callable[[Task], Reduced]
-WORKER_DIED = "worker-died"
 _PER_WORKER = 2
 """Tasks in flight for each process: one runs, one waits."""
 _TASKS_PER_PROCESS = 200
@@ -29,13 +27,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run(tasks: Sequence[Task], *, processes: int = 0, reduce: Reduce = reduce_trace) -> Iterator[Reduced]:
+def run(tasks: Sequence[Task], reduce: Reduce, *, processes: int = 0) -> Iterator[Reduced]:
     """Reduce traces on this machine.
 
     Args:
         tasks: largest first, so that none is left alone at the end.
+        reduce: runs for each, in a process of the pool.
         processes: 0: one for each core.
-        reduce: what runs for each.
 
     Raises:
         CannotWrite: a part could not be written.
@@ -87,8 +85,6 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Leave Ctrl-C to the parent process, and keep each worker to one thread."""
+    """Leave Ctrl-C to the parent process, and keep each worker to one thread; torch reads the variable when it is imported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fusion_advisor.errors import AdvisorError, EngineLost, MissingExtra
-from fusion_advisor.fleet.engines.local import WORKER_DIED, Reduce
-from fusion_advisor.fleet.reduce import Reduced, Task, reduce_trace
+from fusion_advisor.fleet.task import WORKER_DIED, Reduce, Reduced, Task
 
 _RETRIES = 2
 _PER_CORE = 2
@@ -19,13 +18,13 @@ _BYTES_PER_BYTE = 12
 _MOST_BYTES = 1_000_000_000
 
 
-def run(tasks: Sequence[Task], *, address: str = "", reduce: Reduce = reduce_trace) -> Iterator[Reduced]:
+def run(tasks: Sequence[Task], reduce: Reduce, *, address: str = "") -> Iterator[Reduced]:
     """Reduce traces on a running cluster, or on one that is started here and stopped again.
 
     Args:
         tasks: their parts' folder and their files must be reachable from every worker.
+        reduce: runs for each, in a task of Ray.
         address: of the cluster (``auto``, ``ray://host:10001``); empty: this machine alone.
-        reduce: what runs for each.
 
     Raises:
         MissingExtra: ray is not installed.
