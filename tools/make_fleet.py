@@ -212,7 +212,7 @@ def write_broken(path: Path, kind: str, plan: Plan) -> None:
         left = [event for place, event in enumerate(made["traceEvents"]) if event.get("cat") != "kernel" or place % 3]
         path.write_bytes(gzip.compress(json.dumps(made | {"traceEvents": left}).encode()))
     elif kind == "bomb":
-        path.write_bytes(gzip.compress(b'{"traceEvents": ["' + b"x" * (200 << 20), 9))
+        path.write_bytes(gzip.compress(b'{"traceEvents": ["' + b"x" * (135 << 20), 9))
     elif kind == "nested":
         path.write_bytes(gzip.compress(b'{"traceEvents": ' + b"[" * 200_000))
     elif kind == "numbers":
@@ -222,7 +222,7 @@ def write_broken(path: Path, kind: str, plan: Plan) -> None:
         made["job"], made["model"] = "../../../etc/passwd\x1b[2J'; drop table parts; --", "<script>alert(1)</script>"
         path.write_bytes(gzip.compress(json.dumps(made).encode()))
     elif kind == "endless-string":
-        path.write_bytes(gzip.compress(b'{"traceEvents": [], "job": "' + b"x" * (150 << 20) + b'"}', 9))
+        path.write_bytes(gzip.compress(b'{"traceEvents": [], "job": "' + b"x" * (135 << 20) + b'"}', 9))
 
 
 def main() -> None:

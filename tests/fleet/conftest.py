@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fusion_advisor.fleet.run import FleetOptions, run_fleet
 from tools.make_fleet import make
 
 
@@ -13,3 +14,12 @@ def traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fleet")
     make(folder, 40, broken=5, hostile=5, launches=60)
     return folder
+
+
+@pytest.fixture(scope="session")
+def once(traces, tmp_path_factory):
+    """The options of one whole run over the traces, its report, and its states."""
+    folder = tmp_path_factory.mktemp("run")
+    states = []
+    options = FleetOptions(patterns=(f"{traces}/**/*.json.gz",), output=folder, processes=2)
+    return options, run_fleet(options, states.append), states

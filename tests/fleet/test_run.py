@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_advisor.fleet.run import FleetOptions, run_fleet
-
-
-@pytest.fixture(scope="module")
-def once(traces, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    states = []
-    options = FleetOptions(patterns=(f"{traces}/**/*.json.gz",), output=folder, processes=2)
-    return options, run_fleet(options, states.append), states
+from fusion_advisor.fleet.run import run_fleet
 
 
 def test_every_trace_is_ranked_or_has_a_reason(once):
@@ -28,16 +20,22 @@ def test_every_trace_is_ranked_or_has_a_reason(once):
 
 
 def test_the_ranking_is_that_of_the_traces_themselves(once, traces):
-    """Every chain's time again, trace by trace, through ``profile --trace``."""
+    """Every chain's time again, trace by trace, as ``profile --trace`` ranks it."""
+    from fusion_advisor.capture.trace.chrome_trace import TraceFile
+    from fusion_advisor.capture.trace.profiler import read_events
     from fusion_advisor.fleet.reduce import LEAST_SHARE
-    from fusion_advisor.fuse.modes.trace_profile import profile_trace
+    from fusion_advisor.fuse.modes.trace_profile import join_trace, rank_trace
+    from fusion_advisor.library.trace_hints import library_sequences
 
     _, report, _ = once
+    sequences = library_sequences()
     failed = {row.url for row in report.failed}
     sums = {}
     for path in sorted(traces.rglob("*.json.gz")):
         if str(path) not in failed:
-            for chain in profile_trace(path, min_share=LEAST_SHARE, top=10_000).chains:
+            file = TraceFile(path)
+            found = join_trace(file, read_events(file))
+            for chain in rank_trace(found, sequences, min_share=LEAST_SHARE, top=10_000).chains:
                 name = " → ".join(chain.ops)
                 sums[name] = sums.get(name, 0) + chain.device_ns
     best = sorted(sums.items(), key=lambda row: -row[1])[: len(report.chains)]
@@ -70,13 +68,13 @@ def test_an_interrupted_run_goes_on(once, tmp_path):
 
     def stop(state):
         seen.append(state)
-        if len(seen) == 7:
+        if len(seen) == 30:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_fleet(cut, stop)
     kept = len(list((tmp_path / "parts").glob("*.parquet")))
-    assert kept >= 7 and not list(Path(tmp_path / "parts").glob(".*.tmp"))
+    assert kept >= 30 and not list(Path(tmp_path / "parts").glob(".*.tmp"))
     states = []
     assert run_fleet(cut, states.append) == report
     assert len(states) == 40 - kept
