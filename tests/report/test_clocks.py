@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fusion_advisor.records import EAGER, OURS, Baseline, Clocks, ClockSample
 from fusion_advisor.records.serialize import dump_report, load_report
-from fusion_advisor.report import clocks, quality, shared_rows
+from fusion_advisor.report import background_rows, clocks, quality
 from fusion_advisor.report.baseline_rows import prediction_line
 from fusion_advisor.report.compare.comparison import compare
 from fusion_advisor.report.html.page import render_html
@@ -92,7 +92,7 @@ def test_silence_is_a_sentence():
     assert "holds none" in clocks.rows(profiled())[0][1]
     missing = with_clocks(profiled(), Clocks(missing="libnvidia-ml.so.1 cannot be loaded here"))
     assert "not read (libnvidia-ml.so.1 cannot be loaded here)" in clocks.rows(missing)[0][1]
-    assert dict(shared_rows.environment_rows(missing))["Clocks while timed"].startswith("not read (libnvidia-ml.so.1")
+    assert dict(background_rows.environment_rows(missing))["Clocks while timed"].startswith("not read (libnvidia-ml.so.1")
     mute = with_clocks(profiled(), Clocks(samples=(ClockSample(),)))
     assert "NVML returned nothing (1 reading)" in clocks.rows(mute)[0][1]
 

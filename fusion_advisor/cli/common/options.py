@@ -396,7 +396,7 @@ def apply_output(
 
 def _print_config(context: typer.Context, settings: Settings) -> None:
     from fusion_advisor.cli.common.config import shown_settings
-    from fusion_advisor.report.terminal.result import simple_table
+    from fusion_advisor.report.terminal.layout import simple_table
 
     def text(value: object) -> str:
         if isinstance(value, list | tuple):

@@ -129,7 +129,7 @@ class TerminalProgress:
     def _start_bar(self, name: str) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        from fusion_advisor.report.terminal.result import is_ascii
+        from fusion_advisor.report.terminal.layout import is_ascii
 
         columns = (
             SpinnerColumn("line" if is_ascii(self._console) else "dots"),
@@ -171,6 +171,6 @@ class TerminalProgress:
             self._console.print(line, overflow="fold")
 
     def _shown(self, text: str) -> str:
-        from fusion_advisor.report.terminal.result import plain
+        from fusion_advisor.report.terminal.layout import plain
 
         return plain(text, self._console)

@@ -220,7 +220,8 @@ class _LogHandler(logging.Handler):
 
 
 def _show(settings: Settings, report: Report, directory: Path, output: Output, hint: str) -> None:
-    from fusion_advisor.report.terminal.result import details, plain, result_table, summary_line
+    from fusion_advisor.report.terminal.layout import plain
+    from fusion_advisor.report.terminal.result import details, result_table, summary_line
 
     console = settings.out()
     if output.as_json:

@@ -11,13 +11,13 @@ from fusion_advisor.report.compare.comparison import (
     TRACE_TOLERANCE_SHARE,
     Comparison,
     Difference,
-    RewriteChange,
     Side,
     Speedup,
     State,
     TimeChange,
     Verdict,
 )
+from fusion_advisor.report.compare.rewrites import RewriteChange
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import Headline
 

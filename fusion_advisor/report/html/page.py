@@ -20,7 +20,7 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
 from fusion_advisor.records.serialize import dump_report
-from fusion_advisor.report import baseline_rows, quality, redact, shared_rows
+from fusion_advisor.report import background_rows, baseline_rows, kernel_rows, quality, redact, shared_rows
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import charts, timeline
@@ -67,7 +67,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
     shown = _without_long_timelines(report)
     data = embedded_json(shown)
     gaps = gap_rows(report)
-    rows, kernels_left, kernels_left_ns = shared_rows.kernel_rows(report, top_kernels)
+    rows, kernels_left, kernels_left_ns = kernel_rows.kernel_rows(report, top_kernels)
     page = environment().get_template("report.html.jinja")
     html = page.render(
         report=report,
@@ -101,8 +101,8 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         tiles=shared_rows.tiles(report),
         groups=shared_rows.fusion_groups(report),
         unmatched=shared_rows.unmatched(report),
-        traffic={fusion.id: shared_rows.traffic(report, fusion) for fusion in report.fusions},
-        reproduce={fusion.id: shared_rows.reproduce_one(report, fusion) for fusion in report.fusions},
+        traffic={fusion.id: kernel_rows.traffic(report, fusion) for fusion in report.fusions},
+        reproduce={fusion.id: kernel_rows.reproduce_one(report, fusion) for fusion in report.fusions},
         strips=drawn,
         strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
         traces=traces,
@@ -112,11 +112,11 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         gap_chart=histogram(gaps),
         gap_bins=bin_names(),
         roof=roofline(report),
-        glossary=shared_rows.GLOSSARY,
+        glossary=background_rows.GLOSSARY,
         sections=SECTIONS,
-        bits={fusion.id: shared_rows.bits_line(report, fusion) for fusion in report.fusions},
-        special={fusion.id: shared_rows.special_line(fusion) for fusion in report.fusions},
-        ulp_rows={fusion.id: shared_rows.ulp_rows(fusion) for fusion in report.fusions},
+        bits={fusion.id: kernel_rows.bits_line(report, fusion) for fusion in report.fusions},
+        special={fusion.id: kernel_rows.special_line(fusion) for fusion in report.fusions},
+        ulp_rows={fusion.id: kernel_rows.ulp_rows(fusion) for fusion in report.fusions},
         has_source=redact.has_source(report),
         is_timeline_left_out=shown is not report,
         fusions_by_chain=shared_rows.fusion_by_chain(report),
@@ -129,7 +129,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         kernels=rows,
         kernels_left=kernels_left,
         kernels_left_ns=kernels_left_ns,
-        environment_rows=shared_rows.environment_rows(report),
+        environment_rows=background_rows.environment_rows(report),
         data=Markup(data) if len(data) <= MAX_EMBEDDED_BYTES else None,
         max_sites=MAX_SITES,
         max_lines=MAX_LINES,

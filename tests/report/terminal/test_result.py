@@ -10,11 +10,12 @@ from rich.console import Console
 
 from fusion_advisor import units
 from fusion_advisor.records import GenerationCheck, Status, Tolerance
-from fusion_advisor.report import quality, shared_rows
+from fusion_advisor.report import background_rows, kernel_rows, quality, shared_rows
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
-from fusion_advisor.report.terminal.result import Column, column_table, details, result_table, simple_table, summary_line
+from fusion_advisor.report.terminal.layout import Column, column_table, simple_table
+from fusion_advisor.report.terminal.result import details, result_table, summary_line
 from tests.report.fixtures import ALL, applied, numerics, profiled, timing, with_a_copy
 
 WIDTHS = (40, 60, 80, 100, 120)
@@ -205,7 +206,7 @@ def test_a_decode_step_says_how_much_is_cached() -> None:
     work = replace(applied().workload, phase="decode", seq_len=1, context=512)
     report = replace(applied(), workload=work)
     assert "decode" in shared_rows.context_line(report) and shared_rows.context_line(report).endswith("× 1, 512 cached")
-    assert ("Cached tokens", "512") in shared_rows.environment_rows(report)
+    assert ("Cached tokens", "512") in background_rows.environment_rows(report)
 
 
 def test_faults_and_declared_exceptions_are_in_every_report() -> None:
@@ -218,7 +219,7 @@ def test_faults_and_declared_exceptions_are_in_every_report() -> None:
         second, status=Status.WRONG_NUMBERS, chain_after=None, step_delta_ns=None, step_delta_ci_ns=None, numerics=wrong
     )
     rows = (replace(first, numerics=declared), out, *others)
-    assert shared_rows.special_line(replace(first, numerics=checked)) == ""
+    assert kernel_rows.special_line(replace(first, numerics=checked)) == ""
     shown = replace(report, fusions=rows)
     html = unescape(render_html(shown))
     assert "On special values: declared exceptions: 12 elements are fp64's, where the original overflows." in html
