@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import Match, Report, Status, Timing, Training
-from fusion_advisor.report import baseline_rows, shared_rows
+from fusion_advisor.report import baseline_rows, first_screen, shared_rows
 from fusion_advisor.report.escape import plural
-from fusion_advisor.report.quality import is_unsteady
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ def kept_count(report: Report) -> int:
 def headline(report: Report) -> Headline:
     """The verdict: bad news first, then what was gained, then what was found."""
     tone, text = _result(report)
-    points: list[str] = []
+    points = first_screen.against_others(report)
     if report.fusions or report.rewrites:
         tried = len(report.fusions) + len(report.rewrites)
         points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
@@ -39,9 +38,6 @@ def headline(report: Report) -> Headline:
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not baseline_rows.is_unchanged(report):
         points.append("whole-model numerics were not checked")
-    points += baseline_rows.against_others(report)
-    if report.noise_share is not None:
-        points.append(f"A/A noise {units.share(report.noise_share)}")
     if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
         return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
     if report.model_check is not None and not report.model_check.is_passed:
@@ -111,14 +107,6 @@ def _compared_with(report: Report) -> tuple[str, str]:
 
 
 def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
-    ratio, low, high = shared_rows.speedup_bounds(before, after)
+    tone, words = first_screen.compared(before, after, f"{rival}{mode}")
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
-    speed, spread = units.speedup(ratio), units.speedup_interval(low, high)
-    if low > 1 and (is_unsteady(before) or is_unsteady(after)):
-        # A median that another run need not find again is no headline.
-        return "gain", f"At least {units.speedup(low)} {rival}'s speed{mode}, {speed} by the medians {spread}: {times}."
-    if low > 1:
-        return "gain", f"{speed} {rival}'s speed{mode} {spread}: {times}."
-    if high < 1:
-        return "loss", f"Slower: {speed} {rival}'s speed{mode} {spread}: {times}."
-    return "warn", f"No measurable change against {rival}{mode}, {speed} {spread}: {times}."
+    return tone, f"{words[0].upper()}{words[1:]}: {times}."

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import background_rows, baseline_rows, kernel_rows, quality, shared_rows
+from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline
 
@@ -108,6 +108,9 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             device=shared_rows.device_word(report),
             quality=quality.verdict(report),
             findings=shared_rows.finding_lines(report),
+            next_step=first_screen.next_step(report),
+            sum_line=waterfall_rows.sum_line(report),
+            is_unchanged=shared_rows.is_unchanged(report),
             comparisons=shared_rows.comparisons(report),
             launch_line=shared_rows.launch_line(report),
             sticky_key=sticky_key(report),

@@ -39,6 +39,8 @@ HOSTILE = (
     "</script><img src=x onerror=alert(1)>{{7*7}}{% raw %}\u2028<!--\u202egnp.exe\x1b[31mred\x1b[0m`|`@octocat #1 [/] [bold]\x07"
 )
 LONG = "n" * 10_000
+EXAMPLES = sorted((Path(__file__).parents[2] / "reports" / "examples").glob("*/report.json"))
+"""Committed reports of real runs."""
 
 _TRITON = '''"""add -> tanh -> mul, made from the chain C1."""
 import triton

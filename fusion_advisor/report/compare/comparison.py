@@ -23,7 +23,8 @@ TRACE_TOLERANCE_SHARE = 0.02
 """A single traced step has no interval; below this share of the larger side its rows count as unchanged."""
 
 State = Literal["eager", "applied", "compile"]
-Verdict = Literal["faster", "slower", "unchanged", "only in A", "only in B", "not compared"]
+Verdict = Literal["faster", "slower", "less", "more", "unchanged", "only in A", "only in B", "not compared"]
+"""``less`` and ``more`` are of one traced step, which says nothing of the next: only what has an interval is faster or slower."""
 STATES: tuple[State, ...] = ("eager", "applied", "compile")
 
 
@@ -340,7 +341,7 @@ def _change(group: str, name: str, a: tuple[int, int] | None, b: tuple[int, int]
     elif abs(delta_ns) <= tolerance_ns:
         verdict = "unchanged"
     else:
-        verdict = "faster" if delta_ns < 0 else "slower"
+        verdict = "less" if delta_ns < 0 else "more"
     return TimeChange(
         group=group, name=name, a_ns=a_ns, b_ns=b_ns, delta_ns=delta_ns, a_count=a_count, b_count=b_count, verdict=verdict
     )

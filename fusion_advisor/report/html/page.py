@@ -20,7 +20,7 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
 from fusion_advisor.records.serialize import dump_report
-from fusion_advisor.report import background_rows, baseline_rows, kernel_rows, quality, redact, shared_rows
+from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, redact, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import charts, timeline
@@ -28,6 +28,7 @@ from fusion_advisor.report.html.embed_traces import EmbeddedTrace
 from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
 from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.html.roofline import roofline
+from fusion_advisor.report.html.waterfall import waterfall
 
 MAX_KERNELS = 500
 MAX_MODULES = 200
@@ -97,8 +98,13 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         categories=shared_rows.category_rows(report),
         time_chart=charts.where_time_went(report),
         floor_chart=charts.chain_floors(report),
-        fall=charts.waterfall(report),
+        fall=waterfall(report),
+        sum_line=waterfall_rows.sum_line(report),
+        is_unchanged=shared_rows.is_unchanged(report),
         tiles=shared_rows.tiles(report),
+        ways=first_screen.ways(report),
+        next_step=first_screen.next_step(report),
+        bad_quality=quality.warnings(report),
         groups=shared_rows.fusion_groups(report),
         unmatched=shared_rows.unmatched(report),
         traffic={fusion.id: kernel_rows.traffic(report, fusion) for fusion in report.fusions},

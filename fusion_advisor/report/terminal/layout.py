@@ -81,17 +81,40 @@ def _laid_out(columns: list[Column], width: int, console: Console) -> list[Text]
         widths[at] = min(widths[at], max(4, widths[at] + width - sum(widths) - gaps))
     while sum(widths) + gaps > width and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
+    shown = [_cut(column.cells, wide, console) for column, wide in zip(columns, widths, strict=True)]
     lines = []
     for row in range(-1, len(columns[0].cells)):
         line = Text()
         for at, column in enumerate(columns):
-            text = column.head if row < 0 else column.cells[row]
+            text = column.head if row < 0 else shown[at][row]
             style = "bold" if row < 0 else column.cell_styles[row] if column.cell_styles else column.style
             is_last = at == len(columns) - 1
             line.append(_fitted(text, widths[at], console, is_right=column.is_right, is_last=is_last), style=style)
             line.append("" if is_last else " " * _GAP)
         lines.append(line)
     return lines
+
+
+def _cut(cells: Sequence[str], width: int, console: Console) -> list[str]:
+    """Move the cut of cells that would read the same: two titles that begin alike keep the words in which they differ."""
+    dots = ".." if is_ascii(console) else "…"
+    room = width - len(dots)
+    shown = list(cells)
+    for at, cell in enumerate(cells):
+        if cell_len(cell) <= width or room < 8:
+            continue
+        twins = [other for other in cells if other != cell and set_cell_size(other, room) == set_cell_size(cell, room)]
+        if twins:
+            same = max(_common_start(cell, other) for other in twins)
+            words = cell[:same].rfind(" ") + 1
+            head = set_cell_size(cell, room // 3).rstrip()
+            shown[at] = f"{head}{dots}{cell[max(words, same - room // 3) :]}"
+    return shown
+
+
+def _common_start(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
 def _prepared(column: Column, console: Console) -> Column:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Site, Training
-from fusion_advisor.report import baseline_rows, clocks, kernel_rows, quality, shared_rows
+from fusion_advisor.report import baseline_rows, clocks, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.terminal.compare import gate_lines
@@ -62,31 +62,42 @@ def _module_columns(report: Report, limit: int) -> list[Column]:
 
 
 def apply_table(report: Report, console: Console) -> RenderableType:
-    """Return each rewrite's gain, the step before and after, and the numerics."""
-    head = headline(report)
-    lines = [*_caveats(report, console)]
+    """Return each rewrite's gain, the other ways to run the step, what limits the figures, and last the verdict."""
+    lines = [*_context(report, console)]
     if report.fusions or report.rewrites:
         lines += [fitted_table(_fusion_columns(report), console), Text("")]
     else:
         lines.append(text_line("No rewrite was tried: no chain had a kernel.", console))
-    lines.append(text_line(head.text, console, f"bold {TONES[head.tone]}".strip()))
-    if shared_rows.is_unchanged(report):
-        lines.append(text_line(f"{'; '.join(head.points)}.", console))
-    elif report.after is not None:
-        launches = f"{units.number(report.before.launches)} → {units.number(report.after.launches)} launches"
-        lines.append(text_line(f"{launches}; {'; '.join(head.points)}.", console))
+    lines += _baselines(report, console)
+    details = (
+        waterfall_rows.sum_line(report),
+        shared_rows.launch_line(report),
+        baseline_rows.prediction_line(report),
+        baseline_rows.warm_up_line(report),
+    )
+    lines += [text_line(text, console, "dim") for text in details if text]
+    lines += [*_numerics(report, console), *_warnings(report, console), Text("")]
+    return Group(*lines, *_verdict(report, console), *gate_lines(report.gates, console))
+
+
+def _verdict(report: Report, console: Console) -> list[RenderableType]:
+    """The headline and its points, one a line."""
+    head = headline(report)
+    lines: list[RenderableType] = [text_line(head.text, console, f"bold {TONES[head.tone]}".strip())]
+    lines += [text_line(f"{point[0].upper()}{point[1:]}.", console) for point in head.points]
+    counts = [f"{name} {figure}{f' ({change})' if change else ''}" for name, figure, change in shared_rows.tiles(report)]
+    return [*lines, text_line(f"{'; '.join(counts)}.", console)] if counts else lines
+
+
+def _numerics(report: Report, console: Console) -> list[RenderableType]:
     check = report.model_check
-    if check is not None:
-        errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
-        agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
-        agree += "" if check.top5_agreement is None else f", same top five {units.share(check.top5_agreement)}"
-        words = f"Numerics {'✓' if check.is_passed else '✗'} end to end against {check.oracle}: {errors}{agree}."
-        lines.append(text_line(words, console, "" if check.is_passed else "red"))
-    lines += _launches(report, console)
-    lines += [
-        text_line(text, console) for text in (baseline_rows.prediction_line(report), baseline_rows.warm_up_line(report)) if text
-    ]
-    return Group(*lines, *_baselines(report, console), *gate_lines(report.gates, console))
+    if check is None:
+        return []
+    errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
+    agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
+    agree += "" if check.top5_agreement is None else f", same top five {units.share(check.top5_agreement)}"
+    words = f"{'✓' if check.is_passed else '✗'} Error of the whole model against {check.oracle}: {errors}{agree}."
+    return [text_line(words, console, "" if check.is_passed else "red")]
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
@@ -158,11 +169,17 @@ def _source(text: str, console: Console) -> Text:
 
 
 def _caveats(report: Report, console: Console) -> list[RenderableType]:
+    return [*_context(report, console), *_warnings(report, console)]
+
+
+def _context(report: Report, console: Console) -> list[RenderableType]:
     lines: list[RenderableType] = [text_line(shared_rows.context_line(report), console, "bold")]
     lines += [text_line(f"! {caveat}", console, "yellow") for caveat in shared_rows.caveats(report)]
-    lines += [text_line(sentence, console) for sentence in shared_rows.step_lines(report)]
-    lines += [text_line(f"! {sentence}", console, "yellow") for sentence in quality.warnings(report)[:_MOST_WARNINGS]]
-    return lines
+    return [*lines, *(text_line(sentence, console) for sentence in shared_rows.step_lines(report))]
+
+
+def _warnings(report: Report, console: Console) -> list[RenderableType]:
+    return [text_line(f"! {sentence}", console, "yellow") for sentence in quality.warnings(report)[:_MOST_WARNINGS]]
 
 
 def _findings(report: Report, console: Console) -> list[RenderableType]:
@@ -200,10 +217,10 @@ def _baselines(report: Report, console: Console) -> list[RenderableType]:
     reasons = [f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
     cost = baseline_rows.cost_line(report)
     return [
-        Text(""),
         fitted_table(columns, console),
         *(text_line(reason, console, "dim") for reason in reasons),
         *([text_line(cost, console)] if cost else []),
+        Text(""),
     ]
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from fusion_advisor.records import Report, StepProfile, Timeline
+from fusion_advisor.records.serialize import read_report
+from fusion_advisor.report import shared_rows
 from fusion_advisor.report.html import timeline as strip
-from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips
-from tests.report.fixtures import applied
+from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips, unprofiled
+from tests.report.fixtures import EXAMPLES, applied, timing
 
 
 def with_timeline(timeline: Timeline, kernels: tuple[tuple[str, str, int, int], ...]) -> Report:
@@ -48,7 +50,7 @@ def test_the_canvas_gets_every_kernel() -> None:
         assert step is not None
         assert step.timeline is not None
         start, duration, names = unpacked(side.data["planes"])
-        assert tuple(start) == step.timeline.start_ns
+        assert tuple(start) == unprofiled(step, step.timeline).start_ns
         assert tuple(duration) == step.timeline.duration_ns
         assert tuple(names) == step.timeline.kernel
 
@@ -94,3 +96,25 @@ def test_no_timeline_no_strip() -> None:
     bare = replace(report, before=replace(report.before, timeline=None), after=replace(report.after, timeline=None))
     assert strips(bare) is None
     assert strips(with_timeline(Timeline(kernel=(), start_ns=(), duration_ns=()), TWO)) is None
+
+
+def test_a_strip_is_as_long_as_the_step_without_a_profiler() -> None:
+    traced = Timeline(kernel=(0, 1), start_ns=(0, 700), duration_ns=(300, 100))
+    wall = timing(600, spread=0.0, method="wall")
+    step = replace(applied().before, wall=wall)
+    shown = unprofiled(step, traced)
+    assert shown.duration_ns == traced.duration_ns and shown.start_ns == (0, 500)  # the gap of 400 ns is 200 ns
+    squeezed = unprofiled(replace(step, wall=timing(200, spread=0.0, method="wall")), traced)
+    assert max(start + long for start, long in zip(squeezed.start_ns, squeezed.duration_ns, strict=True)) == 200
+    assert unprofiled(replace(step, wall=None), traced) is traced
+
+
+@pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES])
+def test_the_shorter_step_has_the_shorter_strip(name: str) -> None:
+    report = read_report(next(path for path in EXAMPLES if path.parent.name == name))
+    drawn = strips(report)
+    assert drawn is not None
+    walls = {step.label: step.wall.median_ns for step in shared_rows.steps(report) if step.wall is not None}
+    sides = [(side.width, walls[side.label]) for side in drawn.sides]
+    assert len(sides) == 3
+    assert [width for width, _ in sorted(sides)] == [width for width, _ in sorted(sides, key=lambda row: row[1])]
