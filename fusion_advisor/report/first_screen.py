@@ -114,11 +114,14 @@ def next_step(report: Report) -> NextStep | None:
     if report.training is not None:
         return NextStep("Fusions are for inference. Profile the forward pass:", _without(report.command, "--phase", "train"))
     if report.status == "profiled":
-        return NextStep("Build, check and time the kernels of this run:", f"fusion-advisor apply {visible(report.run_id, 60) or '@last'}")
+        return NextStep(
+            "Build, check and time the kernels of this run:", f"fusion-advisor apply {visible(report.run_id, 60) or '@last'}"
+        )
     if compiled := baseline_rows.faster_compile(report):
         mode = "" if compiled[0] == "default" else f', mode="{visible(compiled[0], 40)}"'
         return NextStep("torch.compile is faster here:", f"model = torch.compile(model{mode})")
-    if report.after is None or not any(row.status is Status.KEPT for row in (*report.fusions, *report.rewrites)):
+    statuses = [row.status for row in report.fusions] + [row.status for row in report.rewrites]
+    if report.after is None or Status.KEPT not in statuses:
         return NextStep("Nothing was kept, so there is nothing to install.", "")
     place = f'"fusion-runs/{visible(report.run_id, 60)}"' if report.run_id else "run_dir"
     code = f"import fusion_advisor as fa\n\nfused = fa.apply(model, inputs, plan=fa.load_plan({place}))"

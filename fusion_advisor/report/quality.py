@@ -28,7 +28,7 @@ def _rows(report: Report) -> list[tuple[bool, str]]:
     if data.launches == data.kernels:
         rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
     else:
-        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
+        rows = [(True, f"{launches} but {kernels} in the trace: shares lack the missing kernels.")]
     joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
     rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)

@@ -98,8 +98,13 @@
   // a link into a folded card opens it
   function unfold() {
     var target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    var card = target && target.closest("details");
-    if (card && !card.open) { card.open = true; target.scrollIntoView(); }
+    if (!target) return;
+    var wasClosed = false;
+    for (var card = target.closest("details"); card; card = card.parentElement.closest("details")) {
+      wasClosed = wasClosed || !card.open;
+      card.open = true;
+    }
+    if (wasClosed) target.scrollIntoView();
   }
   addEventListener("hashchange", unfold);
   unfold();

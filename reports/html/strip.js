@@ -9,6 +9,7 @@
   var axis = root.querySelector(".strip-axis");
   var view = { from: 0, to: data.span_ns };
   var sides = [];
+  var wanted = "";
 
   function time(ns) {
     var size = Math.abs(ns);
@@ -74,6 +75,7 @@
       var left = (planes.start[i] - view.from) * per, wide = planes.duration[i] * per;
       if (left + wide < 0) continue;
       var category = one.side.kernels[planes.name[i]][1];
+      if (wanted && one.side.kernels[planes.name[i]][0].toLowerCase().indexOf(wanted) === -1) continue;
       if (wide >= 2) {
         pen.fillStyle = data.colours[category];
         pen.fillRect(left, 0, Math.max(1, wide - (wide > 4 ? 1 : 0)), height);
@@ -103,6 +105,20 @@
       pen.strokeRect(at - scale, scale, Math.max(2, planes.duration[one.chosen] * per) + 2 * scale, height - 2 * scale);
     }
   }
+
+  // kernels whose name holds the words stay, the others leave the strip; counts and times of each side
+  var search = document.getElementById("strip-search"), found = document.getElementById("strip-found");
+  if (search) search.addEventListener("input", function () {
+    wanted = search.value.trim().toLowerCase();
+    found.textContent = !wanted ? "" : sides.map(function (one) {
+      var count = 0, ns = 0;
+      one.planes.name.forEach(function (name, at) {
+        if (one.side.kernels[name][0].toLowerCase().indexOf(wanted) !== -1) { count += 1; ns += one.planes.duration[at]; }
+      });
+      return one.side.label + ": " + count + (count === 1 ? " kernel, " : " kernels, ") + time(ns);
+    }).join("; ");
+    redraw();
+  });
 
   function redraw() {
     sides.forEach(draw);

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.records import GraphRewrite, Report, RewriteStage, Status
+from fusion_advisor.records import Fusion, GraphRewrite, Report, RewriteStage, Status
 from fusion_advisor.records.serialize import read_report
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.html.page import render_html
@@ -25,7 +25,8 @@ def test_the_rows_close_from_the_headlines_before_to_its_after(report: Report) -
     assert (found[0].level_ns, found[-1].level_ns) == (pair[1].median_ns, pair[2].median_ns)
     for above, below in itertools.pairwise(found):
         assert below.level_ns == above.level_ns + (below.delta_ns if below.kind in ("rewrite", "other") else 0)
-    timed = [row for row in (*report.rewrites, *report.fusions) if row.step_delta_ns is not None]
+    tried: list[Fusion | GraphRewrite] = [*report.rewrites, *report.fusions]
+    timed = [row for row in tried if row.step_delta_ns is not None]
     counted = [row for row in timed if row.status in (Status.KEPT, Status.ABSORBED)]
     assert sum(row.delta_ns for row in found if row.kind == "rewrite") == sum(row.step_delta_ns or 0 for row in counted)
     assert sum(row.kind == "removed" for row in found) == len(timed) - len(counted)

@@ -20,12 +20,23 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
 from fusion_advisor.records.serialize import dump_report
-from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, redact, shared_rows, waterfall_rows
+from fusion_advisor.report import (
+    background_rows,
+    baseline_rows,
+    first_screen,
+    kernel_rows,
+    quality,
+    redact,
+    shared_rows,
+    waterfall_rows,
+)
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import charts, timeline
+from fusion_advisor.report.html.data_flow import data_flow
 from fusion_advisor.report.html.embed_traces import EmbeddedTrace
 from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.html.icicle import icicle, layer_chart
 from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.html.roofline import roofline
 from fusion_advisor.report.html.waterfall import waterfall
@@ -41,6 +52,7 @@ SECTIONS = (
     ("quality", "Data quality"),
     ("time", "Where the time went"),
     ("savings", "Saved by each rewrite"),
+    ("modules", "By module"),
     ("fusions", "Fusions"),
     ("chains", "Chains"),
     ("rewrites", "Other rewrites"),
@@ -98,6 +110,8 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         categories=shared_rows.category_rows(report),
         time_chart=charts.where_time_went(report),
         floor_chart=charts.chain_floors(report),
+        icicle=icicle(report),
+        layer_chart=layer_chart(report),
         fall=waterfall(report),
         sum_line=waterfall_rows.sum_line(report),
         is_unchanged=shared_rows.is_unchanged(report),
@@ -106,6 +120,7 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
         next_step=first_screen.next_step(report),
         bad_quality=quality.warnings(report),
         groups=shared_rows.fusion_groups(report),
+        flows={fusion.id: data_flow(report, fusion) for fusion in report.fusions},
         unmatched=shared_rows.unmatched(report),
         traffic={fusion.id: kernel_rows.traffic(report, fusion) for fusion in report.fusions},
         reproduce={fusion.id: kernel_rows.reproduce_one(report, fusion) for fusion in report.fusions},
@@ -220,7 +235,7 @@ def _kernel_panels(row: Fusion | GraphRewrite) -> tuple[CodePanel, ...]:
 
 def _path(drawn: str) -> Markup:
     """Let an SVG path pass uncut: it may be long, and holds nothing but commands and numbers."""
-    if not re.fullmatch(r"[MHVhvz0-9 .-]*", drawn):
+    if not re.fullmatch(r"[MLHVhvz0-9 .-]*", drawn):
         raise ValueError("this is no path of ours")
     return Markup(drawn)
 
