@@ -107,6 +107,11 @@ def against_others(report: Report) -> list[str]:
     return lines
 
 
+def sentence(point: str) -> str:
+    """Return a point as a sentence's beginning; a name such as torch.compile keeps its small letter."""
+    return point if "." in point.split(" ", maxsplit=1)[0] or not point[:1].isalpha() else f"{point[0].upper()}{point[1:]}"
+
+
 def next_step(report: Report) -> NextStep | None:
     """Return what to do next; None where the run failed or its numbers did."""
     if report.status in ("failed", "interrupted") or (report.model_check is not None and not report.model_check.is_passed):

@@ -106,7 +106,7 @@ def layers(report: Report) -> tuple[tuple[int, int, int], ...]:
                 row = found.setdefault(layer, [0, 0])
                 row[0] += site.device_ns
                 row[1] += after_ns
-    return tuple((layer, *found[layer]) for layer in sorted(found)) if len(found) > 1 else ()
+    return tuple((layer, found[layer][0], found[layer][1]) for layer in sorted(found)) if len(found) > 1 else ()
 
 
 def folded_path(path: str) -> tuple[str, ...]:

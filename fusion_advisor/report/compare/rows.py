@@ -37,11 +37,7 @@ def headline(shown: Comparison) -> Headline:
     for label, side, ratio in (("A", shown.a, shown.a_speedup), ("B", shown.b, shown.b_speedup)):
         if ratio is not None and side.state != "eager":
             kept = f", {plural(side.kept, 'rewrite')} kept" if side.state == "applied" else ""
-            points.append(
-                f"{label} is {_speed(ratio)} faster than its own eager step{kept}"
-                if ratio.low >= 1
-                else f"{label} has {_speed(ratio)} its own eager step's speed{kept}"
-            )
+            points.append(f"{label} over its own eager step: {_speed(ratio)}{kept}")
         if side.numerics:
             points.append(f"{label} numerics {side.numerics}")
     if failed:

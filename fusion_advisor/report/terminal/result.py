@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fusion_advisor import units
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Site, Training
-from fusion_advisor.report import baseline_rows, clocks, kernel_rows, quality, shared_rows, waterfall_rows
+from fusion_advisor.report import baseline_rows, clocks, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline, kept_count
 from fusion_advisor.report.terminal.compare import gate_lines
@@ -84,7 +84,7 @@ def _verdict(report: Report, console: Console) -> list[RenderableType]:
     """The headline and its points, one a line."""
     head = headline(report)
     lines: list[RenderableType] = [text_line(head.text, console, f"bold {TONES[head.tone]}".strip())]
-    lines += [text_line(f"{point[0].upper()}{point[1:]}.", console) for point in head.points]
+    lines += [text_line(f"{first_screen.sentence(point)}.", console) for point in head.points]
     counts = [f"{name} {figure}{f' ({change})' if change else ''}" for name, figure, change in shared_rows.tiles(report)]
     return [*lines, text_line(f"{'; '.join(counts)}.", console)] if counts else lines
 
@@ -214,7 +214,7 @@ def _baselines(report: Report, console: Console) -> list[RenderableType]:
         Column("First call", tuple(row.first_call for row in rows), is_right=True, drop=3),
         Column("Peak memory", tuple(row.memory for row in rows), is_right=True, drop=5),
     ]
-    reasons = [f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
+    reasons = [f"{row.note}." if row.note.startswith(row.name) else f"{row.name}: {row.note}." for row in rows if row.wall == "–"]
     cost = baseline_rows.cost_line(report)
     return [
         fitted_table(columns, console),

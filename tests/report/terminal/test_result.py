@@ -87,6 +87,19 @@ def test_nothing_is_cut_without_a_sign(width: int, encoding: str, dots: str) -> 
             assert cut == word or cut.split("  ")[0].rstrip().endswith(dots), found
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_names_that_begin_alike_keep_the_words_in_which_they_differ(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    begin = "values that depend on weights and buffers alone and that "
+    columns = [
+        Column("Rewrite", (f"{begin}never change", f"{begin}occur twice", "merged GEMMs"), flex_min=24),
+        Column("Verdict", ("✓ kept", "~ within noise, removed", "✓ kept")),
+    ]
+    lines = column_table(columns, console).plain.split("\n")[1:]
+    assert "never change" in lines[0] and "occur twice" in lines[1] and "merged GEMMs" in lines[2]
+    assert max(map(cell_len, lines)) <= width
+
+
 def test_figures_are_the_reports_own() -> None:
     report = profiled()
     text = "\n".join(shown("profiled", 120))
