@@ -76,6 +76,8 @@ def ways(report: Report) -> tuple[Way, ...]:
 def compared(before: Timing, after: Timing, rival: str) -> tuple[str, str]:
     """Return a tone and how the step after compares with a rival's: ``1.49× faster than eager (95% CI 1.46–1.67)``."""
     ratio, low, high = shared_rows.speedup_bounds(before, after)
+    if before.ci_low_ns == before.ci_high_ns or after.ci_low_ns == after.ci_high_ns:
+        low = high = ratio  # no interval was recorded
     if low > 1:
         return "gain", f"{units.speedup(ratio)} faster than {rival}{interval(low, high)}"
     if high < 1:

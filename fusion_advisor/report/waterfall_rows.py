@@ -14,6 +14,8 @@ from fusion_advisor.records import Fusion, GraphRewrite, Report, RewriteStage, S
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.escape import plural, visible
 
+DEVICE_TIME = "device time"
+"""The clock of a step that only the device timed; every other clock also sees launches and the host."""
 Kind = Literal["whole", "rewrite", "other", "removed"]
 
 _COUNTED = (Status.KEPT, Status.ABSORBED)
@@ -63,7 +65,7 @@ def rows(report: Report) -> tuple[Row, ...]:
         again_ns = report.step_after.median_ns - report.step_before.median_ns - counted_ns
         if again_ns:
             add("other", "all together, measured again", again_ns, note="the final measurement of all rewrites, less their sum")
-    for call in report.rewrites if clock == "wall time" else ():
+    for call in report.rewrites if clock != DEVICE_TIME else ():
         if call.stage is RewriteStage.CALL and call.status is Status.KEPT and call.step_delta_ns is not None:
             add("rewrite", visible(call.name, 120), call.step_delta_ns, call.step_delta_ci_ns, "timed on the whole call")
     if throttled_ns := _back_to_back_ns(report, clock, before, after):
@@ -118,14 +120,14 @@ def _captured_extra_ns(report: Report) -> int:
 def _back_to_back_ns(report: Report, clock: str, before: Timing, after: Timing) -> int:
     """How the change differs between steps that run back to back and steps after rests; 0 where both were not timed."""
     rested = (report.before.rested, report.after.rested if report.after else None)
-    if clock != "wall time" or rested[0] is None or rested[1] is None:
+    if clock == DEVICE_TIME or rested[0] is None or rested[1] is None:
         return 0
     return (after.median_ns - before.median_ns) - (rested[1].median_ns - rested[0].median_ns)
 
 
 def _rest(report: Report, clock: str, rest_ns: int) -> tuple[str, int, None, str]:
     """Name the remainder, and say what it may be."""
-    if report.environment.device_kind == "cpu" or clock != "wall time" or report.after is None:
+    if report.environment.device_kind == "cpu" or clock == DEVICE_TIME or report.after is None:
         return "not attributed", rest_ns, None, "the remainder: no measurement separates it further"
     sides = f"{units.number(report.before.launches)} → {units.number(report.after.launches)} launches"
     if rest_ns <= 0:

@@ -120,8 +120,26 @@
     redraw();
   });
 
+  // modules by level: moved with the zoom, named where there is room
+  function placeModules() {
+    root.querySelectorAll(".lanes").forEach(function (svg) {
+      var wide = svg.clientWidth, span = view.to - view.from;
+      svg.querySelectorAll("g").forEach(function (group) {
+        var left = (Number(group.dataset.from) - view.from) / span * wide, right = (Number(group.dataset.to) - view.from) / span * wide;
+        var box = group.querySelector("rect"), label = group.querySelector("text"), name = group.dataset.name;
+        var start = Math.max(left, 0), end = Math.min(right, wide);
+        group.setAttribute("visibility", end > 0 && start < wide ? "visible" : "hidden");
+        box.setAttribute("x", String(left));
+        box.setAttribute("width", String(Math.max(right - left, 1)));
+        label.setAttribute("x", String(start + 4));
+        label.textContent = end - start > 8 + 7.5 * name.length ? name : "";
+      });
+    });
+  }
+
   function redraw() {
     sides.forEach(draw);
+    placeModules();
     if (!axis) return;
     var marks = axis.querySelectorAll("text");
     marks.forEach(function (mark, at) {

@@ -110,6 +110,7 @@ def _first_screen(report: Report) -> dict[str, object]:
         "headline": headline(report),
         "context": shared_rows.context_line(report),
         "sentence": first_screen.sentence,
+        "clock": _clock(report),
         "ways": first_screen.ways(report),
         "tiles": shared_rows.tiles(report),
         "next_step": first_screen.next_step(report),
@@ -119,6 +120,12 @@ def _first_screen(report: Report) -> dict[str, object]:
         "bad_quality": quality.warnings(report),
         "has_source": redact.has_source(report),
     }
+
+
+def _clock(report: Report) -> str:
+    pair = shared_rows.step_pair(report)
+    name = "wall time" if pair is None or pair[0] == waterfall_rows.DEVICE_TIME else pair[0]
+    return f"{name[0].upper()}{name[1:]}"
 
 
 def _charts(report: Report) -> dict[str, object]:

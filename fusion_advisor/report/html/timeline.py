@@ -20,6 +20,7 @@ from fusion_advisor.records import Report, StepProfile, Timeline
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.html.charts import COLOURS, Tick, colour_name, round_values
+from fusion_advisor.report.html.module_lanes import Span, spans
 
 COLUMNS = 600
 HEIGHT = 48
@@ -41,6 +42,8 @@ class Side:
     """Columns that the step takes; the rest of the scale is empty."""
     paths: tuple[tuple[str, str], ...]
     """(colour, SVG path) of each category."""
+    spans: tuple[Span, ...]
+    """Modules by level; empty where the report does not tell them."""
     data: dict[str, object]
     """The canvas data: names, and the deflated planes in base64."""
 
@@ -77,7 +80,9 @@ def strips(report: Report) -> Strips | None:
         else ""
     )
     return Strips(
-        sides=tuple(_side(step, timeline, span_ns) for step, timeline in sides),
+        sides=tuple(
+            _side(step, timeline, span_ns, spans(report, timeline) if step is report.after else ()) for step, timeline in sides
+        ),
         ticks=tuple(Tick(round(ns / span_ns * COLUMNS, 2), units.duration(ns) if ns else "0") for ns in round_values(0, span_ns)),
         legend=tuple((name, colour) for name, colour in COLOURS.items() if name in used),
         span_ns=span_ns,
@@ -109,7 +114,7 @@ def unprofiled(step: StepProfile, timeline: Timeline) -> Timeline:
     return replace(timeline, start_ns=scaled[0], duration_ns=scaled[1])
 
 
-def _side(step: StepProfile, timeline: Timeline, span_ns: int) -> Side:
+def _side(step: StepProfile, timeline: Timeline, span_ns: int, modules: tuple[Span, ...]) -> Side:
     start, duration = _int64(timeline.start_ns), _int64(timeline.duration_ns)
     categories = [colour_name(row[1]) for row in step.kernels]
     kinds = sorted(set(categories), key=list(COLOURS).index)
@@ -129,6 +134,7 @@ def _side(step: StepProfile, timeline: Timeline, span_ns: int) -> Side:
         caption=_caption(step, len(start), own_ns),
         width=round(own_ns / span_ns * COLUMNS, 2),
         paths=tuple((COLOURS[name], path) for name, path in zip(kinds, _paths(columns), strict=True) if path),
+        spans=modules,
         data={"label": step.label, "kernels": names, "planes": planes, "end_ns": own_ns},
     )
 

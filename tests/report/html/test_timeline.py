@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import zlib
 from dataclasses import replace
@@ -12,6 +13,7 @@ from fusion_advisor.records import Report, StepProfile, Timeline
 from fusion_advisor.records.serialize import read_report
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.html import timeline as strip
+from fusion_advisor.report.html.module_lanes import spans
 from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips, unprofiled
 from tests.report.fixtures import EXAMPLES, applied, timing
 
@@ -118,3 +120,27 @@ def test_the_shorter_step_has_the_shorter_strip(name: str) -> None:
     sides = [(side.width, walls[side.label]) for side in drawn.sides]
     assert len(sides) == 3
     assert [width for width, _ in sorted(sides)] == [width for width, _ in sorted(sides, key=lambda row: row[1])]
+
+
+def test_modules_lie_under_our_strip_by_level() -> None:
+    report = read_report(next(path for path in EXAMPLES if "qwen2.5-7b-bf16-1x512" in str(path)))
+    assert report.after is not None and report.after.timeline is not None
+    found = spans(report, report.after.timeline)
+    layers = [span for span in found if span.level == 1 and span.name.startswith("layers.")]
+    assert [span.path for span in layers] == [f"model.layers.{number}" for number in range(28)]
+    attention = [span for span in found if span.path.endswith("self_attn")]
+    assert [span.path for span in attention] == [f"model.layers.{number}.self_attn" for number in range(28)]
+    for outer, inner in zip(layers, attention, strict=True):
+        assert outer.start_ns <= inner.start_ns < inner.end_ns <= outer.end_ns
+    for level in range(4):
+        row = sorted((span.start_ns, span.end_ns) for span in found if span.level == level)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(row))
+    drawn = strips(report)
+    assert drawn is not None and [bool(side.spans) for side in drawn.sides] == [False, True, False]
+
+
+def test_launches_that_no_site_explains_have_no_module() -> None:
+    report = read_report(next(path for path in EXAMPLES if "qwen2.5-7b-bf16-1x512" in str(path)))
+    assert report.after is not None and report.after.timeline is not None
+    fewer = replace(report.after.timeline, kernel=tuple(0 for _ in report.after.timeline.kernel))
+    assert spans(report, fewer) == ()
