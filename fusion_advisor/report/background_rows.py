@@ -24,7 +24,7 @@ GLOSSARY = (
     ("relative L2", "Length of the error over length of the oracle's result."),
     ("pointwise", "An op whose every output element depends on the input elements at the same place."),
     ("reduction", "An op that sums or compares along a dimension: mean, softmax, layer norm."),
-    ("launch-bound", "The device waits for the host: fewer launches help, faster kernels do not."),
+    ("launch-bound", "Part of the step is the device waiting for the host. Fewer launches and a CUDA graph shorten it."),
     ("roofline", "Speed against operations per byte, under what the device's memory and arithmetic allow."),
 )
 """Terms of the report: (term, meaning)."""
