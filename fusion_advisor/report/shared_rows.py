@@ -281,10 +281,13 @@ def comparisons(report: Report) -> tuple[Comparison, ...]:
     if after is None or is_unchanged(report):
         return ()
     rows = [
+        _compared("Step, wall clock", before.wall, after.wall, "both as a user calls them"),
         _compared(
-            "Step, wall clock", before.wall, after.wall, "eager as it is called, against the rewritten model as it is called"
+            "Step, after a rest",
+            before.rested,
+            after.rested,
+            "single steps at full clock: the power limit does not throttle them",
         ),
-        _compared("Step, after a rest", before.rested, after.rested, "single steps that the power limit does not hold down"),
         _compared("Step, device only", before.device, after.device, "CUDA graph replay, no host in the way"),
         _compared("Captured step", report.step_before, report.step_after, _captured_note(report.step_before)),
         _counted("Kernel time, one traced step", before.device_ns, after.device_ns, units.duration),

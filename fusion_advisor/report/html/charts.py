@@ -138,7 +138,7 @@ def where_time_went(report: Report) -> BarChart | None:
         bars.append(Bar(26 + at * 52, labels[at], figure, round(x + 8, 2), tuple(segments)))
     legend = tuple((name, colour) for name, colour in COLOURS.items() if name in used)
     if any(idle_ns(step) for step in steps):
-        legend += (("idle (wall time less kernel time)", IDLE),)
+        legend += (("idle (un-profiled step less traced kernel time)", IDLE),)
     return BarChart(26 + len(bars) * 52 + 24, left, tuple(bars), _ticks(longest, scale, left), legend)
 
 
