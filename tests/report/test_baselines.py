@@ -79,7 +79,7 @@ def test_the_headline_says_when_torch_compile_is_the_better_choice(text):
             ("1.09× faster than torch.compile (reduce-overhead) (95% CI ", "16.90 ms → 15.52 ms per step"),
         ),
         ("both", 16_900_000, "gain", ("1.19× faster than eager ", ". 1.09× faster than torch.compile (reduce-overhead) ")),
-        ("compile", 15_520_000, "warn", ("No measurable difference from torch.compile (reduce-overhead): 1.000× ",)),
+        ("compile", 15_520_000, "warn", ("No measurable difference from torch.compile (reduce-overhead): 1.000×",)),
         ("both", 15_520_000, "warn", ("1.19× faster than eager ", ". No measurable difference from torch.compile ")),
         ("compile", 13_000_000, "warn", ("Just use torch.compile", "1.19× slower than torch.compile (reduce-overhead)")),
     ],
