@@ -42,6 +42,8 @@ from dataclasses import dataclass, replace
 from fusion_advisor.records.op_facts import item_bytes
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+LOGIC = ("and", "or", "xor")
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
 ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
 """The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.common.arguments import late_loads, pointer_names
+from fusion_advisor.codegen.common.arguments import pointer_names
+from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts

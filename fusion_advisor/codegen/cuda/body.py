@@ -7,21 +7,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import (
-    Access,
-    Pass,
-    Schedule,
-    column_passes,
-    kept,
-    late_loads,
-    needed_in_columns,
-    split_index,
-)
+from fusion_advisor.codegen.common.arguments import Access, Schedule, kept, split_index
+from fusion_advisor.codegen.common.column_passes import Pass, column_passes, late_loads, needed_in_columns
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, Text
 from fusion_advisor.codegen.common.welford import Moments
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE
 from fusion_advisor.codegen.cuda.ops import (
-    COMPUTE,
     SCALARS,
     CudaWriter,
     moves_with_p,
@@ -225,7 +217,7 @@ def _online(plan: Schedule, writer: CudaWriter, pair: OnlineSum, numbers: Iterat
     highest, total, element = (writer.text(n).code for n in (pair.highest, pair.total, pair.element))
     part, raised, sum_part = (writer.fresh(name) for name in (f"{highest}_part", f"{highest}_raised", f"{total}_part"))
     row_highest, row_total = writer.fresh(f"row_{highest}"), writer.fresh(f"row_{total}")
-    exp = writer.call(values[pair.exponential], [Text("@")]).code
+    exp = writer.printed(pair.exponential, values[pair.exponential], [Text("@")]).code
     infinity, nan = ("INF_VALUEF", "NAN_VALUEF") if is_float32 else ("INF_VALUE", "NAN_VALUE")
     writer.helpers |= {"row_reduce", "nan_max", infinity, *(() if pair.is_finite else (nan,))}
     declared = [_declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, next_power
+from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.interface import Form
 from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory, pack_bytes, staged_cols

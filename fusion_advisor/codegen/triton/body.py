@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes, kept, late_loads, split_index
+from fusion_advisor.codegen.common.arguments import Schedule, kept, split_index
+from fusion_advisor.codegen.common.column_passes import Pass, column_passes, late_loads
 from fusion_advisor.codegen.common.online_softmax import online_sums
 from fusion_advisor.codegen.common.welford import moments
 from fusion_advisor.codegen.triton.ops import LOWEST, TritonWriter, identity
@@ -29,7 +30,7 @@ _CACHED_ROW_BYTES = 2**17
 def straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     """Body of a kernel that computes every value once: loads first, so that they are all under way before the first use.
 
-    What can wait for the last reduction (:func:`~fusion_advisor.codegen.common.arguments.late_loads`) is read then.
+    What can wait for the last reduction (:func:`~fusion_advisor.codegen.common.column_passes.late_loads`) is read then.
     """
     values, late = plan.program.values, late_loads(plan)
     last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
