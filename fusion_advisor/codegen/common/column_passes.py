@@ -5,7 +5,7 @@ In: a schedule, and the sums that are accumulated together. Out: the values know
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_advisor.codegen.common.arguments import Schedule
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
@@ -23,7 +23,7 @@ class Pass:
     """What it accumulates."""
     stores: tuple[int, ...]
     """Positions in ``program.stores`` of what it writes."""
-    after: tuple[int, ...]
+    after: tuple[int, ...] = ()
     """Row values that are known once it has run, the reductions left out."""
     online: tuple[OnlineSum, ...] = ()
     """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
@@ -47,38 +47,71 @@ def column_passes(
     Returns:
         the row values that are known before the first pass, and the passes.
     """
-    program = plan.program
-    first_of = {pair.total: pair.highest for pair in online} | {pair.squares: pair.total for pair in moments}
-    paired = {*first_of, *first_of.values()}
-    levels: list[int] = []
-    for number, value in enumerate(program.values):
-        if number in first_of:
-            levels.append(levels[first_of[number]])
-            continue
-        args = (*value.args, *(() if value.guard is None else (value.guard,)))
-        levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
-    writable = [max(levels[number] for number in store.needs) for store in program.stores]
-    for even, odd in plan.pairs.stores:  # written as one
-        writable[even] = writable[odd] = max(writable[even], writable[odd])
+    levels = _levels(plan, online, moments)
+    writable = _writable(plan, levels)
     row_values: dict[int, list[int]] = {}
-    for number, value in enumerate(program.values):
+    for number, value in enumerate(plan.program.values):
         if not plan.has_col(number) and value.op not in REDUCTIONS:
             row_values.setdefault(levels[number], []).append(number)
     passes = []
     for level in range(max(levels, default=0) + 1):
-        reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
-        pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
-        both = tuple(pair for pair in moments if levels[pair.total] == level + 1)
-        stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args if r not in first_of]
-        targets += [number for n in stores for number in program.stores[n].needs]
-        if reductions or stores:
-            alone = tuple(r for r in reductions if r not in paired)
-            after = tuple(row_values.get(level + 1, ()))
-            values = tuple(needed_in_columns(plan, targets))
-            done = Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
-            passes.append(done)
+        stores = tuple(n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n))
+        found = _pass_at(plan, levels, level, stores, online, moments)
+        if found is not None:
+            passes.append(replace(found, after=tuple(row_values.get(level + 1, ()))))
     return tuple(row_values.get(0, ())), tuple(passes)
+
+
+def _levels(plan: Schedule, online: tuple[OnlineSum, ...], moments: tuple[Moments, ...]) -> list[int]:
+    """Return for each value how many walks end before it is known."""
+    together = _first_of(online, moments)
+    levels: list[int] = []
+    for number, value in enumerate(plan.program.values):
+        if number in together:
+            levels.append(levels[together[number]])
+            continue
+        args = (*value.args, *(() if value.guard is None else (value.guard,)))
+        levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
+    return levels
+
+
+def _first_of(online: tuple[OnlineSum, ...], moments: tuple[Moments, ...]) -> dict[int, int]:
+    """Return for each reduction that is accumulated together with another the one that comes first."""
+    return {pair.total: pair.highest for pair in online} | {pair.squares: pair.total for pair in moments}
+
+
+def _writable(plan: Schedule, levels: list[int]) -> list[int]:
+    """Return for each store the level from which it can be written; a pair is written as one."""
+    found = [max(levels[number] for number in store.needs) for store in plan.program.stores]
+    for even, odd in plan.pairs.stores:
+        found[even] = found[odd] = max(found[even], found[odd])
+    return found
+
+
+def _pass_at(
+    plan: Schedule,
+    levels: list[int],
+    level: int,
+    stores: tuple[int, ...],
+    online: tuple[OnlineSum, ...],
+    moments: tuple[Moments, ...],
+) -> Pass | None:
+    """Return the walk of a level, but for ``after``; None where it has nothing to accumulate or to write."""
+    values = plan.program.values
+    reductions = [n for n, v in enumerate(values) if v.op in REDUCTIONS and levels[n] == level + 1]
+    if not reductions and not stores:
+        return None
+    together = _first_of(online, moments)
+    paired = {*together, *together.values()}
+    targets = [a for r in reductions for a in values[r].args if r not in together]
+    targets += [number for n in stores for number in plan.program.stores[n].needs]
+    return Pass(
+        values=tuple(needed_in_columns(plan, targets)),
+        reductions=tuple(r for r in reductions if r not in paired),
+        stores=stores,
+        online=tuple(pair for pair in online if levels[pair.highest] == level + 1),
+        moments=tuple(pair for pair in moments if levels[pair.total] == level + 1),
+    )
 
 
 def late_loads(plan: Schedule) -> frozenset[int]:
