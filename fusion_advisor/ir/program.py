@@ -45,6 +45,14 @@ REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 LOGIC = ("and", "or", "xor")
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ARITHMETIC = (
+    "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt",
+    "reciprocal", "sigmoid", "tanh", "erf", "erfc", "sin", "cos", "pow", "floor", "ceil", "trunc", "round", "remainder", "sign",
+    "normal_cdf", "tanh_cdf", "round_float16", "round_bfloat16",
+)  # fmt: skip
+PLACES = ("load", "const", "index", "size", "extent", "quotient", "inside", "dropout")
+OPS = frozenset({*ARITHMETIC, *COMPARES, *LOGIC, *PLACES, *REDUCTIONS, "not", "isnan", "where", "cast"})
+"""Every op. A language's printer table has a row for each, or says why it has none."""
 ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
 """The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""
 ADDRESSED = frozenset({"load", "dropout"})
