@@ -71,7 +71,7 @@ def test_triton(name):
     compile_all(sources(SPECS[name], "triton"), "triton")
 
 
-@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is not installed")
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("name", SPECS)
 def test_cuda_with_nvrtc(name):
     compile_all(sources(SPECS[name], "cuda"), "nvrtc")
