@@ -1,7 +1,8 @@
 """What plain ``pytest`` needs: threads, workers, tests that run alone, and tests that this machine cannot run.
 
 A test that measures speed (``serial``) runs while no other worker runs a test. A test that this machine lacks something for is
-deselected, and one line at the end says how many and why. Each worker has one GPU where there are several.
+deselected, and so is a ``slow`` test where no marker and no file was asked for; one line each at the end says how many and why.
+Each worker has one GPU where there are several.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = [name for name, (is_there, _) in NEEDS.items() if not is_there()]
+    missing = [name for name, (is_there, _) in NEEDS.items() if not is_there()] + (["slow"] if _is_plain(config) else [])
     wanted: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
@@ -86,7 +87,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for name, count in config.stash[_LEFT_OUT].items():
-        terminalreporter.write_line(f"{count:,} tests marked `{name}` left out: {NEEDS[name][1]}")
+        reason = NEEDS[name][1] if name in NEEDS else "`pytest -m slow` runs them"
+        terminalreporter.write_line(f"{count:,} tests marked `{name}` left out: {reason}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -96,6 +98,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with _turn(run).take(alone=_is_serial(item)):
         return (yield)
+
+
+def _is_plain(config: pytest.Config) -> bool:
+    """Whether neither a marker nor a file was asked for: then slow tests are left out."""
+    return not config.option.markexpr and all(Path(argument).is_dir() for argument in config.args)
 
 
 def _is_serial(item: pytest.Item) -> bool:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +83,14 @@ def test_plain_pytest_sets_threads_before_torch_is_loaded() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1"]
+
+
+def test_slow_tests_are_left_out_only_where_no_marker_and_no_file_was_asked_for() -> None:
+    from tests.conftest import _is_plain
+
+    def plain(marker: str, *arguments: str) -> bool:
+        return _is_plain(SimpleNamespace(option=SimpleNamespace(markexpr=marker), args=list(arguments)))  # type: ignore[arg-type]
+
+    folder, file = str(Path(__file__).parent), __file__
+    assert plain("", folder) and not plain("slow", folder)
+    assert not plain("", file) and not plain("", f"{file}::test_name") and not plain("", folder, file)
