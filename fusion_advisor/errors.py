@@ -288,7 +288,7 @@ class MissingKernels(AdvisorError):
     code = "FA502"
     message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
     note = "{known}"
-    hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    hint = "record fewer steps, and synchronise the device before the profiler stops"
     exit_code = 6
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import pytest
 import torch
 
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.records import Clocks, ClockSample
-from fusion_advisor.timing import clock_sampler, interleaving, nvml, wall_timer
+from fusion_advisor.timing import clock_sampler, interleaving, wall_timer
 from fusion_advisor.timing.clock_sampler import Watch, is_at_power_limit, watching
 
 
@@ -205,11 +206,11 @@ def test_after_rests_ways_are_timed_without_turns_and_without_readings(monkeypat
 def test_a_cpu_has_no_clocks_and_a_missing_library_is_a_sentence(monkeypatch):
     with watching(on_cuda=False) as seen:
         assert seen.clocks() is None
-    monkeypatch.setattr(nvml, "_LIBRARY", "libno-such-library.so.1")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "x"}))
     with watching(on_cuda=True) as seen:
-        assert "libno-such-library.so.1" in seen.clocks().missing
+        assert "pip install nvidia-ml-py" in seen.clocks().missing
 
 
 def test_each_way_of_calling_the_model_gets_its_own_clocks(monkeypatch):

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+SUBJECTS = {
+    "0": "the command line and configuration",
+    "1": "finding and loading a model",
+    "2": "the machine (devices, drivers, compilers)",
+    "3": "running the model and its step",
+    "4": "kernels (building, checking, the library)",
+    "5": "files (reports, traces, runs, plans)",
+    "6": "reasons why a chain has no kernel (in a report)",
+    "7": "gates of compare and apply",
+}
+"""First digit of a code: what the codes are about."""
+
 TITLES = {
     "FA601": "An op of the chain has no lowering",
     "FA602": "The chain would have to cross a mutation",

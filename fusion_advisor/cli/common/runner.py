@@ -241,9 +241,13 @@ def _show(settings: Settings, report: Report, directory: Path, output: Output, h
 
 
 def _after_profile(report: Report, run: str) -> str:
-    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has."""
+    """Return the command that goes on from a profile: apply what has a kernel, or learn why nothing has.
+
+    Nothing can be applied to a training step, so its next command applies the same model's forward pass.
+    """
     if report.training is not None:
-        return "fusion-advisor explain FA312"
+        forward = run_dir.forward_command(report.command)
+        return f"{forward}   (for inference; to speed up training, try torch.compile: fusion-advisor explain FA312)"
     reasons = [answer.code for answer in report.answers if isinstance(answer, NoMatch)]
     if reasons and len(reasons) == len(report.answers):
         return f"fusion-advisor explain {reasons[0]}"
