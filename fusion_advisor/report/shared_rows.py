@@ -27,6 +27,7 @@ from fusion_advisor.records import (
 )
 from fusion_advisor.report import baseline_rows, clocks
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.paired import compare_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +247,9 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
 
 
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
-    """Ratio of the medians, and the widest range that the two medians' intervals allow."""
-    return (
-        before.median_ns / max(after.median_ns, 1),
-        before.ci_low_ns / max(after.ci_high_ns, 1),
-        before.ci_high_ns / max(after.ci_low_ns, 1),
-    )
+    """Ratio of before to after with its 95 % interval, from their paired rounds: the statistic that rewrites are kept by."""
+    found = compare_rounds(before.times_ns, after.times_ns)
+    return found.ratio, found.ratio_low, found.ratio_high
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:

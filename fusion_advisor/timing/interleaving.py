@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.records import Timing
+from fusion_advisor.timing.paired import compare_rounds
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, nothing
 
 
@@ -197,9 +198,9 @@ def _middle_mean(times_ns: Sequence[int]) -> int:
 
 
 def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float = 0.95) -> Difference:
-    """Return the interval of the median of round-by-round differences."""
-    middle, low, high = median_interval([after - before for before, after in zip(before_ns, after_ns, strict=True)], confidence)
-    return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
+    """Return the median of round-by-round differences and its interval, as ``timing.paired`` computes them."""
+    found = compare_rounds(before_ns, after_ns, confidence)
+    return Difference(median_ns=found.delta_ns, low_ns=found.low_ns, high_ns=found.high_ns)
 
 
 def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:

@@ -7,6 +7,7 @@ random numbers, so a report can be recomputed from its raw times.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,21 +15,25 @@ import torch
 
 from fusion_advisor.records import Clocks, Timing
 
-_Z = {0.9: 1.645, 0.95: 1.96, 0.99: 2.576}
-
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Return (median, low, high) where low and high bound the median with at least ``confidence``.
 
-    Below six values the interval is the whole range: no order statistic reaches 95 %.
+    Where no order statistic reaches the confidence (below six values at 95 %), the interval is the whole range.
     """
     ordered = sorted(values)
-    count = len(ordered)
-    middle = ordered[count // 2] if count % 2 else (ordered[count // 2 - 1] + ordered[count // 2]) / 2
-    half = _Z.get(confidence, 1.96) * math.sqrt(count) / 2
-    low = max(0, math.floor(count / 2 - half))
-    high = min(count - 1, math.ceil(count / 2 + half) - 1 + (count % 2 == 0))
-    return middle, ordered[low], ordered[max(high, low)]
+    outside = _ranks_outside(len(ordered), confidence)
+    return statistics.median(ordered), ordered[outside], ordered[-1 - outside]
+
+
+def _ranks_outside(count: int, confidence: float) -> int:
+    """Return how many values lie outside at each end: exact, by the binomial distribution of how many fall below the median."""
+    allowed = int((1 - confidence) / 2 * 2**60) << count >> 60  # in whole numbers: 2**count is no float from 1,024 on
+    outside, below = 0, 1
+    while below + math.comb(count, outside + 1) <= allowed:
+        outside += 1
+        below += math.comb(count, outside)
+    return outside
 
 
 def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None, *, rest: float = 0.0) -> Timing:

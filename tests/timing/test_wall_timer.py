@@ -42,6 +42,25 @@ def test_more_confidence_is_wider_and_more_values_narrower():
     assert width(values, 0.95) < width(values[:20], 0.95)
 
 
+@pytest.mark.parametrize(
+    ("count", "confidence", "outside"),
+    [
+        (6, 0.95, 0),
+        (10, 0.95, 1),
+        (20, 0.95, 5),
+        (50, 0.95, 17),
+        (51, 0.95, 18),
+        (50, 0.999, 13),
+        (50, 0.8, 19),
+        (5, 0.5, 1),
+        (3000, 0.95, 1445),
+    ],
+)
+def test_ranks_are_those_of_the_binomial_distribution(count, confidence, outside):
+    """As tables of the sign test have them; the same number of values lies outside at both ends."""
+    assert median_interval(range(count), confidence)[1:] == (outside, count - 1 - outside)
+
+
 def test_a_timing_keeps_every_value():
     timing = as_timing([5, 1, 3], "wall")
     assert (timing.times_ns, timing.median_ns, timing.ci_low_ns, timing.ci_high_ns) == ((5, 1, 3), 3, 1, 5)
