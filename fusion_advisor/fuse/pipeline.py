@@ -35,10 +35,11 @@ from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
-_DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
+_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
 """Of rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner."""
 
 
@@ -63,6 +64,7 @@ def apply_workload(
     options: ApplyOptions,
     progress: Progress | None = None,
     on_report: Callable[[Report], None] = lambda _: None,
+    timer: HostTimer | None = None,
 ) -> AppliedRun:
     """Profile, try every fusion, keep what pays, and leave the model fused.
 
@@ -71,6 +73,7 @@ def apply_workload(
         options: how to measure and decide.
         progress: told what goes on.
         on_report: given the report so far after every fusion.
+        timer: times steps from the host's side; left out, the one of the device.
 
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
@@ -86,7 +89,7 @@ def apply_workload(
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=timer)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
@@ -96,7 +99,7 @@ def apply_workload(
             report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact
         )
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
+        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
         with clock.phase("fusions"):
             fusions, built = try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
         with clock.phase("keep what pays"):
@@ -129,7 +132,13 @@ def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress:
 
 
 def _profile(
-    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock, *, is_timed: bool = True
+    loaded: LoadedWorkload,
+    options: ProfileOptions,
+    progress: Progress,
+    clock: PhaseClock,
+    *,
+    is_timed: bool = True,
+    timer: HostTimer | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -153,6 +162,7 @@ def _profile(
             with_nvtx=options.nvtx,
             trace_to=trace_to,
             note=progress.note,
+            timer=timer,
         )
     for warning in capture.quality.warnings:
         progress.warn(warning)

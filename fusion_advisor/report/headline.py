@@ -61,7 +61,8 @@ def _result(report: Report) -> tuple[str, str]:
         mode, wall = better
         own, (_, text) = baseline_rows.own_wall(report), _compared_with(report)
         ours = "" if own is None or baseline_rows.is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
-        return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
+        step = f"{units.duration(wall.median_ns)} per step ({shared_rows.clock_word(wall)})"
+        return "warn", f"Just use torch.compile ({mode}): {step}{ours}. {text}"
     return _compared_with(report)
 
 
@@ -72,7 +73,7 @@ def _training_sentence(report: Report, training: Training) -> str:
     )
     wall = report.before.wall
     return (
-        f"A training step takes {units.duration(wall.median_ns)} (wall time): {kernels}."
+        f"A training step takes {units.duration(wall.median_ns)} ({shared_rows.clock_word(wall)}): {kernels}."
         if wall
         else f"{kernels[:1].upper()}{kernels[1:]}."
     )
@@ -100,7 +101,7 @@ def _compared_with(report: Report) -> tuple[str, str]:
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
-    if compiled is None or what != "wall time":
+    if compiled is None or what == "device time":
         return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
     against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
     if report.baseline == "compile":

@@ -27,6 +27,7 @@ from fusion_advisor.records import (
 )
 from fusion_advisor.report import baseline_rows, clocks
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.paired import compare_rounds
 
 
@@ -240,10 +241,15 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     if report.after is None:
         return None
     if report.before.wall and report.after.wall:
-        return "wall time", report.before.wall, report.after.wall
+        return clock_word(report.after.wall), report.before.wall, report.after.wall
     if report.before.device and report.after.device:
         return "device time", report.before.device, report.after.device
     return None
+
+
+def clock_word(timing: Timing) -> str:
+    """Name the clock that a step's host-side time was read from."""
+    return "CPU time" if timing.method == CPU_TIME else "wall time"
 
 
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
@@ -326,7 +332,7 @@ def tiles(report: Report) -> tuple[tuple[str, str, str], ...]:
     pair = step_pair(report)
     if pair is None or is_unchanged(report):
         wall = report.before.wall
-        rows = [("Eager step", units.duration(wall.median_ns), "wall time")] if wall else []
+        rows = [("Eager step", units.duration(wall.median_ns), clock_word(wall))] if wall else []
         if report.before.launches:
             rows.append(("Kernel time", units.duration(report.before.device_ns), "one traced step"))
             rows.append(("Launches", units.number(report.before.launches), ""))

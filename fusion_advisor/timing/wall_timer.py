@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from fusion_advisor.records import Clocks, Timing
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -50,6 +50,9 @@ def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None
     )
 
 
+_WALL = WallTimer()
+
+
 def nothing(*_: object) -> None:
     """Do nothing, where a callable is wanted."""
 
@@ -64,18 +67,20 @@ def wall_times(
     least_s: float = 0.0,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int], object] = nothing,
+    timer: HostTimer = _WALL,
 ) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
     Args:
         call: the work.
         runs: the most runs, ``least_s`` aside; at least five are made whatever the budget says.
-        budget_s: stop once this much time has been measured.
+        budget_s: stop after this many seconds.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
         least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each run and not timed, with the run's number and its nanoseconds.
+        timer: times the runs.
 
     Returns:
         One duration in nanoseconds per run.
@@ -86,15 +91,17 @@ def wall_times(
         call()
     wait()
     times: list[int] = []
-    measured_ns = 0
-    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
+    measured_ns, started = 0, timer.seconds()
+
+    def waited() -> None:
+        call()
+        wait()
+
+    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or timer.seconds() - started < budget_s)):
         if before is not nothing or after is not nothing:
             before()
             wait()
-        start = time.perf_counter_ns()
-        call()
-        wait()
-        times.append(time.perf_counter_ns() - start)
+        times.append(timer.time_ns(waited))
         measured_ns += times[-1]
         after(len(times) - 1, times[-1])
     return times
