@@ -23,6 +23,7 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.live.fused_model import is_training
@@ -36,6 +37,7 @@ from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.machine_load import machine_load
 from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -114,6 +116,9 @@ def apply_workload(
             rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
             launch_cost_ns=cost_ns,
         )
+        if options.is_timed:
+            noise_share, step_ns = kept.decision.noise_share, kept.decision.untouched_ns
+            report = with_noise_judged(report, noise_share=noise_share, step_ns=step_ns, load=machine_load)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Match, Report, Status, Timing, Training
+from fusion_advisor.records import Match, Report, Status, Timing, TooBusy, Training
 from fusion_advisor.report import baseline_rows, shared_rows
-from fusion_advisor.report.escape import plural
+from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.quality import is_unsteady
 
 
@@ -95,6 +95,8 @@ def _compared_with(report: Report) -> tuple[str, str]:
         )
         return "plain", text
     what, before, after = pair
+    if report.too_busy is not None:
+        return "warn", f"Could not tell: this machine is too busy. {why_busy(report.too_busy)}"
     if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     against_eager = _against("eager", "", what, before, after)
@@ -109,6 +111,23 @@ def _compared_with(report: Report) -> tuple[str, str]:
     tones = {against_eager[0], against_compile[0]}
     tone = next(tone for tone in ("loss", "warn", "gain") if tone in tones)
     return tone, f"{against_eager[1]} {against_compile[1]}"
+
+
+def why_busy(found: TooBusy) -> str:
+    """Say what hid the gains, in sentences: the noise, what wanted the cores, and what to do."""
+    expected = f"; the largest expected gain is {units.duration(found.expected_ns)}" if found.expected_ns else ""
+    load = found.load
+    names = ", ".join(f"{visible(name, 40)} {cores:.1f} cores" for name, cores in load.busiest)
+    policy = (
+        "OMP_WAIT_POLICY is PASSIVE: waiting threads sleep."
+        if load.wait_policy.upper() == "PASSIVE"
+        else "Set OMP_WAIT_POLICY=PASSIVE before Python starts, so that waiting threads sleep."
+    )
+    return (
+        f"The same step timed twice differs by {units.duration(found.noise_share * found.step_ns)} "
+        f"({units.share(found.noise_share)}){expected}. Load average {load.load_average:.1f} on {load.cores} cores"
+        f"{f'; other programs: {names}' if names else ''}. {policy}"
+    )
 
 
 def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
