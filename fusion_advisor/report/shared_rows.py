@@ -223,17 +223,14 @@ def launch_line(report: Report) -> str:
     found = report.launch_verdict
     if found is None:
         return ""
-    figures = (
-        f"wall {units.duration(found.wall_ns)}, device busy {units.duration(found.busy_ns)}, "
-        f"{plural(found.launches, 'launch', 'launches')}"
-    )
     idle = units.share(found.idle_ns / max(found.wall_ns, 1))
+    step = f"the eager step ({units.duration(found.wall_ns)} wall time, {plural(found.launches, 'launch', 'launches')})"
     if not found.is_launch_bound:
-        return f"Not launch-bound: the device is idle for {idle} of the eager step ({figures})."
+        return f"Not launch-bound: the GPU waits for the host during {idle} of {step}."
     return (
-        f"Launch-bound: the device is idle for {idle} of the eager step ({figures}), so fusion alone will not help here. "
-        f"With its GEMMs and its attention as they are, a CUDA graph reaches {units.duration(found.graph_floor_ns)} at best, "
-        f"fusion alone {units.duration(found.fusion_floor_ns)}, both {units.duration(found.both_floor_ns)}."
+        f"Launch-bound: the GPU waits for the host during {idle} of {step}. Lower bounds, its GEMMs and attention as they are: "
+        f"a CUDA graph alone {units.duration(found.graph_floor_ns)}, fusion alone {units.duration(found.fusion_floor_ns)}, "
+        f"both {units.duration(found.both_floor_ns)}."
     )
 
 
