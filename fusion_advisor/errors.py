@@ -436,6 +436,16 @@ class KernelCheckFailed(AdvisorError):
     exit_code = 10
 
 
+class MachineTooBusy(AdvisorError):
+    """The noise hid every gain that was expected."""
+
+    code = "FA512"
+    message = "could not tell what pays: this machine is too busy"
+    note = "{detail}"
+    hint = "run again when the machine is idle; the report has what was measured"
+    exit_code = 6
+
+
 class UnknownCode(AdvisorError):
     """`explain` was asked for a code that no error has."""
 

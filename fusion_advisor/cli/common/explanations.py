@@ -197,6 +197,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
         "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
     ),
+    "FA512": (
+        "Every rewrite is timed against the same step without it, and the step against itself. Where the step differs from "
+        "itself by more than the largest gain that is expected of any rewrite, no rewrite could have passed, and the run says "
+        "so instead of calling the rewrites too slow. On a CPU only the CPU time of the busiest thread counts, so it takes a "
+        "very busy machine, or threads that spin while they wait: set OMP_WAIT_POLICY=PASSIVE before Python starts.",
+    ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "
         "says so. speedup and regression judge ratios of times of one run; milliseconds of different runs differ between "
