@@ -39,7 +39,7 @@ from fusion_advisor.fuse.stages.gemm_sites import (
     without_taken,
 )
 from fusion_advisor.fuse.stages.linear_kinds import Kind, find_kinds
-from fusion_advisor.library.spec import read_spec
+from fusion_advisor.library.spec import LINEAR, read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong, with_special_rows
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
@@ -188,7 +188,7 @@ def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, 
         name=rendered.entry,
         backend=backend,
         path=f"kernels/{path.name}",
-        source=rendered.source,
+        source=rendered.file_text,
         origin=header.origin,
         build_ns=built.build_ns,
         tuning=tuning,
@@ -247,7 +247,7 @@ def header_of(title: str) -> Header:
     """Return what the head comment says: the library's words where the kernel is in it."""
     folder = content_dir("kernels") / title
     spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
-    if spec is None or spec.gemv is None:
+    if spec is None or spec.kind != LINEAR:
         return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
     return Header(title=title, summary=spec.summary, origin=library_origin(title), source=spec.source)
 
