@@ -101,6 +101,11 @@ class TerminalProgress:
         elif time.monotonic() - self._spoke > HEARTBEAT_S:
             self._say(f"  {self._phase} {done}/{total}: {text}")
 
+    def found(self, text: str) -> None:
+        """A gain that stays; shown at once."""
+        self._settings.write_log(f"kept: {text}")
+        self._say(f"  kept {text}", style="green")
+
     def warn(self, text: str) -> None:
         """Something the user should know, though the run goes on."""
         self._settings.write_log(f"warning: {text}")
