@@ -27,6 +27,8 @@ from fusion_advisor.records import (
 )
 from fusion_advisor.report import baseline_rows, clocks
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.host_timer import CPU_TIME
+from fusion_advisor.timing.paired import compare_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ VERDICTS = {
     Status.KEPT: Verdict("✓", "kept", "gain"),
     Status.WITHIN_NOISE: Verdict("~", "within noise, removed", "warn"),
     Status.TOO_LITTLE: Verdict("~", "too little, removed", "warn"),
+    Status.UNDECIDED: Verdict("?", "could not tell", "warn"),
     Status.SLOWER: Verdict("✗", "slower, removed", "loss"),
     Status.WRONG_NUMBERS: Verdict("✗", "wrong numbers, removed", "loss"),
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
@@ -220,17 +223,14 @@ def launch_line(report: Report) -> str:
     found = report.launch_verdict
     if found is None:
         return ""
-    figures = (
-        f"wall {units.duration(found.wall_ns)}, device busy {units.duration(found.busy_ns)}, "
-        f"{plural(found.launches, 'launch', 'launches')}"
-    )
     idle = units.share(found.idle_ns / max(found.wall_ns, 1))
+    step = f"the eager step ({units.duration(found.wall_ns)} wall time, {plural(found.launches, 'launch', 'launches')})"
     if not found.is_launch_bound:
-        return f"Not launch-bound: the device is idle for {idle} of the eager step ({figures})."
+        return f"Not launch-bound: the GPU waits for the host during {idle} of {step}."
     return (
-        f"Launch-bound: the device is idle for {idle} of the eager step ({figures}), so fusion alone will not help here. "
-        f"With its GEMMs and its attention as they are, a CUDA graph reaches {units.duration(found.graph_floor_ns)} at best, "
-        f"fusion alone {units.duration(found.fusion_floor_ns)}, both {units.duration(found.both_floor_ns)}."
+        f"Launch-bound: the GPU waits for the host during {idle} of {step}. Lower bounds, its GEMMs and attention as they are: "
+        f"a CUDA graph alone {units.duration(found.graph_floor_ns)}, fusion alone {units.duration(found.fusion_floor_ns)}, "
+        f"both {units.duration(found.both_floor_ns)}."
     )
 
 
@@ -239,19 +239,21 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     if report.after is None:
         return None
     if report.before.wall and report.after.wall:
-        return "wall time", report.before.wall, report.after.wall
+        return clock_word(report.after.wall), report.before.wall, report.after.wall
     if report.before.device and report.after.device:
         return "device time", report.before.device, report.after.device
     return None
 
 
+def clock_word(timing: Timing) -> str:
+    """Name the clock that a step's host-side time was read from."""
+    return "CPU time" if timing.method == CPU_TIME else "wall time"
+
+
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
-    """Ratio of the medians, and the widest range that the two medians' intervals allow."""
-    return (
-        before.median_ns / max(after.median_ns, 1),
-        before.ci_low_ns / max(after.ci_high_ns, 1),
-        before.ci_high_ns / max(after.ci_low_ns, 1),
-    )
+    """Ratio of before to after with its 95 % interval, from their paired rounds: the statistic that rewrites are kept by."""
+    found = compare_rounds(before.times_ns, after.times_ns)
+    return found.ratio, found.ratio_low, found.ratio_high
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
@@ -328,7 +330,7 @@ def tiles(report: Report) -> tuple[tuple[str, str, str], ...]:
     pair = step_pair(report)
     if pair is None or is_unchanged(report):
         wall = report.before.wall
-        rows = [("Eager step", units.duration(wall.median_ns), "wall time")] if wall else []
+        rows = [("Eager step", units.duration(wall.median_ns), clock_word(wall))] if wall else []
         if report.before.launches:
             rows.append(("Kernel time", units.duration(report.before.device_ns), "one traced step"))
             rows.append(("Launches", units.number(report.before.launches), ""))
@@ -346,6 +348,7 @@ def fusion_groups(report: Report) -> tuple[tuple[str, str, tuple[Fusion, ...]], 
             "removed",
             (Status.WITHIN_NOISE, Status.TOO_LITTLE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED),
         ),
+        ("Could not tell", "undecided", (Status.UNDECIDED,)),
         ("Could not build", "not-built", (Status.BUILD_FAILED,)),
         ("Planned", "planned", (Status.PLANNED, Status.NOT_MATCHED)),
     )

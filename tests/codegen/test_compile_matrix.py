@@ -23,6 +23,7 @@ from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
+pytestmark = pytest.mark.slow  # a compiler runs for each source
 SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
 
 
@@ -72,7 +73,7 @@ def test_triton(name):
     compile_all(sources(SPECS[name], "triton"), "triton")
 
 
-@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is not installed")
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("name", SPECS)
 def test_cuda_with_nvrtc(name):
     compile_all(sources(SPECS[name], "cuda"), "nvrtc")

@@ -45,7 +45,8 @@ def report(
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
-    from fusion_advisor.records.serialize import dump_report, json_schema, read_report
+    from fusion_advisor.records.json_schema import json_schema
+    from fusion_advisor.records.serialize import dump_report, read_report
 
     if schema:
         write_result(json.dumps(json_schema(), indent=1) + "\n")

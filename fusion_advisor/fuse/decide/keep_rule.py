@@ -97,7 +97,7 @@ def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
     runner = StepRunner(bench)
     times = interleaving.interleave(
         runner.calls([(), candidates]), rounds=_UNTIMED_ROUNDS, budget_s=0.0, on_cuda=bench.on_cuda,
-        before=bench.live.written.rewind,
+        before=bench.live.written.rewind, timer=runner.timer,
     )  # fmt: skip
     runner.forget()
     before, after = (as_timing(side, runner.method) for side in times)
@@ -136,6 +136,7 @@ def decide(
     times = interleaving.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
         rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+        timer=runner.timer,
     )  # fmt: skip
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
@@ -155,8 +156,9 @@ def decide(
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     confirm = interleaving.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind
-    )
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind,
+        timer=runner.timer,
+    )  # fmt: skip
     return Decision(
         verdicts=verdicts,
         noise_share=noise_share,
@@ -287,7 +289,7 @@ def _once_on_top(
     control, without, together = interleaving.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
         rest=runner.rest(calls[-1:]), is_settled=interleaving.is_quiet(min_gain, confidence),
-        on_cuda=runner.on_cuda, before=runner.rewind,
+        on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
@@ -302,7 +304,9 @@ def confirmed(
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
     calls = runner.recorded([original, after])
     rest = runner.rest(calls)
-    times = interleaving.interleave(calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind)
+    times = interleaving.interleave(
+        calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
+    )
     return replace(
         decision,
         before=as_timing(times[0], runner.method, rest=rest),
@@ -315,7 +319,8 @@ class StepRunner:
     """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
 
     Attributes:
-        method: ``cuda_graph``, ``cuda_events`` or ``wall``: how the calls made so far must be timed.
+        timer: for steps that are timed from the host's side.
+        method: ``cuda_graph``, ``cuda_events``, ``cpu_time`` or ``wall``: how the calls made so far must be timed.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -323,7 +328,8 @@ class StepRunner:
         self.on_cuda = bench.on_cuda
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
-        self.method = "cuda_graph" if bench.on_cuda else "wall"
+        self.timer = bench.timer
+        self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
         self._rest: float | None = None
         self._memsets = Memsets()
 

@@ -19,6 +19,7 @@ from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 from fusion_advisor.timing.wall_timer import median_interval, nothing
 
 
@@ -54,6 +55,7 @@ def choose_graph(
     device_ns: int | None = None,
     rewind: Callable[[], object] = nothing,
     is_timed: bool = True,
+    timer: HostTimer | None = None,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
 
@@ -71,6 +73,7 @@ def choose_graph(
         device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
+        timer: times the calls; left out, the wall clock.
     """
     graphs = fused.graphs
     assert graphs is not None
@@ -101,6 +104,7 @@ def choose_graph(
             control, before, after = interleaving.interleave(
                 [plain, plain, with_graph], rounds=rounds, budget_s=seconds, least_s=3 * least_s, most_s=PATIENCE * seconds,
                 rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+                timer=timer or WallTimer(),
             )  # fmt: skip
         step_ns = median_interval(before)[0]
         change, noise_ns = interleaving.difference(before, after, confidence), interleaving.noise_ns(control, before, confidence)

@@ -88,7 +88,8 @@ _STATE_WORDS: dict[State, str] = {
 
 def side_line(label: str, side: Side) -> str:
     """Description of A or B: the run, its state, and the workload."""
-    return f"{label}  {side.run_id}, {_STATE_WORDS[side.state]}: {side.context}"
+    run = f"{side.run_id}, " if side.run_id else ""
+    return f"{label}  {run}{_STATE_WORDS[side.state]}: {side.context}"
 
 
 def step_table(shown: Comparison) -> Table:

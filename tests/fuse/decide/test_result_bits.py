@@ -85,6 +85,7 @@ class Chains(torch.nn.Module):
         return torch.exp(self.linear(torch.relu(x * 1.1 + 0.3) * 0.7) * 0.3) * 1.7
 
 
+@pytest.mark.slow
 def test_an_exact_run_says_by_measurement_which_kernels_have_eagers_bits():
     torch.manual_seed(0)
     x = torch.randn(2048, 64, dtype=torch.bfloat16)
