@@ -18,8 +18,9 @@ from fusion_advisor.codegen.common.arguments import (
     split_index,
 )
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
-from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, Text
+from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, UNARY, Text
 from fusion_advisor.codegen.common.welford import Moments
+from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.codegen.cuda.ops import (
     COMPUTE,
     SCALARS,
@@ -38,7 +39,7 @@ _HELPERS_IN_ORDER = (
     "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
     "nan_max", "nan_min", "exp2_16bit", "exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
-    "row_reduce", "moments",
+    "row_reduce", "moments", *wrapping.HELPERS,
 )  # fmt: skip
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
@@ -132,13 +133,17 @@ def _step(
         name, kind = writer.text(n).code, COMPUTE[values[n].dtype]
         start = _STARTS[values[n].op, kind == "long long"] + ("F" if kind == "float" and values[n].op != "reduce_sum" else "")
         part = writer.fresh(f"{name}_part")
-        accumulators.append(f"{kind} {part} = {start};")
         arg = writer.text(values[n].args[0])
+        total = f"row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part})"
+        is_wrapped = values[n].op == "reduce_sum" and n in writer.may_wrap
+        accumulators.append(f"{wrapping.UNSIGNED if is_wrapped else kind} {part} = {start};")
+        if is_wrapped:  # a signed sum that overflows is undefined
+            arg, total = Text(f"({wrapping.UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
         combine = {"reduce_sum": f"{part} += {arg.code}", "reduce_max": f"{part} = nan_max({part}, {arg.code})"}
         combine["reduce_min"] = f"{part} = nan_min({part}, {arg.code})"
         lane.append(f"{combine[values[n].op]};")
         pack_lines.append(f"{part} += VEC * {arg.at(PRODUCT)};" if values[n].op == "reduce_sum" else lane[-1])
-        after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[values[n].op]}, {next(numbers)}>({part});")
+        after.append(f"const {kind} {name} = {total};")
         writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
         writer.helpers |= {"reduce_max": {"nan_max"}, "reduce_min": {"nan_min"}}.get(values[n].op, set())
     means = {pair.mean for pair in step.moments}

@@ -23,6 +23,7 @@ from fusion_advisor.codegen.common.printer import (
     has_inverse,
     terms_of,
 )
+from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 
@@ -117,6 +118,7 @@ class CudaWriter(Writer):
         is_split: whether a pack may lie across a border between channels: nothing is shared then.
         is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
         is_clustered: whether several blocks share a row.
+        may_wrap: the integer values that may not fit 64 bits.
     """
 
     helper_names = frozenset(
@@ -126,7 +128,7 @@ class CudaWriter(Writer):
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
-         "round_bf16", "round_fp16"}
+         "round_bf16", "round_fp16", *wrapping.HELPERS}
     )  # fmt: skip
 
     def __init__(
@@ -140,6 +142,7 @@ class CudaWriter(Writer):
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         self.is_half = is_half and not plan.program.is_exact
+        self.may_wrap = wrapping.may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
 
     def literal(self, value: Value) -> str:
@@ -317,6 +320,8 @@ class CudaWriter(Writer):
         return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"
 
     def _expression(self, number: int, value: Value) -> Text:
+        if number in self.may_wrap and value.op in wrapping.OPS:
+            return wrapping.call(value.op, [self._texts[arg] for arg in value.args], self.helpers)
         order = order_of(self.plan.program, number)
         if order is not None and order.column == self.plan.col_dim:  # with a number that the lanes share, not one for each
             return Text(f"lane <= {self._texts[value.args[1]].at(SUM)} - first", LOOSE)
