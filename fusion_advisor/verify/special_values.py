@@ -197,16 +197,21 @@ def compare(
 
 def perturbed(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     """Return fp64 copies of the inputs, each number off by up to four roundings of fp32, in which kernels compute."""
-    generator = torch.Generator().manual_seed(seed)
     found = []
-    for root in roots:
+    for number, root in enumerate(roots):
         if not root.is_floating_point():
             found.append(root)
             continue
-        memory = root.as_strided((extent(root),), (1,)).to(torch.float64)
-        noise = torch.rand(memory.shape, generator=generator, dtype=torch.float64).to(root.device) - 0.5
-        found.append((memory * (1 + 8 * torch.finfo(torch.float32).eps * noise)).as_strided(root.shape, root.stride()))
+        memory = root.as_strided((extent(root),), (1,)).to(torch.float64, copy=True)
+        found.append(memory.mul_(_near_one(len(memory), seed + number, root.device)).as_strided(root.shape, root.stride()))
     return found
+
+
+def _near_one(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Factors up to four roundings of fp32 from 1, made where they are used: an embedding has half a billion numbers."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    noise = torch.rand(count, generator=generator, device=device, dtype=torch.float32).sub_(0.5)
+    return noise.mul_(8 * torch.finfo(torch.float32).eps).to(torch.float64).add_(1.0)
 
 
 def bias_of(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
@@ -245,8 +250,10 @@ def is_biased(result: torch.Tensor, eager: torch.Tensor, oracle: torch.Tensor) -
     if result.dtype not in (torch.float16, torch.bfloat16):
         return None
     ours, count = bias_of(result, oracle)
+    if count < LEAST_ELEMENTS or abs(ours) <= BIAS_UNITS:
+        return None
     theirs, _ = bias_of(eager, oracle)
-    return ours if count >= LEAST_ELEMENTS and abs(ours) > BIAS_UNITS + abs(theirs) else None
+    return ours if abs(ours) > BIAS_UNITS + abs(theirs) else None
 
 
 def check_behaviour(
@@ -277,9 +284,15 @@ def _listed(answer: object) -> list[torch.Tensor]:
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
+    bits = _BITS.get(one.element_size())
+    if bits is not None and torch.equal(one.view(bits), other.view(bits)):  # a tenth of the time of what follows
+        return True
     both_nan = one.isnan() & other.isnan()
     return bool((((one == other) & (one.signbit() == other.signbit())) | both_nan).all())
 
@@ -330,23 +343,23 @@ def _rows_of_classes(
     if not root.is_floating_point() or not is_main or not root.numel():
         return root
     made, apart = _copy(root)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device=root.device).manual_seed(seed)
     columns = apart.shape[-1] if apart.dim() else 1
-    rows = torch.randn((apart.numel() // max(columns, 1), columns), generator=generator, dtype=torch.float64)
+    dtype = torch.float64 if root.dtype == torch.float64 else torch.float32
+    shape = (apart.numel() // max(columns, 1), columns)
+    rows = torch.randn(shape, generator=generator, device=root.device, dtype=dtype)
     terms = 4 * root.numel() if has_sums else 1
-    for number in range(len(classes)):
+    for number in range(min(len(classes), len(rows))):
         kind = classes[(number + first) % len(classes)]
         rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed, terms=terms)
-    apart.copy_(rows.reshape(apart.shape).to(root.dtype).to(root.device))
+    apart.copy_(rows.reshape(apart.shape))
     return made
 
 
 def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int, *, terms: int) -> torch.Tensor:
-    middle = seed % max(rows.shape[-1], 1)
-    one = torch.zeros(rows.shape[-1], dtype=torch.bool)
-    one[middle] = True
-    first, last = torch.arange(len(one)) == 0, torch.arange(len(one)) == len(one) - 1
-    signs = torch.where(torch.arange(len(one)) % 2 == 0, 1.0, -1.0).double().expand_as(rows)
+    places = torch.arange(rows.shape[-1], device=rows.device)
+    one, first, last = (places == place for place in (seed % max(len(places), 1), 0, len(places) - 1))
+    signs = (1 - 2 * (places % 2)).to(rows.dtype)
     filled: dict[str, Callable[[], torch.Tensor]] = {
         "zeros": lambda: torch.zeros_like(rows),
         "negative zeros": lambda: -torch.zeros_like(rows),

@@ -106,7 +106,19 @@ def run_until_end(launches, folder, flags=()):
     units = [_unit(number, launch) for number, launch in enumerate(launches)]
     path, library = folder / "kernels.cpp", folder / "kernels.so"
     path.write_text("\n".join([_PRELUDE, *(source for source, _ in units)]))
-    command = ["g++", *OPTIMISE, *flags, "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    command = [
+        "g++",
+        *OPTIMISE,
+        *flags,
+        "-fno-strict-aliasing",
+        "-std=c++17",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-o",
+        str(library),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     handle = ctypes.CDLL(str(library))
