@@ -288,7 +288,7 @@ class MissingKernels(AdvisorError):
     code = "FA502"
     message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
     note = "{known}"
-    hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    hint = "record fewer steps, and synchronise the device before the profiler stops"
     exit_code = 6
 
 
@@ -434,6 +434,16 @@ class KernelCheckFailed(AdvisorError):
     message = "`{name}` failed {failed} of {total} cases"
     hint = "the rows marked `failed` say which case, backend and dtype"
     exit_code = 10
+
+
+class MachineTooBusy(AdvisorError):
+    """The noise hid every gain that was expected."""
+
+    code = "FA512"
+    message = "could not tell what pays: this machine is too busy"
+    note = "{detail}"
+    hint = "run again when the machine is idle; the report has what was measured"
+    exit_code = 6
 
 
 class UnknownCode(AdvisorError):

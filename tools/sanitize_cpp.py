@@ -27,7 +27,7 @@ import torch
 from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel, find_compiler
 from fusion_advisor.evaluate.check_inputs import make_inputs, planned_layouts
-from fusion_advisor.evaluate.render import header_of, named_program
+from fusion_advisor.evaluate.kinds import header_of, named_program
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import kernel_patterns, lower_graph, trace_reference

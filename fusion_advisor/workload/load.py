@@ -174,11 +174,13 @@ def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: to
     chosen = _device_of(made.model, metas)
     if request.device == "auto" and chosen.type != "cpu":
         device = chosen
+    is_switched = made.model.training and request.phase != "train"
     model = made.model.to(device, dtype).eval()
     inputs = _placed(made.inputs, model, device=device, dtype=dtype)
     metas = input_metas(model, inputs.args, inputs.kwargs)
     record = _record(request, model, metas, device=device, seq_len=inputs.seq_len, weights="user", batch=_batch_of(metas))
-    return LoadedWorkload(model=model, args=inputs.args, kwargs=inputs.kwargs, record=record, request=request)
+    notes = (f"`{request.model_id}` returned a model in train() mode; it was set to eval()",) if is_switched else ()
+    return LoadedWorkload(model=model, args=inputs.args, kwargs=inputs.kwargs, record=record, request=request, notes=notes)
 
 
 def _placed(made: CallInputs, model: nn.Module, *, device: torch.device, dtype: torch.dtype | None) -> ExampleInputs:

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+SUBJECTS = {
+    "0": "the command line and configuration",
+    "1": "finding and loading a model",
+    "2": "the machine (devices, drivers, compilers)",
+    "3": "running the model and its step",
+    "4": "kernels (building, checking, the library)",
+    "5": "files (reports, traces, runs, plans)",
+    "6": "reasons why a chain has no kernel (in a report)",
+    "7": "gates of compare and apply",
+}
+"""First digit of a code: what the codes are about."""
+
 TITLES = {
     "FA601": "An op of the chain has no lowering",
     "FA602": "The chain would have to cross a mutation",
@@ -190,6 +202,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA511": (
         "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
         "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
+    ),
+    "FA512": (
+        "Every rewrite is timed against the same step without it, and the step against itself. Where the step differs from "
+        "itself by more than the largest gain that is expected of any rewrite, no rewrite could have passed, and the run says "
+        "so instead of calling the rewrites too slow. On a CPU only the CPU time of the busiest thread counts, so it takes a "
+        "very busy machine, or threads that spin while they wait: set OMP_WAIT_POLICY=PASSIVE before Python starts.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "

@@ -94,7 +94,7 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise typer.BadParameter(f"{text!r} is not a share: write 0.5% or 0.005")
+        raise UsageError(detail=f"`{text}` is not a share", help="write 0.5% or 0.005")
     return value
 
 
@@ -107,7 +107,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 3600:
-        raise typer.BadParameter(f"{text!r} is not a time: write 2s or 500ms, an hour at most")
+        raise UsageError(detail=f"`{text}` is not a time", help="write 2s or 500ms, an hour at most")
     return value
 
 
@@ -231,7 +231,7 @@ MinGainOpt = Annotated[
     str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)
 ]
 ConfidenceOpt = Annotated[
-    float, typer.Option("--confidence", min=0.5, max=0.999, help="Level of the gain's interval.", rich_help_panel=_KEEP)
+    float, typer.Option("--confidence", help="Level of the gain's interval, above 0.5, below 1.", rich_help_panel=_KEEP)
 ]
 RtolOpt = Annotated[
     float | None,
@@ -395,13 +395,15 @@ def apply_output(
 
 
 def _print_config(context: typer.Context, settings: Settings) -> None:
-    from fusion_advisor.cli.common.config import shown_settings
-    from fusion_advisor.report.terminal.result import simple_table
+    from fusion_advisor.cli.common.config import LEFT_OUT, shown_settings
+    from fusion_advisor.report.terminal.layout import simple_table
 
-    def text(value: object) -> str:
+    def text(key: str, value: object) -> str:
+        if value is None or value in ((), []):
+            return LEFT_OUT.get(f"{context.info_name}.{key}", LEFT_OUT.get(key, "none"))
         if isinstance(value, list | tuple):
-            return ", ".join(text(item) for item in value) or "–"
-        return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            return ", ".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
     settled = shown_settings(context)
     if context.params.get("as_json"):
@@ -410,7 +412,7 @@ def _print_config(context: typer.Context, settings: Settings) -> None:
         listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
         write_result(json.dumps(listed, indent=1, default=str) + "\n")
         return
-    rows = [(key, text(value), source) for key, value, source in settled]
+    rows = [(key, text(key, value), source) for key, value, source in settled]
     console = settings.out()
     with console.capture() as captured:
         console.print(simple_table(("Option", "Value", "Source"), rows, console))

@@ -22,6 +22,7 @@ PARTS = 4
 """Processes: starting one takes two seconds, and workers of the test run share them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_keep_to_eagers_own_error(part):
     names = NAMES[part::PARTS]
