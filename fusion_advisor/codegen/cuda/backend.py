@@ -198,7 +198,7 @@ class CudaKernel:
         return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(calls, tuning, 1))), alignment)
 
     def _launch_of(self, calls: Sequence[Call], tuning: Tuning, width: int) -> CudaLaunch:
-        import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
+        import numpy  # cuda-core's own dependency; it converts numpy's integers faster than those of ctypes
         from cuda.core import LaunchConfig
 
         plans, form = [call.plan for call in calls], self._rendered.form
