@@ -465,6 +465,16 @@ class KernelFaulted(AdvisorError):
     exit_code = 8
 
 
+class HalfWritten(AdvisorError):
+    """A fused call stopped after it may have written to its cache: the cache is not what either call would have left."""
+
+    code = "FA416"
+    message = "{detail}: reset the cache and repeat"
+    note = "the call had begun to write to its cache, which now holds part of a step"
+    hint = "later calls run the model's original ops where the same would happen again"
+    exit_code = 4
+
+
 class PlanMismatch(AdvisorError):
     """A saved plan that does not fit this model, this call or this device."""
 

@@ -157,6 +157,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "fails too, the original ops among them. So the run ends there. The report of what was tried until then is written and "
         "names the guilty kernel. A new process without that kernel does not have the fault.",
     ),
+    "FA416": (
+        "A model that was fused with its cache writes to that cache in each call. A call stopped after it may have begun to: a "
+        "value inside the model was laid out differently than when it was verified, or the original ops ran after a CUDA graph "
+        "had been launched ahead of them. The cache then holds part of a step, so no result is returned. Reset the cache and "
+        "repeat.",
+    ),
     "FA501": (
         "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
         "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from fusion_advisor.codegen.common.arguments import Schedule, kept
 from fusion_advisor.codegen.common.column_passes import Pass, late_loads, needed_in_columns
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
-from fusion_advisor.codegen.common.printer import PRODUCT, SUM, Text
+from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, UNARY, Text
 from fusion_advisor.codegen.common.welford import Moments
+from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.codegen.cuda.loads import load_pack, of_side, pack_loads, staged_stores
 from fusion_advisor.codegen.cuda.op_rows import COMPUTE
 from fusion_advisor.codegen.cuda.ops import CudaWriter
@@ -123,7 +124,11 @@ def _add_reduction(plan: Schedule, writer: CudaWriter, number: int, numbers: Ite
     name, kind, arg = writer.text(number).code, COMPUTE[value.dtype], writer.text(value.args[0])
     start = _STARTS[value.op, kind == "long long"] + ("F" if kind == "float" and value.op != "reduce_sum" else "")
     part = writer.fresh(f"{name}_part")
-    lines.accumulators.append(f"{kind} {part} = {start};")
+    total = f"row_reduce<{_REDUCERS[value.op]}, {next(numbers)}>({part})"
+    is_wrapped = value.op == "reduce_sum" and number in writer.may_wrap
+    lines.accumulators.append(f"{wrapping.UNSIGNED if is_wrapped else kind} {part} = {start};")
+    if is_wrapped:  # a signed sum that overflows is undefined
+        arg, total = Text(f"({wrapping.UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
     if value.op == "reduce_sum":
         lines.lane.append(f"{part} += {arg.code};")
         lines.one_for_all.append(f"{part} += VEC * {arg.at(PRODUCT)};")
@@ -132,7 +137,7 @@ def _add_reduction(plan: Schedule, writer: CudaWriter, number: int, numbers: Ite
         lines.lane.append(f"{part} = {helper}({part}, {arg.code});")
         lines.one_for_all.append(lines.lane[-1])
         writer.helpers.add(helper)
-    lines.after.append(f"const {kind} {name} = row_reduce<{_REDUCERS[value.op]}, {next(numbers)}>({part});")
+    lines.after.append(f"const {kind} {name} = {total};")
     writer.helpers |= {"row_reduce", *({start.removeprefix("-")} if "INF" in start else set())}
 
 

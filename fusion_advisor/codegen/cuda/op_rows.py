@@ -19,6 +19,7 @@ from fusion_advisor.codegen.common.printer import (
     has_inverse,
 )
 from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, comparison, helper
+from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import Value
 
@@ -150,6 +151,17 @@ def _abs(_writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) 
     return _suffixed("fabs", value, args)
 
 
+def _wrapping(op: str, row: Row) -> Row:
+    """Return the row of an integer op that may overflow 64 bits: torch's wraps around, and C++ leaves a signed one undefined."""
+
+    def wrapped(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+        if number in writer.may_wrap:
+            return wrapping.call(op, args, writer.helpers)
+        return row(writer, number, value, args)
+
+    return wrapped
+
+
 def _rounder(op: str) -> Row:
     kind = "half" if op == "round_float16" else "bfloat16"
     return helper(ROUNDERS[op], kind, "from_float32", f"from_float32_{kind}")
@@ -170,7 +182,7 @@ ROWS: Mapping[str, Row] = {
     "sigmoid": _sigmoid,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
-    "abs": _abs,
+    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in wrapping.OPS},
     "not": lambda _writer, _number, value, args: Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY),
     "round": lambda _writer, _number, value, args: _suffixed("rint", value, args),
     "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),

@@ -65,7 +65,9 @@ def _exp(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) 
 
 def _erfc(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
     if value.dtype != "float32":
-        return Text(f"1.0 - tl.erf({args[0].code})", SUM)
+        if value.constant:  # 1 + erf, as eager's GELU computes it
+            return Text(f"1.0 - tl.erf({args[0].code})", SUM)
+        return helper("erfc")(writer, number, value, args)
     if writer.is_half:
         return Text(f"2.0 * {writer.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
     return helper("erfc", "exp")(writer, number, value, args)
@@ -87,6 +89,12 @@ def _of_reals(function: str) -> Row:
     return row
 
 
+def _pow(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if value.dtype == "float64":  # tl.exp2 of a product that is rounded: 1e-14 off at 1e10
+        raise Unsupported("pow of float64")
+    return _of_reals("pow")(writer, number, value, args)
+
+
 ROWS: Mapping[str, Row] = {
     **SHARED,
     "size": _size,
@@ -106,7 +114,8 @@ ROWS: Mapping[str, Row] = {
     "tanh_cdf": helper("tanh_cdf_16bit"),
     **{op: helper(function) for op, function in ROUNDERS.items()},
     **{op: call_of(f"tl.{op}") for op in ("abs", "log", "exp2", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
-    **{op: _of_reals(op) for op in ("tanh", "expm1", "log1p", "pow", "round", "trunc")},
+    **{op: _of_reals(op) for op in ("tanh", "expm1", "log1p", "round", "trunc")},
+    "pow": _pow,
     "remainder": helper("remainder"),
     "sign": helper("sign"),
 }
