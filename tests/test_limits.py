@@ -18,7 +18,6 @@ LARGE_MODULES = {
     "errors.py",
     "fuse/live/fused_model.py",
     "runtime/torch_internals.py",
-    "verify/special_values.py",
 }
 LARGE_FUNCTIONS = {
     "capture/graph/side_effects.py:written_by",
