@@ -6,7 +6,7 @@ Importing this module imports no torch; the work is imported when a function is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from fusion_advisor.fuse.live.fused_model import FusedModel
     from fusion_advisor.fuse.live.saved_plan import SavedPlan
+    from fusion_advisor.fuse.plan.options import ProfileOptions
     from fusion_advisor.report.html.notebook import NotebookReport
+    from fusion_advisor.workload.load import LoadedWorkload
+
+O = TypeVar("O", bound="ProfileOptions")  # noqa: E741
 
 __all__ = ["apply", "load_plan", "load_report", "profile"]
 
@@ -40,7 +44,8 @@ def profile(model: torch.nn.Module, inputs: Any, **options: Any) -> NotebookRepo
     from fusion_advisor.report.html.notebook import for_notebook
     from fusion_advisor.workload.load import describe_live
 
-    report, _ = profile_workload(describe_live(model, *_call(inputs)), ProfileOptions(**options))
+    loaded = describe_live(model, *_call(inputs))
+    report, _ = profile_workload(loaded, _named("profile", loaded, ProfileOptions(**options)))
     return for_notebook(report)
 
 
@@ -53,8 +58,9 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         inputs: one example call, as for :func:`profile`. Calls that differ from it run the original ops.
         plan: from :func:`load_plan`: what an earlier run kept is built, checked and installed; nothing is profiled or timed, and
             there are no options.
-        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`; with ``run_dir`` the kernels, the report and
-            the capture are kept there, and :func:`load_plan` reads them.
+        **options: fields of :class:`fusion_advisor.fuse.plan.options.ApplyOptions`. With ``run_dir`` the run's files are written
+            there, as ``fusion-advisor apply`` writes them: the report (JSON, HTML, markdown), the capture and the kernels.
+            :func:`load_plan` reads them.
 
     Returns:
         The fused model: call it like the model; ``.report`` says what was done, ``.revert()`` (or leaving a ``with`` block)
@@ -70,6 +76,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     from dataclasses import replace
     from pathlib import Path
 
+    from fusion_advisor.cli.common.run_dir import FORMATS, write_run
     from fusion_advisor.fuse.live.fused_model import take_out
     from fusion_advisor.fuse.live.restore_plan import apply_plan
     from fusion_advisor.fuse.pipeline import apply_workload
@@ -86,16 +93,17 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
         fused = apply_plan(loaded, plan)
         fused.report = for_notebook(plan.report)
         return fused
-    chosen = ApplyOptions(**options)
+    chosen = _named("apply", loaded, ApplyOptions(**options))
     take_out(model)
-    if chosen.run_dir is not None:
-        folder = Path(chosen.run_dir)
+    folder = None if chosen.run_dir is None else Path(chosen.run_dir)
+    if folder is None:
+        run = apply_workload(loaded, chosen)
+    else:
         folder.mkdir(parents=True, exist_ok=True)
-        chosen = replace(chosen, run_dir=folder)
-    run = apply_workload(loaded, chosen)
-    if chosen.run_dir is not None:
-        write_report(run.report, chosen.run_dir / "report.json")
-        write_capture(run.capture, chosen.run_dir / "capture.json.gz")
+        path = folder / "report.json"
+        run = apply_workload(loaded, replace(chosen, run_dir=folder), on_report=lambda report: write_report(report, path))
+        write_run(run.report, folder, FORMATS)
+        write_capture(run.capture, folder / "capture.json.gz")
     run.fused.report = for_notebook(run.report)
     return run.fused
 
@@ -130,6 +138,18 @@ def load_report(run: str | Path) -> NotebookReport:
 
     path = Path(run)
     return for_notebook(read_report(path / "report.json" if path.is_dir() else path))
+
+
+def _named(verb: str, loaded: LoadedWorkload, options: O) -> O:
+    """Give a run without an id the id that the command line would give it."""
+    from dataclasses import replace
+
+    from fusion_advisor.cli.common.run_dir import config_hash, new_run_id
+
+    if options.run_id:
+        return options
+    digest = config_hash(verb, loaded.request, options, loaded.record.revision)
+    return replace(options, run_id=new_run_id(digest), config_hash=digest)
 
 
 def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -202,6 +202,16 @@ class NoCudaDevice(AdvisorError):
     exit_code = 3
 
 
+class NoCompiler(AdvisorError):
+    """apply on a CPU where there is no C++ compiler."""
+
+    code = "FA203"
+    message = "there is no C++ compiler, and kernels for a CPU are C++"
+    note = "nothing was measured"
+    hint = "install g++ (`apt install g++`) or clang++, or set CXX to a compiler; `fusion-advisor doctor` says what it finds"
+    exit_code = 3
+
+
 class OutOfMemory(AdvisorError):
     """The device's (or host's) memory does not hold the workload."""
 
@@ -293,7 +303,7 @@ class UnsafeName(UnreadableReport):
 class TraceTooLarge(AdvisorError):
     """A trace whose first step alone does not fit into the memory of a worker."""
 
-    code = "FA512"
+    code = "FA516"
     message = "`{name}` holds {events} events, and not one of its steps fits into a worker's memory"
     hint = "record fewer steps, or mark them: torch.profiler.schedule(...) and profiler.step()"
     exit_code = 9
@@ -342,7 +352,7 @@ class MissingKernels(AdvisorError):
     code = "FA502"
     message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
     note = "{known}"
-    hint = "record fewer steps, and synchronise the device before the profiler stops; see `fusion-advisor explain FA502`"
+    hint = "record fewer steps, and synchronise the device before the profiler stops"
     exit_code = 6
 
 
@@ -490,6 +500,16 @@ class KernelCheckFailed(AdvisorError):
     exit_code = 10
 
 
+class MachineTooBusy(AdvisorError):
+    """The noise hid every gain that was expected."""
+
+    code = "FA512"
+    message = "could not tell what pays: this machine is too busy"
+    note = "{detail}"
+    hint = "run again when the machine is idle; the report has what was measured"
+    exit_code = 6
+
+
 class UnknownCode(AdvisorError):
     """`explain` was asked for a code that no error has."""
 
@@ -507,6 +527,16 @@ class KernelFaulted(AdvisorError):
     note = "the report so far was written; the process's context on the GPU is lost, and the model with it"
     hint = "leave the kernel out with `--skip {kernel}`, in a new process; please report it with its source, which is in kernels/"
     exit_code = 8
+
+
+class HalfWritten(AdvisorError):
+    """A fused call stopped after it may have written to its cache: the cache is not what either call would have left."""
+
+    code = "FA416"
+    message = "{detail}: reset the cache and repeat"
+    note = "the call had begun to write to its cache, which now holds part of a step"
+    hint = "later calls run the model's original ops where the same would happen again"
+    exit_code = 4
 
 
 class PlanMismatch(AdvisorError):

@@ -216,7 +216,7 @@ def verdict(tool: str, names: Sequence[str], options: Sequence[str], device: str
 
 def clusters(tool: str, device: str) -> Verdict:
     """Run the tests of rows that a cluster of blocks shares under the sanitizer."""
-    tests = ["tests/codegen/cuda/test_clusters.py", "-k", "on_the_device", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    tests = ["tests/codegen/cuda/test_clusters.py", "-k", "on_the_device", "-m", "gpu", "-n", "0", "-q", "-p", "no:cacheprovider"]
     output, code = run(tool, ["-m", "pytest", *tests], device)
     found = re.search(r"^(\d+) passed", output, re.MULTILINE)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)

@@ -163,7 +163,10 @@ def run_tests(paths: Sequence[str], folder: Path) -> list[Record]:
 
     started, report = time.perf_counter(), folder / "tests.xml"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", f"--junitxml={report}", *paths],
+        [
+            sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "--show-capture=no", "-p", "no:cacheprovider",
+            f"--junitxml={report}", *paths,
+        ],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if not report.exists():

@@ -16,16 +16,18 @@ from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.chains.launch_bound import judge_launches
-from fusion_advisor.errors import ModelInTraining, NoTensorOutput
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
-from fusion_advisor.fuse.live.fused_model import is_training
+from fusion_advisor.fuse.live.fused_model import FusedModel, is_training
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
@@ -35,10 +37,12 @@ from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.machine_load import machine_load
 from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
-_DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
+_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
 """Of rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner."""
 
 
@@ -63,6 +67,7 @@ def apply_workload(
     options: ApplyOptions,
     progress: Progress | None = None,
     on_report: Callable[[Report], None] = lambda _: None,
+    timer: HostTimer | None = None,
 ) -> AppliedRun:
     """Profile, try every fusion, keep what pays, and leave the model fused.
 
@@ -71,22 +76,26 @@ def apply_workload(
         options: how to measure and decide.
         progress: told what goes on.
         on_report: given the report so far after every fusion.
+        timer: times steps from the host's side; left out, the one of the device.
 
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
         ModelInTraining: in which every call would run the original ops.
+        NoCompiler: on a CPU, where every kernel is C++.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     if is_training(loaded.model):
         raise ModelInTraining(model_id=loaded.record.model_id)
+    if loaded.record.device == "cpu" and find_compiler() is None:
+        raise NoCompiler
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=timer)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
@@ -96,9 +105,11 @@ def apply_workload(
             report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact
         )
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
+        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
         with clock.phase("fusions"):
             fusions, built = try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
+        if options.dry_run:
+            return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
@@ -111,11 +122,22 @@ def apply_workload(
             rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
             launch_cost_ns=cost_ns,
         )
+        if options.is_timed:
+            noise_share, step_ns = kept.decision.noise_share, kept.decision.untouched_ns
+            report = with_noise_judged(report, noise_share=noise_share, step_ns=step_ns, load=machine_load)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
+
+
+def _dry_run(loaded: LoadedWorkload, capture: Capture, bench: Bench, report: Report, clock: PhaseClock) -> AppliedRun:
+    """End a run whose kernels were rendered, built and checked: the step is not timed, and the model is as it was."""
+    original = bench.build((), ())
+    fused = FusedModel(loaded.model, bench.live.regions, original.modules, loaded.args, loaded.kwargs, live=bench.live)
+    fused.report = replace(report, status="dry run", durations_s=tuple(clock.durations_s))
+    return AppliedRun(fused=fused, report=fused.report, capture=capture)
 
 
 def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
@@ -129,7 +151,13 @@ def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress:
 
 
 def _profile(
-    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock, *, is_timed: bool = True
+    loaded: LoadedWorkload,
+    options: ProfileOptions,
+    progress: Progress,
+    clock: PhaseClock,
+    *,
+    is_timed: bool = True,
+    timer: HostTimer | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -153,6 +181,7 @@ def _profile(
             with_nvtx=options.nvtx,
             trace_to=trace_to,
             note=progress.note,
+            timer=timer,
         )
     for warning in capture.quality.warnings:
         progress.warn(warning)

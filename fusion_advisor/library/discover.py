@@ -93,9 +93,20 @@ def load_kernel(name: str, extra: Iterable[Path] = ()) -> Kernel:
     """
     specs = {spec.name: spec for spec in list_kernels(extra)}
     if name not in specs:
-        near = difflib.get_close_matches(name, specs, n=1)
-        raise UnknownKernel(name=name, near=f"did you mean `{near[0]}`?" if near else "")
+        near = [f"`{found}`" for found in nearest_names(name, specs)]
+        raise UnknownKernel(name=name, near=f"did you mean {' or '.join(near)}?" if near else "")
     return load_references(specs[name])
+
+
+def nearest_names(asked: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a reader may have meant, at most four: ``gelu`` means ``gelu_erf`` or ``gelu_tanh``.
+
+    Names that start with the word come before names that contain it, and these before names with a similar spelling.
+    """
+    word, known = asked.lower().replace("-", "_"), sorted(names, key=lambda name: (len(name), name))
+    starts = [name for name in known if name.startswith(f"{word}_")]
+    contains = [name for name in known if f"_{word}_" in f"_{name}_"]
+    return (starts or contains or difflib.get_close_matches(word, known, n=2))[:4]
 
 
 def load_references(spec: KernelSpec) -> Kernel:

@@ -1,8 +1,8 @@
 """Which library kernel a sequence of op names looks like: a hint for where no data flow is known.
 
 The names come from running every reference on small CPU tensors under the profiler and reading that trace as any other, so both
-sides name an op alike. Once in fp32 and once in bf16, where models cast up and back. Where users run something else than the
-reference (torch's own dropout), that is what a trace shows, so that is run.
+sides give an op the same name. References run once in fp32 and once in bf16, where models cast up and back. Where users run
+something else than the reference (torch's own dropout), a trace shows that op, so the baseline runs as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.kernels import device_work
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.patterns import example_inputs
+from fusion_advisor.library.spec import CHAIN
 
 _CPU_DROPOUT, _GPU_DROPOUT = ("bernoulli", "div", "mul"), ("dropout",)
 """torch's dropout, which is one op on a GPU alone."""
@@ -38,14 +39,14 @@ def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...],
     """Return the op names of every reference, in order, and its kernel; with dropout as on a CPU and as on a GPU.
 
     Args:
-        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
+        kernel_dirs: folders of a user's own kernels, searched in addition to the shipped ones.
 
     Raises:
         BadReference: a reference does not import or does not run.
     """
     calls = []
     for spec in list_kernels(kernel_dirs):
-        if spec.gemv is not None:  # a GEMM and what is fused with it: no chain of pointwise ops and reductions
+        if spec.kind != CHAIN:
             continue
         kernel = load_references(spec)
         for function in (dict(kernel.references) | dict(kernel.baselines)).values():

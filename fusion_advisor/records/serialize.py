@@ -1,5 +1,8 @@
 """Records as JSON and back, read off the dataclasses' own type hints; refuses what it does not know.
 
+msgspec cannot do this for our records: it takes no union of dataclasses (``Match | NoMatch``), ignores unknown keys of a
+dataclass, takes a key that occurs twice, and has no spelling of NaN.
+
 A file says which schema it follows in its first key. Within a schema only fields with defaults may be added, so an older file
 still reads; an unknown key means that a newer version wrote the file, and guessing would show half a truth, so it is refused.
 
@@ -13,23 +16,37 @@ Nothing here imports torch: a report or a capture reads on any machine.
 from __future__ import annotations
 
 import enum
-import functools
 import gzip
 import json
 import math
 import os
 import tempfile
-import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusion_advisor import records
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
 from fusion_advisor.files.regular_file import read_regular, unpack
 from fusion_advisor.records import Capture, Report
+from fusion_advisor.records.hints import (
+    TAG,
+    Mismatch,
+    Wanted,
+    classes_of,
+    describe,
+    hints_of,
+    is_tagged,
+    item_hints,
+    items_of,
+    keys_of,
+    options_of,
+    required_keys,
+    shown,
+    values_of,
+    wanted_of,
+)  # fmt: skip
 from fusion_advisor.records.soundness import Unsound, check_capture, check_report
 
 REPORT_SCHEMA = "fusion-advisor/1"
@@ -41,21 +58,6 @@ T = TypeVar("T")
 
 _MOST_DIGITS = 20
 """Of a whole number: an argument of an op may be any of 64 bits, with its sign."""
-_TAG = "kind"
-"""Names the class of a value whose hint allows several."""
-
-
-class _Mismatch(Exception):
-    """A value does not fit its hint; carries where and why, and never leaves this module."""
-
-    def __init__(self, where: str, why: str) -> None:
-        super().__init__(f"{where or 'the top level'}: {why}")
-        self._where, self._why = where, why
-
-    def inside(self, step: str) -> _Mismatch:
-        """Return the same, seen from one level further out: a path is only spelt where there is something to say."""
-        glue = "." if self._where and not self._where.startswith("[") else ""
-        return _Mismatch(f"{step}{glue}{self._where}", self._why)
 
 
 # -- to JSON ---------------------------------------------------------------------------------------------------------------
@@ -63,19 +65,19 @@ class _Mismatch(Exception):
 
 def encode(value: object, hint: object = None) -> Any:
     """Return ``value`` as plain JSON data, tagged wherever its hint alone does not tell the class."""
-    options = _options(hint)
+    options = options_of(hint)
     if is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
-        hints = _hints(cls)
+        hints = hints_of(cls)
         body = {item.name: encode(getattr(value, item.name), hints[item.name]) for item in fields(cls)}
-        return {_TAG: cls.__name__, **body} if _is_tagged(options) else body
+        return {TAG: cls.__name__, **body} if is_tagged(options) else body
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
-        return [encode(item, inner) for item, inner in zip(value, _item_hints(options, len(value)), strict=True)]
+        return [encode(item, inner) for item, inner in zip(value, item_hints(options, len(value)), strict=True)]
     if isinstance(value, float) and not math.isfinite(value):
         text = repr(value)
-        return {_TAG: "float", "value": text} if str in options else text
+        return {TAG: "float", "value": text} if str in options else text
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -96,61 +98,6 @@ def dump_report(report: Report) -> str:
 def dump_capture(capture: Capture) -> str:
     """Return ``capture.json``'s text; compact, for a capture holds every op and launch."""
     return json.dumps({"schema": CAPTURE_SCHEMA, **encode(capture)}, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def json_schema(cls: type = Report, schema: str = REPORT_SCHEMA) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a document, read off the records' own type hints.
-
-    A key with a default may be missing, for an older version may have written the file. Unknown keys are refused, as by reading.
-    """
-    definitions: dict[str, Any] = {}
-
-    def of_record(record: type, *, is_tagged: bool = False) -> dict[str, Any]:
-        name = f"{record.__name__}Tagged" if is_tagged else record.__name__
-        if name not in definitions:
-            definitions[name] = {}  # a record may hold itself
-            hints = _hints(record)
-            properties = {item.name: of_hint(hints[item.name]) for item in fields(record)}
-            required = [item.name for item in fields(record) if item.default is MISSING and item.default_factory is MISSING]
-            if is_tagged:
-                properties, required = {_TAG: {"const": record.__name__}, **properties}, [_TAG, *required]
-            definitions[name] = _object_schema(properties, required)
-        return {"$ref": f"#/$defs/{name}"}
-
-    def of_hint(hint: object) -> dict[str, Any]:
-        options = _options(hint)
-        shapes = [of_option(option, options) for option in options]
-        return shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
-
-    def of_option(option: Any, options: tuple[Any, ...]) -> dict[str, Any]:
-        if option is float:
-            spelled = {"enum": ["nan", "inf", "-inf"]}
-            if str in options:
-                spelled = _object_schema({_TAG: {"const": "float"}, "value": spelled}, [_TAG, "value"])
-            return {"anyOf": [{"type": "number"}, spelled]}
-        if option in _PLAIN_TYPES:
-            return {"type": _PLAIN_TYPES[option]}
-        if typing.get_origin(option) is tuple:
-            inner = typing.get_args(option)
-            if len(inner) == 2 and inner[1] is Ellipsis:
-                return {"type": "array", "items": of_hint(inner[0])}
-            return {"type": "array", "prefixItems": [of_hint(item) for item in inner], "minItems": len(inner), "items": False}
-        if issubclass(option, enum.Enum):
-            return {"enum": [item.value for item in option]}
-        return of_record(option, is_tagged=_is_tagged(options))
-
-    of_record(cls)
-    body = definitions.pop(cls.__name__)
-    body["properties"] = {"schema": {"const": schema}, **body["properties"]}
-    body["required"] = ["schema", *body["required"]]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": schema, **body, "$defs": definitions}
-
-
-_PLAIN_TYPES = {int: "integer", str: "string", bool: "boolean", type(None): "null"}
-
-
-def _object_schema(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 # -- from JSON -------------------------------------------------------------------------------------------------------------
@@ -180,7 +127,7 @@ def load_record(cls: type[T], text: str | bytes, *, schema: str, name: str, chec
         record = decode(data, cls)
         if check is not None:
             check(record)
-    except (_Mismatch, Unsound) as error:
+    except (Mismatch, Unsound) as error:
         raise UnreadableReport(name=name, schema=schema, detail=str(error)) from error
     except RecursionError as error:
         raise UnreadableReport(name=name, schema=schema, detail="it is nested too deeply") from error
@@ -199,14 +146,14 @@ def load_capture(text: str | bytes, name: str = "capture.json") -> Capture:
 
 def decode(data: object, hint: object) -> Any:
     """Turn JSON data into a value of the type that ``hint`` describes, or say where it does not fit."""
-    return _decode(data, _wanted(hint))
+    return _decode(data, wanted_of(hint))
 
 
-def _decode(data: object, wanted: _Wanted) -> Any:
+def _decode(data: object, wanted: Wanted) -> Any:
     if type(data) in wanted.plain:
         return data
     if data is None:
-        raise _Mismatch("", f"expected {_describe(wanted.options)}, found null")
+        raise Mismatch("", f"expected {describe(wanted.options)}, found null")
     if isinstance(data, dict):
         return _decode_object(data, wanted)
     if isinstance(data, list):
@@ -214,37 +161,37 @@ def _decode(data: object, wanted: _Wanted) -> Any:
     return _decode_scalar(data, wanted.options)
 
 
-def _decode_list(data: list[object], wanted: _Wanted) -> tuple[Any, ...]:
+def _decode_list(data: list[object], wanted: Wanted) -> tuple[Any, ...]:
     if not wanted.is_list:
-        raise _Mismatch("", f"expected {_describe(wanted.options)}, found a list")
+        raise Mismatch("", f"expected {describe(wanted.options)}, found a list")
     values: list[Any] = []
     try:
-        for item, inner in zip(data, _items(wanted, len(data)), strict=True):
+        for item, inner in zip(data, items_of(wanted, len(data)), strict=True):
             values.append(item if type(item) in inner.plain else _decode(item, inner))
-    except _Mismatch as error:
+    except Mismatch as error:
         raise error.inside(f"[{len(values)}]") from error.__cause__
     return tuple(values)
 
 
-def _decode_object(data: dict[str, object], wanted: _Wanted) -> Any:
-    classes = _classes_of(wanted)
+def _decode_object(data: dict[str, object], wanted: Wanted) -> Any:
+    classes = classes_of(wanted)
     if wanted.is_tagged:
         data = dict(data)
-        tag = data.pop(_TAG, None)
+        tag = data.pop(TAG, None)
         if tag == "float" and float in wanted.options:
             return _decode_scalar(data.get("value"), (float,))
         if not isinstance(tag, str) or tag not in classes:
-            raise _Mismatch("", f'"{_TAG}" must be one of {", ".join(sorted(classes))}, found {_shown(tag)}')
+            raise Mismatch("", f'"{TAG}" must be one of {", ".join(sorted(classes))}, found {shown(tag)}')
         cls = classes[tag]
     elif classes:
         (cls,) = classes.values()
     else:
-        raise _Mismatch("", f"expected {_describe(wanted.options)}, found an object")
+        raise Mismatch("", f"expected {describe(wanted.options)}, found an object")
 
-    keys = _keys(cls)
+    keys = keys_of(cls)
     if not data.keys() <= keys.keys():
         unknown = sorted(data.keys() - keys.keys())
-        raise _Mismatch("", f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
+        raise Mismatch("", f'unknown key "{unknown[0][:80]}" (a newer version may have written it)')
     values = {}
     name = ""
     try:
@@ -252,16 +199,16 @@ def _decode_object(data: dict[str, object], wanted: _Wanted) -> Any:
             if name in data:
                 item = data[name]
                 values[name] = item if type(item) in inner.plain else _decode(item, inner)
-    except _Mismatch as error:
+    except Mismatch as error:
         raise error.inside(name) from error.__cause__
     if len(values) < len(keys):
-        missing = next((name for name in _required(cls) if name not in values), None)
+        missing = next((name for name in required_keys(cls) if name not in values), None)
         if missing is not None:
-            raise _Mismatch("", f'the key "{missing}" is missing')
+            raise Mismatch("", f'the key "{missing}" is missing')
     try:
         return cls(**values)
     except ValueError as error:  # a record refuses a state that must not exist
-        raise _Mismatch("", str(error)) from error
+        raise Mismatch("", str(error)) from error
 
 
 def _decode_scalar(data: object, options: tuple[Any, ...]) -> Any:
@@ -271,34 +218,34 @@ def _decode_scalar(data: object, options: tuple[Any, ...]) -> Any:
         if float in options and str not in options and data in ("nan", "inf", "-inf"):
             return float(data)
         for option in options:
-            if isinstance(option, type) and issubclass(option, enum.Enum) and data in _values(option):
-                return _values(option)[data]
+            if isinstance(option, type) and issubclass(option, enum.Enum) and data in values_of(option):
+                return values_of(option)[data]
             if isinstance(option, type) and issubclass(option, Path):
                 return Path(data)
     if any(typing.get_origin(option) is typing.Literal and data in typing.get_args(option) for option in options):
         return data
-    raise _Mismatch("", f"expected {_describe(options)}, found {_shown(data)}")
+    raise Mismatch("", f"expected {describe(options)}, found {shown(data)}")
 
 
 def _parse(text: str | bytes, name: str) -> Any:
     def refuse_constant(constant: str) -> object:
-        raise _Mismatch("", f"it holds {constant}, which is not JSON")
+        raise Mismatch("", f"it holds {constant}, which is not JSON")
 
     def refuse_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
         data = dict(pairs)
         if len(data) != len(pairs):
-            raise _Mismatch("", "a key occurs twice in one object")
+            raise Mismatch("", "a key occurs twice in one object")
         return data
 
     def integer(digits: str) -> int:
         if len(digits) > _MOST_DIGITS:
-            raise _Mismatch("", f"it holds a whole number of {len(digits)} digits")
+            raise Mismatch("", f"it holds a whole number of {len(digits)} digits")
         return int(digits)
 
     def number(digits: str) -> float:
         value = float(digits)
         if math.isinf(value):
-            raise _Mismatch("", f"it holds {digits[:20]}, which is beyond every number")
+            raise Mismatch("", f"it holds {digits[:20]}, which is beyond every number")
         return value
 
     try:
@@ -314,116 +261,9 @@ def _parse(text: str | bytes, name: str) -> Any:
         raise UnreadableReport(name=name, schema="", detail=why) from error
     except UnicodeDecodeError as error:
         raise UnreadableReport(name=name, schema="", detail=f"byte {error.start:,} is not UTF-8 text") from error
-    except (_Mismatch, RecursionError, ValueError) as error:
+    except (Mismatch, RecursionError, ValueError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UnreadableReport(name=name, schema="", detail=why) from error
-
-
-# -- hints -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Wanted:
-    """Types that a hint allows. Each hint has one such object, because hashing typing's own hints is slower than reading."""
-
-    options: tuple[Any, ...]
-    plain: frozenset[type]
-    """Classes whose values are taken as they are."""
-    is_list: bool
-    is_tagged: bool
-
-
-@functools.cache
-def _wanted(hint: object) -> _Wanted:
-    options = _options(hint)
-    plain = frozenset(option for option in options if isinstance(option, type) and typing.get_origin(option) is None)
-    return _Wanted(options, plain, any(typing.get_origin(option) is tuple for option in options), _is_tagged(options))
-
-
-@functools.cache
-def _keys(cls: type) -> dict[str, _Wanted]:
-    return {name: _wanted(hint) for name, hint in _hints(cls).items()}
-
-
-@functools.lru_cache(maxsize=256)
-def _items(wanted: _Wanted, count: int) -> tuple[_Wanted, ...]:
-    return tuple(map(_wanted, _item_hints(wanted.options, count)))
-
-
-@functools.cache
-def _values(names: type[enum.Enum]) -> dict[str, enum.Enum]:
-    return {item.value: item for item in names}
-
-
-@functools.cache
-def _classes_of(wanted: _Wanted) -> dict[str, Any]:
-    return _classes(wanted.options)
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-@functools.cache
-def _required(cls: type) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING)
-
-
-@functools.cache
-def _options(hint: object) -> tuple[Any, ...]:
-    """Return the members of a union, or the hint alone; a reference by name is looked up among the records."""
-    if isinstance(hint, typing.ForwardRef):
-        hint = hint.__forward_arg__
-    if isinstance(hint, str):
-        hint = getattr(records, hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(option for member in typing.get_args(hint) for option in _options(member))
-    return (hint,)
-
-
-@functools.cache
-def _classes(options: tuple[Any, ...]) -> dict[str, Any]:
-    return {option.__name__: option for option in options if isinstance(option, type) and is_dataclass(option)}
-
-
-@functools.cache
-def _is_tagged(options: tuple[Any, ...]) -> bool:
-    """Whether a JSON object alone would not tell which member of the union it is."""
-    others = [option for option in options if option is not type(None)]
-    return len(others) > 1 and any(is_dataclass(option) for option in others)
-
-
-@functools.lru_cache(maxsize=256)
-def _item_hints(options: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    for option in options:
-        if typing.get_origin(option) is not tuple:
-            continue
-        inner = typing.get_args(option)
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return (inner[0],) * count
-        if len(inner) == count:
-            return inner
-        raise _Mismatch("", f"expected {len(inner)} items, found {count}")
-    return (None,) * count
-
-
-def _describe(options: tuple[Any, ...]) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    words = []
-    for option in options:
-        if typing.get_origin(option) is tuple:
-            words.append("a list")
-        elif isinstance(option, type) and issubclass(option, enum.Enum):
-            words.append("one of " + ", ".join(str(item.value) for item in option))
-        else:
-            words.append(names.get(option) or f"an object ({getattr(option, '__name__', option)})")
-    return " or ".join(words)
-
-
-def _shown(data: object) -> str:
-    text = json.dumps(data, default=str)
-    return text if len(text) <= 60 else text[:59] + "…"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def describe_environment(device: torch.device | str) -> Environment:
         compiler=_compiler(),
         os=_operating_system(),
         cores=_cores(),
-        tool=_version("fusion-advisor"),
+        tool=_version("fusion-advisor") or "unknown",
         commit=checkout_commit(content_dir("templates").parent),
         templates=content_digest(),
         container=_container(),

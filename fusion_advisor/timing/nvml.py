@@ -1,23 +1,14 @@
-"""Clocks, temperature, power and throttle reasons of one device, from the driver's own library; nothing is ever changed.
-
-torch reads the same through a package that is mostly not installed; NVML itself comes with the driver. Signatures and bits are
-those of ``nvml.h``.
-"""
+"""Clocks, temperature, power and throttle reasons of one device, read through nvidia-ml-py; nothing is ever changed."""
 
 from __future__ import annotations
 
-import ctypes
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fusion_advisor.records import ClockSample
 
-_LIBRARY = "libnvidia-ml.so.1"
-_SM, _MEMORY = 1, 2
-"""``nvmlClockType_t``."""
-_ON_DIE = 0
-"""``NVML_TEMPERATURE_GPU``."""
 _REASONS = (
     "gpu_idle",
     "applications_clocks_setting",
@@ -33,39 +24,41 @@ _REASONS = (
 
 
 class NoNvml(Exception):
-    """The driver's library cannot be asked; the message says why."""
+    """NVML cannot be asked; the message says why."""
 
 
 class Device:
     """One device, while the library is open."""
 
-    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
+    def __init__(self, library: Any, handle: Any) -> None:
         self._library = library
         self._handle = handle
 
     def read(self) -> ClockSample:
-        """Ask for everything; what must be seen while kernels run comes first."""
-        sm = self._number(ctypes.c_uint, ("nvmlDeviceGetClockInfo",), _SM)
+        """Ask for all values; the two that change as soon as kernels end come first."""
+        library = self._library
+        sm = self._number(("nvmlDeviceGetClockInfo",), library.NVML_CLOCK_SM)
         # The first name is the newer one of the same question.
-        bits = self._number(
-            ctypes.c_ulonglong, ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        )
+        bits = self._number(("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"))
         return ClockSample(
             sm_mhz=sm,
-            memory_mhz=self._number(ctypes.c_uint, ("nvmlDeviceGetClockInfo",), _MEMORY),
-            temperature_c=self._number(ctypes.c_uint, ("nvmlDeviceGetTemperature",), _ON_DIE),
-            power_mw=self._number(ctypes.c_uint, ("nvmlDeviceGetPowerUsage",)),
-            power_limit_mw=self._number(ctypes.c_uint, ("nvmlDeviceGetEnforcedPowerLimit",)),
+            memory_mhz=self._number(("nvmlDeviceGetClockInfo",), library.NVML_CLOCK_MEM),
+            temperature_c=self._number(("nvmlDeviceGetTemperature",), library.NVML_TEMPERATURE_GPU),
+            power_mw=self._number(("nvmlDeviceGetPowerUsage",)),
+            power_limit_mw=self._number(("nvmlDeviceGetEnforcedPowerLimit",)),
             reasons=None if bits is None else reasons(bits),
         )
 
-    def _number(self, kind: type[ctypes.c_uint | ctypes.c_ulonglong], names: tuple[str, ...], *which: int) -> int | None:
-        """Return the answer to one question; None where the library or the device does not know it."""
+    def _number(self, names: tuple[str, ...], *which: int) -> int | None:
+        """Return the answer to one question; None where the library, the driver or the device does not know it."""
         for name in names:
             ask = getattr(self._library, name, None)
-            value = kind()
-            if ask is not None and ask(self._handle, *which, ctypes.byref(value)) == 0:
-                return int(value.value)
+            if ask is None:
+                continue
+            try:
+                return int(ask(self._handle, *which))
+            except self._library.NVMLError:
+                continue
         return None
 
 
@@ -77,27 +70,40 @@ def reasons(bits: int) -> tuple[str, ...]:
 
 @contextmanager
 def opened(uuid: str, library: Any = None) -> Iterator[Device]:
-    """Open the library for one device.
+    """Open NVML for one device.
 
     Args:
         uuid: the device's, without NVML's prefix: numbers differ between CUDA and NVML (``CUDA_VISIBLE_DEVICES``).
-        library: loaded from the system where left out.
+        library: nvidia-ml-py's module, or a stand-in for it in a test.
 
     Raises:
         NoNvml: it is not there, does not start, or does not know the device.
     """
     if library is None:
         try:
-            library = ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise NoNvml(f"{_LIBRARY}, which comes with the driver, cannot be loaded here") from error
-    if code := library.nvmlInit_v2():
-        raise NoNvml(f"NVML did not start (error {code})")
+            library = importlib.import_module("pynvml")
+        except ImportError as error:
+            raise NoNvml("nvidia-ml-py is not installed: pip install nvidia-ml-py") from error
     try:
-        handle = ctypes.c_void_p()
-        names = (f"{prefix}-{uuid}".encode() for prefix in ("GPU", "MIG"))
-        if all(code := library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) for name in names):
-            raise NoNvml(f"NVML does not know this device (error {code})")
-        yield Device(library, handle)
+        library.nvmlInit()
+    except library.NVMLError as error:
+        raise NoNvml(f"NVML did not start ({error})") from error
+    try:
+        yield Device(library, _handle(library, uuid))
     finally:
         library.nvmlShutdown()
+
+
+def _handle(library: Any, uuid: str) -> Any:
+    """Find a device, or a part of a device (MIG).
+
+    Raises:
+        NoNvml: NVML does not know it.
+    """
+    said: Exception | None = None
+    for prefix in ("GPU", "MIG"):
+        try:
+            return library.nvmlDeviceGetHandleByUUID(f"{prefix}-{uuid}")
+        except library.NVMLError as error:
+            said = error
+    raise NoNvml(f"NVML does not know this device ({said})") from said

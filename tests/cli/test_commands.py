@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from fusion_advisor.cli.commands import doctor
 from fusion_advisor.cli.commands.explain import error_classes, explanation
 from fusion_advisor.cli.common import core
 from fusion_advisor.cli.common.console import build_console, stream_width, wants_color
+from fusion_advisor.cli.common.error_examples import EXAMPLES
 from fusion_advisor.cli.common.explanations import TEXTS, TITLES
 from fusion_advisor.records.serialize import read_report
 from tests.cli.conftest import CLEARED, Ran
@@ -90,7 +92,7 @@ def test_report_again(run: Run) -> None:
     for name in ((), ("@last",), ("20300102",), (str(directory),), (str(directory / "report.json"),)):
         ran = run("report", *name)
         assert ran.code == 0, ran.err
-        assert "1.19× eager's speed" in ran.out
+        assert "1.19× faster than eager" in ran.out
         assert ran.out.endswith(f"wrote: {directory}/report.html\nwrote: {directory}/report.md\n")
     assert "<!doctype html>" in (directory / "report.html").read_text()
     ran = run("report", "2029", "--json")
@@ -266,11 +268,61 @@ def test_every_code_is_explained(run: Run) -> None:
     classes = error_classes()
     for code in [*classes, *TITLES]:
         text = "\n".join(explanation(code))
-        assert "{" not in text, code
+        assert "{" not in text, f"{code} shows a blank"
         assert code in TEXTS, f"{code} has no long text"
         assert run("explain", code.lower()).code == 0
     ran = run("explain")
     assert [line[:5] for line in ran.out.splitlines()] == sorted({*classes, *TITLES})
+
+
+def test_every_error_has_an_example_with_all_its_facts() -> None:
+    for code, cls in error_classes().items():
+        wanted = set(re.findall(r"\{(\w+)", f"{cls.message} {cls.note} {cls.hint}"))
+        assert set(EXAMPLES.get(code, {})) == wanted, code
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("FA599", ("codes about files", "FA501", "FA511")),
+        ("fa3", ("codes about running the model", "FA301")),
+        ("FA999", ("codes by subject", "FA4xx  kernels", "FA7xx  gates")),
+        ("profiler", ("these mention `profiler`", "FA502", "FA509")),
+        ("zebra", ("codes by subject",)),
+    ],
+)
+def test_an_unknown_code_is_answered_with_its_neighbours_by_meaning(run: Run, asked: str, says: tuple[str, ...]) -> None:
+    ran = run("explain", asked)
+    assert ran.code == 2
+    for text in says:
+        assert text in ran.err
+    assert ("FA309" in ran.err) is (asked == "fa3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("profile", "m", "--dtype", "float16"),
+            ("--dtype cannot be `float16`", "did you mean `fp16`? use auto, fp32, fp16 or bf16"),
+        ),
+        (("profile", "m", "--dtype=bfloat16"), ("--dtype cannot be `bfloat16`", "did you mean `bf16`?")),
+        (("profile", "m", "--phase", "training"), ("--phase cannot be `training`", "did you mean `train`?")),
+        (("profile", "m", "--batch", "0"), ("--batch must be at least 1, not `0`",)),
+        (("profile", "m", "--batch", "many"), ("--batch must be a whole number, not `many`",)),
+        (("apply", "m", "--confidence", "2"), ("--confidence must be at most 0.999, not `2`",)),
+        (("apply", "m", "--min-gain", "x"), ("`x` is not a share", "write 0.5% or 0.005")),
+        (("apply", "m", "--min-time", "x"), ("`x` is not a time", "write 2s or 500ms")),
+        (("kernels", "show", "swiglu", "--backend", "c++"), ("--backend cannot be `c++`", "did you mean `cpp`?")),
+        (("kernels", "show", "gelu"), ("did you mean `gelu_erf` or `gelu_tanh`?",)),
+        (("kernels", "show", "layer_norm"), ("did you mean `layernorm`",)),
+    ],
+)
+def test_a_refused_value_is_named_with_the_meant_value(run: Run, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2 and ran.err.startswith("error[FA"), ran.err
+    for text in says:
+        assert text in ran.err
 
 
 def test_codes_are_unique() -> None:

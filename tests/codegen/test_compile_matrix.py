@@ -16,13 +16,15 @@ from fusion_advisor.codegen.cuda import backend as backend_cuda
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.triton import backend as backend_triton
-from fusion_advisor.evaluate.render import header_of, named_program, render_kernel
+from fusion_advisor.evaluate.kinds import header_of, named_program
+from fusion_advisor.evaluate.render import render_kernel
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
-SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
+pytestmark = pytest.mark.slow  # a compiler runs for each source
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: gemm/test_problem.py
 
 
 def is_wide(case):
@@ -71,7 +73,7 @@ def test_triton(name):
     compile_all(sources(SPECS[name], "triton"), "triton")
 
 
-@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is not installed")
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("name", SPECS)
 def test_cuda_with_nvrtc(name):
     compile_all(sources(SPECS[name], "cuda"), "nvrtc")

@@ -14,7 +14,6 @@ import torch
 
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.evaluate.check import check_kernel
 from fusion_advisor.evaluate.check_inputs import make_inputs
@@ -29,9 +28,9 @@ pytestmark = [
 ]
 BACKENDS = [
     "triton",
-    pytest.param("cuda", marks=pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")),
+    pytest.param("cuda", marks=pytest.mark.nvrtc),
 ]
-SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: gemm/test_problem.py
 FUNCTIONS = {name: load_references(SPECS[name]).references[0][1] for name in ("swiglu", "gelu_tanh", "rmsnorm", "add_layernorm")}
 
 

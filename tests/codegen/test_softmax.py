@@ -48,6 +48,7 @@ def complaints(rows, *, is_serial=False):
     return {name: problem for name, problem in found.items() if problem}
 
 
+@pytest.mark.slow
 def test_triton_in_the_interpreter(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
     command = [sys.executable, str(HERE / "softmax_rows.py"), str(tmp_path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import UserDict
 from dataclasses import replace
@@ -51,6 +52,11 @@ def test_apply_gives_a_model_that_is_used_like_the_model(tmp_path):
         torch.testing.assert_close(fused(x), expected)
         torch.testing.assert_close(model(x), expected)
         assert fused.report.status == "applied"
+        assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", fused.report.run_id) and fused.report.environment.tool
+    names = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    kernels = {kernel.path for fusion in fused.report.fusions for kernel in fusion.rendered if kernel.path}
+    assert kernels and names >= {"report.json", "report.html", "report.md", "capture.json.gz", *kernels}
+    assert f"Run <code>{fused.report.run_id}</code>" in (tmp_path / "run/report.html").read_text()
     assert (
         fusion_advisor.load_report(tmp_path / "run") == fusion_advisor.load_report(tmp_path / "run/report.json") == fused.report
     )

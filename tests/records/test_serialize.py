@@ -20,13 +20,13 @@ from fusion_advisor import records
 from fusion_advisor.content import content_dir
 from fusion_advisor.errors import UnknownSchema, UnreadableReport
 from fusion_advisor.records import Capture, Launch, OpClass, OpNode, Ref, Report, Status
+from fusion_advisor.records.json_schema import json_schema
 from fusion_advisor.records.serialize import (
     CAPTURE_SCHEMA,
     decode,
     dump_capture,
     dump_report,
     encode,
-    json_schema,
     load_capture,
     load_report,
     read_capture,

@@ -1,8 +1,8 @@
-"""NVML through a library object of our own that answers as the driver's does; the real one where there is a GPU."""
+"""NVML through a module of our own that answers as nvidia-ml-py does; the real one where there is a GPU."""
 
 from __future__ import annotations
 
-import ctypes
+import sys
 
 import pytest
 import torch
@@ -12,48 +12,51 @@ from fusion_advisor.timing import nvml
 
 UUID = "0b6e0b1c-9a3c-4b3e-8f5a-000000000007"
 OLD_REASONS, NEW_REASONS = "nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetCurrentClocksEventReasons"
-NOT_SUPPORTED, NOT_FOUND = 3, 6
+HANDLE = object()
+
+
+class Refusal(Exception):
+    """What nvidia-ml-py raises for every error of NVML."""
 
 
 class Library:
-    """Knows one device, number 7 of the machine. A name in ``answers`` that maps to None is refused, a name left out missing."""
+    """Knows one device. A name in ``answers`` that maps to None is refused, a name left out is one that the module lacks."""
 
-    def __init__(self, answers, *, prefix="GPU-", init=0):
+    NVMLError = Refusal
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, answers, *, prefix="GPU-", refusal=""):
         self._answers = answers
-        self._name = f"{prefix}{UUID}".encode()
-        self._init = init
+        self._name = f"{prefix}{UUID}"
+        self._refusal = refusal
         self.open = 0
         self.asked = []
 
-    def nvmlInit_v2(self):
-        self.open += 1 if self._init == 0 else 0
-        return self._init
+    def nvmlInit(self):
+        if self._refusal:
+            raise Refusal(self._refusal)
+        self.open += 1
 
     def nvmlShutdown(self):
         self.open -= 1
-        return 0
 
-    def nvmlDeviceGetHandleByUUID(self, name, handle):
+    def nvmlDeviceGetHandleByUUID(self, name):
         if name != self._name:
-            return NOT_FOUND
-        handle._obj.value = 7
-        return 0
+            raise Refusal("Not Found")
+        return HANDLE
 
     def __getattr__(self, name):
         answers = self.__dict__["_answers"]
         if name not in {key if isinstance(key, str) else key[0] for key in answers}:
             raise AttributeError(name)
 
-        def ask(handle, *rest):
-            assert handle.value == 7
-            *which, out = rest
+        def ask(handle, *which):
+            assert handle is HANDLE
             self.asked.append(name)
             value = answers[(name, *which) if which else name]
             if value is None:
-                return NOT_SUPPORTED
-            assert isinstance(out._obj, ctypes.c_ulonglong if "Reasons" in name else ctypes.c_uint)
-            out._obj.value = value
-            return 0
+                raise Refusal("Not Supported")
+            return value
 
         return ask
 
@@ -113,15 +116,41 @@ def test_a_part_of_a_device_is_found_too():
 
 
 def test_why_nothing_can_be_read(monkeypatch):
-    monkeypatch.setattr(nvml, "_LIBRARY", "libno-such-library.so.1")
-    with pytest.raises(nvml.NoNvml, match=r"libno-such-library\.so\.1.*cannot be loaded"), nvml.opened(UUID):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(nvml.NoNvml, match="pip install nvidia-ml-py"), nvml.opened(UUID):
         pass
-    with pytest.raises(nvml.NoNvml, match=r"did not start \(error 9\)"), nvml.opened(UUID, Library({}, init=9)):
+    silent = Library({}, refusal="Driver Not Loaded")
+    with pytest.raises(nvml.NoNvml, match=r"did not start \(Driver Not Loaded\)"), nvml.opened(UUID, silent):
         pass
     library = Library(answers())
-    with pytest.raises(nvml.NoNvml, match=r"does not know this device \(error 6\)"), nvml.opened("another", library):
+    with pytest.raises(nvml.NoNvml, match=r"does not know this device \(Not Found\)"), nvml.opened("another", library):
         pass
     assert library.open == 0
+
+
+def test_an_exception_of_the_caller_s_own_is_passed_on_and_the_library_closed():
+    library = Library(answers())
+    with pytest.raises(ZeroDivisionError), nvml.opened(UUID, library):
+        raise ZeroDivisionError
+    assert library.open == 0
+
+
+def test_nvidia_ml_py_has_what_is_asked_of_it():
+    import pynvml
+
+    names = ["nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "NVMLError", "NVML_CLOCK_SM", "NVML_CLOCK_MEM"]
+    names += ["NVML_TEMPERATURE_GPU", NEW_REASONS, *(key if isinstance(key, str) else key[0] for key in answers())]
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+    if not torch.cuda.is_available():
+        with pytest.raises(nvml.NoNvml, match="did not start"), nvml.opened(UUID):
+            pass
+
+
+def test_the_names_of_bits_are_nvidia_s():
+    import pynvml
+
+    for at, name in enumerate(nvml._REASONS):
+        assert getattr(pynvml, f"nvmlClocksEventReason{name.title().replace('_', '')}") == 1 << at
 
 
 def test_bits_by_name_and_unknown_ones_by_number():

@@ -76,6 +76,13 @@ def test_every_form_of_inputs_runs(here: Path, name: str, inputs: int) -> None:
     assert not workload.model.training
 
 
+def test_a_factory_s_model_in_train_mode_is_set_to_eval_and_said_so(here: Path) -> None:
+    assert load("net.py:named").notes == ("`net.py:named` returned a model in train() mode; it was set to eval()",)
+    assert load("net.py:named", phase="train").notes == ()
+    (here / "ready.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)\n")
+    assert load("ready.py:make").notes == ()
+
+
 def test_a_factory_is_seeded_and_cast(here: Path) -> None:
     first, again = load("net.py:named"), load("net.py:named")
     assert torch.equal(first.kwargs["input"], again.kwargs["input"])

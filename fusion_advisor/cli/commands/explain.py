@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import textwrap
 from importlib import import_module
@@ -12,8 +11,12 @@ import typer
 
 from fusion_advisor.cli.common import options
 from fusion_advisor.cli.common.console import write_result
-from fusion_advisor.cli.common.explanations import TEXTS, TITLES
+from fusion_advisor.cli.common.error_examples import EXAMPLES
+from fusion_advisor.cli.common.explanations import SUBJECTS, TEXTS, TITLES
 from fusion_advisor.errors import AdvisorError, UnknownCode
+
+MOST_NEIGHBOURS = 12
+"""Codes that an answer to an unknown code lists."""
 
 
 def explain(
@@ -23,7 +26,7 @@ def explain(
 ) -> None:
     """Explain a code: its meaning, its cause and what to do."""
     settings = options.apply_output(context, color=color)
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.out()
     known = error_classes()
@@ -34,9 +37,7 @@ def explain(
         return
     asked = code.strip().upper()
     if asked not in titles:
-        near = difflib.get_close_matches(asked, titles, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(f'`{name}`' for name in near)}?" if near else "`fusion-advisor explain` lists all codes"
-        raise UnknownCode(asked=code, near=hint)
+        raise UnknownCode(asked=code, near="\n".join(neighbours(code, titles)))
     write_result(plain_text(explanation(asked), console.width, lambda line: plain(line, console)))
 
 
@@ -53,17 +54,37 @@ def error_classes() -> dict[str, type[AdvisorError]]:
     return found
 
 
+def neighbours(asked: str, titles: dict[str, str]) -> list[str]:
+    """Return what a reader may have meant: the codes of the same subject, or those whose text has the word.
+
+    Args:
+        asked: what was typed: a code that does not exist (``FA399``), or a word (``cuda``).
+        titles: every code with its title.
+    """
+    number = re.fullmatch(r"(?:FA)?(\d)\d*", asked.strip().upper())
+    if number is None:
+        word = asked.strip().lower()
+        about = [name for name in sorted(titles) if word and word in " ".join((titles[name], *TEXTS.get(name, ()))).lower()]
+        head = f"these mention `{asked}`:"
+    else:
+        about = [name for name in sorted(titles) if name[2] == number[1]]
+        head = f"codes about {SUBJECTS.get(number[1], '')}:"
+    if not about:
+        return ["codes by subject:", *(f"FA{digit}xx  {subject}" for digit, subject in SUBJECTS.items())]
+    lines = [f"{name}  {titles[name]}" for name in about[:MOST_NEIGHBOURS]]
+    return [head, *lines, *(["`fusion-advisor explain` lists all codes"] if len(about) > MOST_NEIGHBOURS else [])]
+
+
 def explanation(code: str) -> list[str]:
-    """Return a code's text as paragraphs: message, cause, advice, exit code."""
+    """Return a code's text as paragraphs: an example of the message, cause, advice, exit code."""
     cls = error_classes().get(code)
     if cls is None:
         return [f"{code}: {TITLES[code]}", *TEXTS.get(code, ()), "A reason in the report, not an error: the run goes on."]
-    parts = [f"{code}: {_title(cls)}", f"It reads: {_without_facts(cls.message)}"]
-    parts += TEXTS.get(code, ())
-    if cls.note:
-        parts.append(f"Also known: {_without_facts(cls.note)}")
-    if cls.hint and not re.fullmatch(r"\{\w+\}", cls.hint):
-        parts.append(f"What to do: {_without_facts(cls.hint)}")
+    facts = EXAMPLES.get(code, {})
+    parts = [f"{code}: {_title(cls)}", f"Example: {cls.message.format(**facts)}", *TEXTS.get(code, ())]
+    for name, text in (("Note", cls.note), ("What to do", cls.hint)):
+        if text and not re.fullmatch(r"\{\w+\}", text) and code not in text:
+            parts.append(f"{name}: {text.format(**facts)}")
     parts.append(f"Exit code: {cls.exit_code}")
     return parts
 
@@ -80,7 +101,3 @@ def plain_text(paragraphs: list[str], width: int, shown: object) -> str:
 
 def _title(cls: type[AdvisorError]) -> str:
     return (cls.__doc__ or cls.__name__).strip().splitlines()[0].replace("``", "`").rstrip(".")
-
-
-def _without_facts(text: str) -> str:
-    return re.sub(r"\{(\w+)[^}]*\}", lambda found: "<" + found[1].replace("_", " ") + ">", text)

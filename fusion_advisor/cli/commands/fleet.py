@@ -85,7 +85,7 @@ def fleet(
     else:
         from fusion_advisor.report.fleet.view import headline, prove_lines
         from fusion_advisor.report.terminal.fleet import fleet_table
-        from fusion_advisor.report.terminal.result import plain
+        from fusion_advisor.report.terminal.layout import plain
 
         console = settings.out()
         if settings.is_quiet:

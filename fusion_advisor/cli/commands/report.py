@@ -45,7 +45,8 @@ def report(
 ) -> None:
     """Show a run's result, and write its HTML and markdown again from report.json."""
     settings = options.apply_output(context, quiet=quiet, verbose=verbose, color=color, show_config=show_config)
-    from fusion_advisor.records.serialize import dump_report, json_schema, read_report
+    from fusion_advisor.records.json_schema import json_schema
+    from fusion_advisor.records.serialize import dump_report, read_report
 
     if schema:
         write_result(json.dumps(json_schema(), indent=1) + "\n")
@@ -86,7 +87,8 @@ def report(
     if as_json:
         write_result(dump_report(shown))
         return
-    from fusion_advisor.report.terminal.result import details, plain, result_table, summary_line
+    from fusion_advisor.report.terminal.layout import plain
+    from fusion_advisor.report.terminal.result import details, result_table, summary_line
 
     console = settings.out()
     if quiet:

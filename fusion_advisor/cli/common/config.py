@@ -18,6 +18,9 @@ from typing import Any
 
 import typer
 
+from fusion_advisor.cli.common import core
+from fusion_advisor.cli.common.bad_values import reason_and_advice
+from fusion_advisor.cli.common.console import Settings, write_result
 from fusion_advisor.errors import BadConfig
 from fusion_advisor.files.regular_file import read_regular
 
@@ -28,6 +31,31 @@ COMMANDS = ("profile", "plan", "apply", "report", "compare", "fleet")
 _BY_HAND = {"help", "config", "show-config"}
 _NEVER_FROM_A_FILE = {"trust-remote-code", "force"}
 """Only the command line may allow foreign code to run or a run to be overwritten."""
+
+LEFT_OUT = {
+    "revision": "the newest",
+    "input": "made from the model's configuration",
+    "seq-len": "below the model's maximum",
+    "context": "512, or what the model has room for",
+    "new-tokens": "32",
+    "layers": "all",
+    "only": "all",
+    "skip": "none",
+    "kernels": "the shipped library",
+    "backend": "by device",
+    "compile": "by device",
+    "rtol": "by eager's own error",
+    "atol": "by eager's own error",
+    "fail-on": "none",
+    "trace": "none",
+    "redact": "nothing",
+    "format": "html, md, json",
+    "output": "fusion-runs/<run id>",
+    "compare.format": "the terminal's table",
+    "compare.output": "B's directory",
+    "report.output": "the run's own directory",
+}
+"""Options without one default value: what is taken where they are left out. ``compare.output`` is of that command alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +124,9 @@ def read_settings(folder: Path, env: Mapping[str, str], path: Path | None = None
 
 
 def shown_settings(context: typer.Context) -> list[tuple[str, Any, str]]:
-    """Return each option of a command with its value and where that comes from."""
+    """Return each option of a command with its value (None where the command chooses) and its source."""
     rows = []
+    left_out = core.request_defaults()
     for key, parameter in _options_of(context)[str(context.info_name)].items():
         if key in _BY_HAND:
             continue
@@ -106,8 +135,34 @@ def shown_settings(context: typer.Context) -> list[tuple[str, Any, str]]:
             source = f"--{key}"
         else:
             source = context.obj.sources.get(parameter.name, "default")
-        rows.append((key, context.params.get(parameter.name), source))
+        value = context.params.get(parameter.name)
+        rows.append((key, left_out.get(key) if value is None else value, source))
     return rows
+
+
+def print_settings(context: typer.Context, settings: Settings) -> None:
+    """Print each option with its value and source, as a table or as JSON."""
+    from fusion_advisor.report.terminal.layout import simple_table
+
+    def text(key: str, value: object) -> str:
+        if value is None or value in ((), []):
+            return LEFT_OUT.get(f"{context.info_name}.{key}", LEFT_OUT.get(key, "none"))
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    settled = shown_settings(context)
+    if context.params.get("as_json"):
+        import json
+
+        listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
+        write_result(json.dumps(listed, indent=1, default=str) + "\n")
+        return
+    rows = [(key, text(key, value), source) for key, value, source in settled]
+    console = settings.out()
+    with console.capture() as captured:
+        console.print(simple_table(("Option", "Value", "Source"), rows, console))
+    write_result(captured.get())
 
 
 def _options_of(context: typer.Context) -> dict[str, dict[str, Any]]:
@@ -188,8 +243,10 @@ def _checked(context: typer.Context, parameter: Any, setting: Setting) -> Any:
     try:
         parameter.process_value(context, value)
     except typer.BadParameter as error:
-        detail = f"`{_spelled(setting.key, setting)}`: {error.message}"
-        raise BadConfig(source=setting.source, detail=detail, hint=f"see --{setting.key} in `--help`") from error
+        typed = str(value) if isinstance(value, str | int | float) else ""
+        reason, advice = reason_and_advice(error.message, typed)
+        detail = f"`{_spelled(setting.key, setting)}` {reason}"
+        raise BadConfig(source=setting.source, detail=detail, hint=advice or f"see --{setting.key} in `--help`") from error
     return value
 
 

@@ -6,6 +6,7 @@ So ``--help``, ``report`` and ``explain`` answer at once on a machine without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,6 +58,12 @@ class AppliedRun(Protocol):
 def make_request(**fields: object) -> Any:
     """Return a workload request; fields left out keep the request's own defaults."""
     return import_module("fusion_advisor.workload.request").WorkloadRequest(**fields)
+
+
+def request_defaults() -> dict[str, object]:
+    """Return what a workload request takes where an option is left out, by the option's name."""
+    made = make_request(model_id="-")
+    return {field.name.replace("_", "-"): getattr(made, field.name) for field in fields(made) if field.name != "model_id"}
 
 
 def dump_request(request: Any) -> str:

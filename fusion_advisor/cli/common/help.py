@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fusion_advisor.cli.common.bad_values import refuse_value
 from fusion_advisor.cli.common.console import wants_color
 
 _WIDEST_NAME = 26
@@ -17,7 +18,22 @@ _WHOLE = 400
 
 
 class Command(TyperCommand):
-    """A command that prints its options under their headings (``rich_help_panel``)."""
+    """A command that prints its options under their headings (``rich_help_panel``), and names a value that it refuses."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments.
+
+        Raises:
+            UsageError: An option does not take its value.
+        """
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            parameter = getattr(error, "param", None)
+            if parameter is None or type(error) is not typer.BadParameter:
+                raise
+            raise refuse_value(parameter, typed, error.message) from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each heading with its options; options without a heading come last."""

@@ -86,6 +86,13 @@ def command_line(verb: str, request: Any, options: ProfileOptions, revision: str
     return shlex.join(words)
 
 
+def forward_command(command: str) -> str:
+    """Return the ``apply`` of the same model's forward pass, for the ``profile`` of a training step."""
+    words = shlex.split(command)
+    at = words.index("--phase")
+    return shlex.join(["fusion-advisor", "apply", *words[2:at], *words[at + 2 :]])
+
+
 def refuse_taken(directory: Path, *, force: bool) -> None:
     """Refuse a directory that holds a run, before a model is loaded for minutes.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes
+from fusion_advisor.codegen.common.arguments import Schedule
+from fusion_advisor.codegen.common.column_passes import Pass, column_passes
 from fusion_advisor.codegen.common.online_softmax import online_sums
 from fusion_advisor.codegen.common.welford import moments
 from fusion_advisor.codegen.cuda.ops import CudaWriter
@@ -48,7 +49,7 @@ def shared_memory_of(arch: int) -> SharedMemory:
 
 
 def looped_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
-    """The walks over columns that do not stay in registers: as few as possible, see ``online.py`` and ``moments.py``."""
+    """The walks over columns that do not stay in registers: as few as possible, see ``online_softmax.py`` and ``welford.py``."""
     return column_passes(plan, online_sums(plan.program), moments(plan.program))
 
 

@@ -21,8 +21,9 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
-from fusion_advisor.errors import AdvisorError, CannotCopy
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
+from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.live.code_guard import WatchedCode
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
@@ -200,8 +201,8 @@ class FusedModel:
             except LayoutChanged as change:
                 self._is_broken = True
                 if call.sharing is not None:
-                    reason = f"{change}; the call had begun to write to its cache: reset the cache and repeat"
-                    raise HalfWritten(reason) from change
+                    detail = f"a value inside the model was laid out differently than when it was verified ({change})"
+                    raise HalfWritten(detail=detail) from change
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
         if refusal is _UNSEEN and self._may_learn(key):
             result = self._original(*args, **kwargs)
@@ -211,7 +212,8 @@ class FusedModel:
                 self._unlearnable.add(key)
                 self._say(str(error))
             return result
-        self._say(refusal)
+        is_new = refusal is _UNSEEN and _UNSEEN not in self.fallbacks
+        self._say(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)
 
     def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -273,10 +275,11 @@ class FusedModel:
             return _HOOK
         return None
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, detail: str = "") -> None:
+        """Count a call that runs the original ops, and warn at the first for each reason."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
         if self.fallbacks[reason] == 1:
-            warn_caller(f"fusion-advisor runs the original ops: {reason}")
+            warn_caller(f"fusion-advisor runs the original ops: {reason}" + (f": {detail}" if detail else ""))
 
     def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""

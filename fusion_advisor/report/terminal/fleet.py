@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fusion_advisor.records.fleet import FleetReport
 from fusion_advisor.report.fleet import view
-from fusion_advisor.report.terminal.result import Column, column_table, plain
+from fusion_advisor.report.terminal.layout import Column, column_table, plain
 
 _FLEXIBLE = 18
 _ROWS = 10

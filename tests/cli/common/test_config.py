@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusion_advisor.cli.commands import doctor
+from fusion_advisor.cli.common.config import COMMANDS
 from tests.cli.conftest import Core, Ran
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +72,24 @@ def test_the_table_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     lines = run("compare", "--show-config", "-q").out.splitlines()
     assert lines[0].split() == ["Option", "Value", "Source"]
     assert ["quiet", "true", "--quiet"] in [line.split() for line in lines]
-    assert ["fail-on", "–", "default"] in [line.split() for line in lines]
+    assert ["fail-on", "none", "default"] in [line.split() for line in lines]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_shows_what_it_takes_when_left_out(run: Run, command: str) -> None:
+    rows = [line.split() for line in run(command, "--show-config").out.splitlines()[1:]]
+    assert [row for row in rows if "–" in row or len(row) < 3] == []
+    if command == "profile":
+        shown = {row[0]: " ".join(row[1:-1]) for row in rows}
+        defaults = {"batch": "1", "dtype": "auto", "phase": "forward", "seed": "0", "weights": "auto", "device": "auto"}
+        assert {key: shown[key] for key in defaults} == defaults
+        assert shown["seq-len"] == "below the model's maximum" and shown["output"] == "fusion-runs/<run id>"
+
+
+def test_a_file_s_value_in_another_tool_s_words_gets_a_hint(run: Run) -> None:
+    write("fusion-advisor.toml", 'dtype = "float16"')
+    ran = run("apply", "org/m")
+    assert ran.code == 2 and "`dtype` cannot be `float16`" in ran.err and "did you mean `fp16`?" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -86,8 +104,8 @@ def test_the_table_for_people(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
         ("batch = true", "wrong kind of value", "it takes one value"),
         ("only = 3", "wrong kind of value", "it takes a list"),
         ("batch = 'x\x1b'", "is no TOML", ""),
-        ("batch = 'many'", "`batch`: ", "see --batch"),
-        ("dtype = 'bf17'", "`dtype`: ", ""),
+        ("batch = 'many'", "`batch` must be a whole number, not `many`", "see --batch"),
+        ("dtype = 'bf17'", "`dtype` cannot be `bf17`", "did you mean `bf16`?"),
         ("batch =", "is no TOML", "https://toml.io"),
         ("\xff", "is no TOML", ""),
     ],

@@ -17,7 +17,7 @@ from fusion_advisor.codegen.common.arguments import schedule
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
-from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, find_nvcc, has_cuda_core
+from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, find_nvcc
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
 from fusion_advisor.codegen.cuda.tiling import Form, form_for, launch_shape, launch_shapes, pack_width, shared_bytes_of
 from fusion_advisor.lowering.rules import pointwise
@@ -31,7 +31,6 @@ NO_TUNING = Tuning()
 HEADER = Header(title="case", summary="a test", origin="generated from the chain")
 CASES = cases()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels, and this machine has no CUDA device")
-needs_nvrtc = pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="compiles with nvcc, and there is none")
 
 
@@ -130,7 +129,7 @@ def test_the_rows_of_a_thread_share_what_no_head_changes():
     assert "bias_packs" not in source
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("fast_math", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_with_nvrtc(name, fast_math):
@@ -139,7 +138,7 @@ def test_compiles_with_nvrtc(name, fast_math):
     assert cubin[:4] == b"\x7fELF"
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 def test_machine_code_is_kept_for_the_next_process(monkeypatch, tmp_path):
     utils = pytest.importorskip("cuda.core.utils")
     if not hasattr(utils, "ProgramCacheResource"):
@@ -166,7 +165,7 @@ def test_machine_code_is_kept_for_the_next_process(monkeypatch, tmp_path):
     assert len(entries()) == 4
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("capability", [80, 100])
 @pytest.mark.parametrize("name", ["gelu_tanh-bfloat16", "rope-float16", "looped_softmax-1x20000", "add_layernorm-float64"])
 def test_compiles_for_other_gpus(name, capability):
@@ -190,7 +189,7 @@ def test_a_float_as_a_narrow_integer_keeps_all_digits(monkeypatch, tmp_path):
     assert out.tolist() == [2**31 - 1, -(2**31), 16777217, 2147483647, -5, 0, 2**31 - 1, 123456789]
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 def test_wide_indices_compile():
     program = p.rmsnorm(3, 1024, row_stride=2**30)
     macros, _ = launch_shape(schedule(program, flatten_rows=True), Tuning())
@@ -198,7 +197,7 @@ def test_wide_indices_compile():
     assert compile_for(render(program), 90, program=program)
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["rope-bfloat16", "add_layernorm-float16", "gelu_tanh-bfloat16"])
 def test_single_columns_compile(name):
     assert compile_for(render(CASES[name]), 90, program=CASES[name], width=1)
@@ -337,7 +336,7 @@ def test_unknown_op_is_a_build_failure():
         render(p.unary("gamma"))
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("compiler", ["nvrtc", pytest.param("nvcc", marks=needs_nvcc)])
 def test_bad_source_is_a_build_failure_with_a_short_cause(compiler):
     rendered = render(p.gelu_tanh())
@@ -355,7 +354,7 @@ def test_building_without_a_device_says_so(tmp_path):
 
 @pytest.mark.gpu
 @needs_gpu
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("fast_math", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_runs_on_the_device(tmp_path, name, fast_math):
@@ -371,7 +370,7 @@ def test_runs_on_the_device(tmp_path, name, fast_math):
 
 @pytest.mark.gpu
 @needs_gpu
-@needs_nvrtc
+@pytest.mark.nvrtc
 def test_unaligned_tensors_are_read_column_by_column(tmp_path):
     program = p.gelu_tanh((1000,), "bfloat16")
     launcher = CudaBackend().build(render(program), tmp_path / "k.cu").bind(program)

@@ -11,7 +11,6 @@ from fusion_advisor.codegen.common.arguments import schedule
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, starts
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.cuda.tiling import form_for, launch_shape, pack_width
 from tests.kernel_cases import moments_rows, simt_on_host, softmax_rows
 from tests.kernel_cases import programs as p
@@ -21,7 +20,6 @@ from tests.kernel_cases.evaluate import allocate, evaluate
 CASES = cases()
 HEADER = Header(title="case", summary="a test", origin="a test")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no g++")
-needs_nvrtc = pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
 needs_clusters = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="runs kernels on a GPU with clusters"
 )
@@ -112,7 +110,7 @@ def test_the_source_says_how_many_blocks_share_a_row():
     assert "luster" not in render(program, None).source
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["looped_add_layernorm-1x20000", "add_layernorm-float64", "looped_beside"])
 def test_compiles_where_there_are_clusters(name):
     program = CASES[name]

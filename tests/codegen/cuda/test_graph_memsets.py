@@ -10,10 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.cuda import graph_memsets
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder
-
-needs_cuda_core = pytest.mark.skipif(not has_cuda_core(), reason="needs cuda-core: pip install '.[cuda]'")
 
 
 def test_without_cuda_core_all_memsets_stay(monkeypatch):
@@ -21,7 +18,7 @@ def test_without_cuda_core_all_memsets_stay(monkeypatch):
     assert Memsets().replace(None) == 0
 
 
-@needs_cuda_core
+@pytest.mark.nvrtc
 def test_a_driver_s_error_is_said_by_name():
     from cuda.bindings import driver
 
@@ -57,7 +54,7 @@ def recorded(call):
 
 
 @pytest.mark.gpu
-@needs_cuda_core
+@pytest.mark.nvrtc
 def test_what_a_memset_writes_a_kernel_writes():
     """Of one, two and four bytes' width, in a row and in rows of their own; a part of a word is left to the memset."""
     from cuda.bindings import driver
@@ -79,7 +76,7 @@ def test_what_a_memset_writes_a_kernel_writes():
 
 
 @pytest.mark.gpu
-@needs_cuda_core
+@pytest.mark.nvrtc
 def test_a_kernel_that_does_not_compile_is_said_once_and_memsets_stay(monkeypatch):
     def fail(rendered, _):
         raise KernelBuildFailed(kernel=rendered.entry, target="cuda", cause="planted")
@@ -99,7 +96,7 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_memsets_stay(monkeypatc
 
 
 @pytest.mark.gpu
-@needs_cuda_core
+@pytest.mark.nvrtc
 def test_attention_of_cudnn_is_recorded_as_kernels_alone():
     query = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
 
@@ -118,7 +115,7 @@ def test_attention_of_cudnn_is_recorded_as_kernels_alone():
 
 
 @pytest.mark.gpu
-@needs_cuda_core
+@pytest.mark.nvrtc
 def test_a_recorder_replaces_them_and_its_graphs_outlive_the_call():
     weight = torch.randn(768, 768, device="cuda")
     x, bias = torch.randn(128, 768, device="cuda"), torch.randn(768, device="cuda")

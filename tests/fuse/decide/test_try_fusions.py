@@ -10,7 +10,6 @@ import torch
 import fusion_advisor as fa
 import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.codegen.cuda import nvrtc
-from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.fuse.decide.trial import Trial
 from fusion_advisor.fuse.decide.try_fusions import FASTEST, backends_of, faster_of, try_all
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -116,7 +115,7 @@ def test_both_are_tried_and_a_failure_warns_only_where_nothing_is_left(monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="builds kernels in two languages, and this machine has no CUDA device")
-@pytest.mark.skipif(not has_cuda_core(), reason="compiles with NVRTC, and cuda-core is missing")
+@pytest.mark.nvrtc
 def test_a_group_norm_is_tried_in_both_languages_unasked():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.GroupNorm(32, 320), torch.nn.SiLU(), torch.nn.LayerNorm(64)).cuda().bfloat16().eval()

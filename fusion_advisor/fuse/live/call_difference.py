@@ -1,0 +1,53 @@
+"""Names the input that makes a call differ from the calls that were verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def describe_difference(key: Any, verified: Iterable[Any]) -> str:
+    """Describe the first tensor of a call that no verified call has in that form.
+
+    Args:
+        key: the call's signature.
+        verified: the signatures of the calls that were verified.
+
+    Returns:
+        Such as ``input_ids is [8, 64] int64, and [8, 512] was verified``; empty where the calls differ in something else.
+    """
+    mine = dict(_tensors(key, ""))
+    known = [dict(_tensors(other, "")) for other in verified]
+    alike = [other for other in known if other.keys() == mine.keys()]
+    if not alike:
+        return ""
+    nearest = min(alike, key=lambda other: sum(other[name] != mine[name] for name in mine))
+    name = next((name for name in mine if nearest[name] != mine[name]), None)
+    if name is None:
+        return ""
+    mine_text, other_text = _form(mine[name]), _form(nearest[name])
+    if mine_text == other_text:
+        mine_text, other_text = (f"{_form(form)} with strides {list(form[3])}" for form in (mine[name], nearest[name]))
+    return f"{name} is {mine_text}, and {other_text} was verified"
+
+
+def _tensors(key: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The tensors of a signature: their names, and shape, dtype, device and strides."""
+    if not isinstance(key, tuple):
+        return
+    if len(key) == 4 and isinstance(key[0], torch.Size):
+        yield name or "the input", key
+        return
+    for number, part in enumerate(key):
+        if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+            yield from _tensors(part[1], f"{name}.{part[0]}" if name else part[0])
+        else:
+            yield from _tensors(part, f"{name}[{number - 1}]" if name else f"input {number}")
+
+
+def _form(tensor: tuple[Any, ...]) -> str:
+    shape, dtype, device, _ = tensor
+    place = "" if device.type == "cpu" else f" on {device}"
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{place}"
