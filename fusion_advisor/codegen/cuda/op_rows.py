@@ -19,7 +19,6 @@ from fusion_advisor.codegen.common.printer import (
     has_inverse,
 )
 from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, comparison, helper
-from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import Value
 
@@ -32,6 +31,9 @@ MATH = ("exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", 
 FAST = {"exp": "__expf", "log": "__logf", "sin": "__sinf", "cos": "__cosf", "tanh": "fast_tanh", "sqrt": "fast_sqrt"}
 """What stands in for them where approximations are allowed."""
 HELPERS = {"maximum": "nan_max", "minimum": "nan_min", "sigmoid": "sigmoid", "remainder": "remainder_of", "sign": "sign_of"}
+WRAPPING = ("add", "sub", "mul", "neg", "abs")
+WRAPPING_HELPERS = tuple(f"wrapping_{op}" for op in WRAPPING)
+"""Helpers that compute integers without a sign: C++ leaves a signed overflow undefined."""
 
 
 def _is_short(writer: CudaWriter, value: Value) -> bool:
@@ -156,7 +158,8 @@ def _wrapping(op: str, row: Row) -> Row:
 
     def wrapped(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
         if number in writer.may_wrap:
-            return wrapping.call(op, args, writer.helpers)
+            writer.helpers |= {f"wrapping_{op}", *(["wrapping_neg"] if op == "abs" else [])}
+            return Text(f"wrapping_{op}({', '.join(arg.code for arg in args)})")
         return row(writer, number, value, args)
 
     return wrapped
@@ -182,7 +185,7 @@ ROWS: Mapping[str, Row] = {
     "sigmoid": _sigmoid,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
-    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in wrapping.OPS},
+    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in WRAPPING},
     "not": lambda _writer, _number, value, args: Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY),
     "round": lambda _writer, _number, value, args: _suffixed("rint", value, args),
     "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),
