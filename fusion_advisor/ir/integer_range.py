@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_advisor.ir.program import Program, Value
+from fusion_advisor.ir.program import Value
 
 WORD = 64
 """More than 63 bits of magnitude: the result may wrap around, as torch's integers do."""
@@ -26,12 +26,6 @@ def bits_of(values: Sequence[Value], operand_dtypes: Sequence[str]) -> tuple[int
         args = [found[number] for number in value.args]
         found.append(min(_bits(value, args, values, operand_dtypes), WORD))
     return tuple(found)
-
-
-def may_wrap(program: Program) -> frozenset[int]:
-    """Return the numbers of the integer values that may not fit 64 bits: torch's wrap around there."""
-    bits = bits_of(program.values, [operand.dtype for operand in program.operands])
-    return frozenset(n for n, value in enumerate(program.values) if value.dtype == "int64" and bits[n] >= WORD)
 
 
 def _bits(value: Value, args: list[int], values: Sequence[Value], operand_dtypes: Sequence[str]) -> int:

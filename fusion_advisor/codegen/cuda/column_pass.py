@@ -11,13 +11,12 @@ from fusion_advisor.codegen.common.online_softmax import OnlineSum
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, UNARY, Text
 from fusion_advisor.codegen.common.welford import Moments
 from fusion_advisor.codegen.cuda.loads import load_pack, of_side, pack_loads, staged_stores
-from fusion_advisor.codegen.cuda.op_rows import COMPUTE
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE, UNSIGNED
 from fusion_advisor.codegen.cuda.ops import CudaWriter
 from fusion_advisor.codegen.cuda.register_reuse import Carried, Hidden, hidden
 from fusion_advisor.codegen.cuda.shared_memory import packs_of
 from fusion_advisor.codegen.cuda.statements import add_guarded, declare, loop, over_packs, pack_type, store_element
 
-_UNSIGNED = "unsigned long long"
 _REDUCERS = {"reduce_sum": "Sum", "reduce_max": "Max", "reduce_min": "Min"}
 _LOWEST = {"float": "-3.40282347e38f", "double": "-1.7976931348623157e308"}
 """The lowest finite number, where a running maximum starts."""
@@ -126,9 +125,9 @@ def _add_reduction(plan: Schedule, writer: CudaWriter, number: int, numbers: Ite
     part = writer.fresh(f"{name}_part")
     total = f"row_reduce<{_REDUCERS[value.op]}, {next(numbers)}>({part})"
     is_wrapped = value.op == "reduce_sum" and number in writer.may_wrap
-    lines.accumulators.append(f"{_UNSIGNED if is_wrapped else kind} {part} = {start};")
+    lines.accumulators.append(f"{UNSIGNED if is_wrapped else kind} {part} = {start};")
     if is_wrapped:  # a signed sum that overflows is undefined
-        arg, total = Text(f"({_UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
+        arg, total = Text(f"({UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
     if value.op == "reduce_sum":
         lines.lane.append(f"{part} += {arg.code};")
         lines.one_for_all.append(f"{part} += VEC * {arg.at(PRODUCT)};")

@@ -11,9 +11,8 @@ from collections.abc import Collection, Sequence
 
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
-from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS, may_wrap
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.integer_range import may_wrap
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 
 SCALARS = {
