@@ -1,4 +1,4 @@
-"""Run the Triton GEMV kernels in the interpreter and print name → complaint as JSON; its own process, see gemm/test_problem.py."""
+"""Run the Triton GEMV kernels in the interpreter and print name → complaint as JSON; its own process (gemm/test_problem.py)."""
 
 from __future__ import annotations
 
