@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.chains.find import Group, inputs_of, writes_by_number
+from fusion_advisor.chains.group import Group
+from fusion_advisor.chains.op_inputs import inputs_of, writes_by_number
 from fusion_advisor.records import Arg, Bandwidth, Capture, Chain, Launch, NoMatch, OpClass, OpNode, Ref, Site, TensorMeta
 from fusion_advisor.records.op_facts import item_bytes, overload_free, reads_by_number
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.ir.affine_index import CutLoop
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.loop_nest import Nest

@@ -74,12 +74,8 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
     kwargs: dict[str, Any] = {}
     if has_image:
         kwargs["pixel_values"] = _pixels(config, request.batch, generator)
-        edge = int(kwargs["pixel_values"].shape[-1])
         if "input_ids" not in parameters:
-            if request.seq_len is not None:
-                detail = f"--seq-len: `{request.model_id}` takes images, its size is set by its configuration ({edge})"
-                raise UsageError(detail=detail, help="leave --seq-len out")
-            return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=edge)
+            return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=_edge(kwargs["pixel_values"], request))
     elif wanted == "input_features" and hasattr(config, "max_source_positions"):
         # Whisper's encoder halves the frames and takes no other number of them.
         frames = 2 * config.max_source_positions
@@ -88,16 +84,8 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         raise NoExampleInputs(model_id=request.model_id, class_name=type(model).__name__, wanted=wanted)
 
     seq_len = _sequence_length(config, request, is_long=is_causal and device.type == "cuda")
-    if request.phase == "generate":
-        seq_len = _prompt_length(config, request, seq_len)
-    text = getattr(config, "text_config", None) or config
-    if "input_features" not in kwargs:
-        kwargs["input_ids"] = _tokens(text, request.batch, seq_len, generator)
-        if has_image and isinstance(getattr(text, "eos_token_id", None), int):
-            # CLIP and its kin pool the text at the end-of-text token.
-            kwargs["input_ids"][:, -1] = text.eos_token_id
-    if config.is_encoder_decoder:
-        kwargs["decoder_input_ids"] = _tokens(text, request.batch, seq_len, generator)
+    seq_len = _prompt_length(config, request, seq_len) if request.phase == "generate" else seq_len
+    kwargs.update(_text_inputs(config, request, seq_len, generator, has_audio="input_features" in kwargs, has_image=has_image))
     if "use_cache" in parameters and (is_causal or config.is_encoder_decoder):
         kwargs["use_cache"] = False
     if request.phase == "train" and is_causal and "labels" in parameters:
@@ -109,6 +97,35 @@ def make_inputs(model: nn.Module, request: WorkloadRequest, *, device: torch.dev
         else:
             notes = (f"{type(model).__name__} has no logits_to_keep: prefill computes the logits of every token",)
     return ExampleInputs(kwargs=_placed(kwargs, device, dtype), seq_len=seq_len, notes=notes)
+
+
+def _edge(pixels: torch.Tensor, request: WorkloadRequest) -> int:
+    """Return the height of images, which stands for the length of a sequence.
+
+    Raises:
+        UsageError: a length was asked for.
+    """
+    edge = int(pixels.shape[-1])
+    if request.seq_len is not None:
+        detail = f"--seq-len: `{request.model_id}` takes images, its size is set by its configuration ({edge})"
+        raise UsageError(detail=detail, help="leave --seq-len out")
+    return edge
+
+
+def _text_inputs(
+    config: Any, request: WorkloadRequest, seq_len: int, generator: torch.Generator, *, has_audio: bool, has_image: bool
+) -> dict[str, Any]:
+    """Draw the tokens of a model's encoder (or only part) and of its decoder."""
+    made: dict[str, Any] = {}
+    text = getattr(config, "text_config", None) or config
+    if not has_audio:
+        made["input_ids"] = _tokens(text, request.batch, seq_len, generator)
+        if has_image and isinstance(getattr(text, "eos_token_id", None), int):
+            # CLIP and its kin pool the text at the end-of-text token.
+            made["input_ids"][:, -1] = text.eos_token_id
+    if config.is_encoder_decoder:
+        made["decoder_input_ids"] = _tokens(text, request.batch, seq_len, generator)
+    return made
 
 
 def _decode_inputs(model: nn.Module, request: WorkloadRequest, generator: torch.Generator, device: torch.device) -> ExampleInputs:

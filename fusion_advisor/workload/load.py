@@ -26,7 +26,7 @@ from fusion_advisor.workload.factory import CallInputs, run_factory, run_input_f
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.inputs import NEW_TOKENS, ExampleInputs, input_metas, make_inputs, move
 from fusion_advisor.workload.request import WorkloadRequest
-from fusion_advisor.workload.resolve import resolve_source
+from fusion_advisor.workload.resolve import Source, resolve_source
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from fusion_advisor.workload.weights import build_random, load_weights, seeded, weight_bytes
 
@@ -103,21 +103,7 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
     if request.layers is not None:
         config = cut_layers(config, request.layers, model_id=request.model_id)
     dtype = resolve_dtype(request.dtype, device, getattr(config, "dtype", None))
-    # Asked for before anything is allocated: on a CPU, Linux kills the process rather than refuse the memory.
-    if not getattr(config, "auto_map", None):
-        wanted = weight_bytes(model_class, config, dtype)
-        free, _ = memory_bytes(device)
-        if free and wanted > free:
-            raise out_of_memory(stage="loading the weights", device=device, request=request, wanted_bytes=wanted)
-    if source.weights == "random":
-        model = build_random(
-            model_class, config, device=device, dtype=dtype, seed=request.seed, trust_remote_code=request.trust_remote_code
-        )
-    else:
-        model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
-    lay_out_siblings(model)
-    leave_room(model)
-    model.eval()
+    model = _build(model_class, source, request, config=config, device=device, dtype=dtype)
     new_tokens = (request.new_tokens or NEW_TOKENS) if request.phase == "generate" else 0
     if own is None:
         inputs = make_inputs(model, request, device=device, dtype=dtype)
@@ -152,6 +138,31 @@ def _load_pretrained(request: WorkloadRequest, device: torch.device) -> LoadedWo
         generation=generation,
         notes=notes,
     )
+
+
+def _build(
+    model_class: Any, source: Source, request: WorkloadRequest, *, config: Any, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Make the model with its weights on the device, in eval mode.
+
+    Raises:
+        OutOfMemory: the weights need more than is free.
+    """
+    # Asked for before anything is allocated: on a CPU, Linux kills the process rather than refuse the memory.
+    if not getattr(config, "auto_map", None):
+        wanted = weight_bytes(model_class, config, dtype)
+        free, _ = memory_bytes(device)
+        if free and wanted > free:
+            raise out_of_memory(stage="loading the weights", device=device, request=request, wanted_bytes=wanted)
+    if source.weights == "random":
+        model = build_random(
+            model_class, config, device=device, dtype=dtype, seed=request.seed, trust_remote_code=request.trust_remote_code
+        )
+    else:
+        model = load_weights(model_class, source, request, config=config, device=device, dtype=dtype)
+    lay_out_siblings(model)
+    leave_room(model)
+    return model.eval()
 
 
 def _load_factory(request: WorkloadRequest, place: str, name: str, *, device: torch.device) -> LoadedWorkload:

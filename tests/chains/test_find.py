@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_advisor.capture.graph.op_classes import class_of
-from fusion_advisor.chains.find import Verdict, depends_on_inputs, find_groups, inputs_of, is_candidate, references
+from fusion_advisor.chains.find import find_groups
+from fusion_advisor.chains.group import Verdict
+from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of, is_candidate, references
 from fusion_advisor.lowering.rules.tables import POINTWISE, SPECIAL
 from fusion_advisor.records import OpClass, OpNode, Ref, TensorMeta
 from tests.tiny import groups_of, names, planned

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_advisor.lowering.memo as alike
-from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.lowering.lower import Lowered, lower

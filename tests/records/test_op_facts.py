@@ -10,7 +10,7 @@ import torch
 
 import fusion_advisor
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
-from fusion_advisor.chains.find import is_candidate
+from fusion_advisor.chains.op_inputs import is_candidate
 from fusion_advisor.lowering.rules.tables import LOWERABLE
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
 from fusion_advisor.records.op_facts import (

@@ -57,7 +57,7 @@ def show_command(
     settings = options.apply_output(context, color=color)
     kernel = core.load_kernel(name, options.kernel_dirs(kernels))
     if backend is not None:
-        write_result(core.render_kernel(kernel, backend.value, options.dtype_name(dtype)))
+        write_result(core.render_kernel(kernel, backend.value, _dtype_name(dtype)))
         return
     directory = kernel.spec.folder
     files = sorted(path for path in directory.iterdir() if path.suffix in (".toml", ".py", ".jinja", ".cu", ".cpp"))
@@ -72,6 +72,11 @@ def show_command(
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         parts.append(f"# {path.name}\n" + "".join(plain(line, console) + "\n" for line in lines))
     write_result("\n".join(parts))
+
+
+def _dtype_name(text: str) -> str:
+    """A dtype by the name torch has for it: ``bf16`` is ``bfloat16``."""
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}.get(text, text)
 
 
 @app.command("new", cls=Command)

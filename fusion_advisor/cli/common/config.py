@@ -20,6 +20,7 @@ import typer
 
 from fusion_advisor.cli.common import core
 from fusion_advisor.cli.common.bad_values import reason_and_advice
+from fusion_advisor.cli.common.console import Settings, write_result
 from fusion_advisor.errors import BadConfig
 from fusion_advisor.files.regular_file import read_regular
 
@@ -137,6 +138,31 @@ def shown_settings(context: typer.Context) -> list[tuple[str, Any, str]]:
         value = context.params.get(parameter.name)
         rows.append((key, left_out.get(key) if value is None else value, source))
     return rows
+
+
+def print_settings(context: typer.Context, settings: Settings) -> None:
+    """Print each option with its value and source, as a table or as JSON."""
+    from fusion_advisor.report.terminal.layout import simple_table
+
+    def text(key: str, value: object) -> str:
+        if value is None or value in ((), []):
+            return LEFT_OUT.get(f"{context.info_name}.{key}", LEFT_OUT.get(key, "none"))
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    settled = shown_settings(context)
+    if context.params.get("as_json"):
+        import json
+
+        listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
+        write_result(json.dumps(listed, indent=1, default=str) + "\n")
+        return
+    rows = [(key, text(key, value), source) for key, value, source in settled]
+    console = settings.out()
+    with console.capture() as captured:
+        console.print(simple_table(("Option", "Value", "Source"), rows, console))
+    write_result(captured.get())
 
 
 def _options_of(context: typer.Context) -> dict[str, dict[str, Any]]:

@@ -26,10 +26,7 @@ TITLES = {
 """Codes of reasons in a report; these are not errors."""
 
 TEXTS: dict[str, tuple[str, ...]] = {
-    "FA001": (
-        "Options contradict each other, or an option names something that does not exist. Nothing was loaded and "
-        "nothing was written.",
-    ),
+    "FA001": ("Options contradict each other, or an option has a value that does not exist. Nothing was loaded or written.",),
     "FA002": ("Codes are FA followed by three digits; run `fusion-advisor explain` without a code for the list.",),
     "FA003": (
         "Keys of fusion-advisor.toml, of [tool.fusion-advisor] in pyproject.toml and of the user's config.toml are the long "
@@ -43,7 +40,9 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "configurations that ship with fusion-advisor. A private or gated model looks like a missing one to a reader "
         "without a token.",
     ),
-    "FA102": ("The Hub knows the model and refuses the files. The account of your token has to accept the owner's terms.",),
+    "FA102": (
+        "The Hub has the model and refuses to send its files. Log in with your account and accept the owner's terms first.",
+    ),
     "FA103": (
         "Some repositories ship Python that builds the model. It would run with your rights, so it only "
         "runs on request. Read the files of the revision that you pass, then pass --trust-remote-code.",
@@ -56,8 +55,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA106": ("The configuration names a model type that the installed transformers does not have; a newer one may.",),
     "FA107": (
-        "Inputs are made from the configuration: ids, pixels, features. This class needs inputs that its configuration "
-        "does not describe.",
+        "fusion-advisor makes inputs (ids, pixels, features) from the model's configuration. This model needs inputs that its "
+        "configuration does not describe.",
     ),
     "FA201": (
         "PyTorch sees no CUDA device: a CPU build of torch, a driver older than the CUDA that torch was built with, "
@@ -65,6 +64,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA202": (
         "Triton kernels are built by the triton package that belongs to the installed torch; another version may not import.",
+    ),
+    "FA203": (
+        "On a CPU every kernel is rendered as C++ and compiled on the spot by g++, clang++ or the compiler that CXX names. "
+        "Without a compiler no kernel can be built, so `apply` ends before it measures anything. `profile` needs none.",
     ),
     "FA301": (
         "The step did not fit. Besides the model, a run holds a second copy of the outputs for the check and, where "
@@ -130,13 +133,13 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "side is NaN or infinite. A kernel that fails is removed before it is timed: a wrong kernel has no speed.",
     ),
     "FA403": (
-        "A match was found and the rewritten model ran, yet no launch of the new kernel was seen, or no site was "
-        "replaced. The receipt in the report gives a sentence for each site.",
+        "The rewritten model ran, but the new kernel was never launched, or the rewrite replaced no site. The report gives the "
+        "reason for each site.",
     ),
     "FA404": ("Each case of kernel.toml is built and compared with reference.py for every backend and dtype it declares.",),
     "FA410": (
-        "A manifest is read key by key: an unknown key, a missing key or a value of the wrong kind is refused with the file and "
-        "the key named. Fields and their meaning are in the comments that `kernels new` writes.",
+        "An unknown key, a missing key or a value of the wrong kind in a manifest is refused; the message names the file and the "
+        "key. The comments that `kernels new` writes explain each field.",
     ),
     "FA411": ("Kernels are looked up by their manifests' names, in the shipped library and in each --kernels directory.",),
     "FA412": (
@@ -144,13 +147,13 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "import without side effects, and each function's parameters are the manifest's inputs, its keywords the constants.",
     ),
     "FA413": (
-        "The same as FA401, for one kernel: in a run its fusion is skipped and the reason stays in the report; `kernels "
-        "check` shows it as a failed case.",
+        "One kernel did not compile. A run skips its fusion and the report keeps the reason; `kernels check` counts a failed "
+        "case.",
     ),
     "FA414": (
-        "A C++ kernel first runs in a process of its own, on copies of a site's tensors, each of which ends at memory "
-        "that nobody may touch. It is refused if it ends that process (a signal, abort, exit) or does not end in time: ten "
-        "seconds, and more for large tensors. The fusion is skipped and the run goes on.",
+        "A C++ kernel first runs in a process of its own, on copies of a site's tensors, each of which ends at a "
+        "guard page. The kernel is refused if that process crashes (a signal, abort, exit) or runs for more than ten seconds "
+        "(longer for large tensors). The fusion is skipped and the run goes on.",
     ),
     "FA415": (
         "A fault on a GPU (an illegal address, a failed assertion) spoils the context of the whole process: every later call "
@@ -164,11 +167,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "repeat.",
     ),
     "FA501": (
-        "report.json and capture.json are read strictly: a truncated file, a key that no record has, or a value of "
-        "another type is refused with the place where it broke. Reports are written to a temporary name first, so a "
-        "crash leaves the old report whole.",
-        "A trace is read as far as it is whole, and nothing is ranked when it ends early: the missing part could hold anything. "
-        "Some versions of torch write a name's control characters and quotes as they are, which no JSON reader takes.",
+        "A report or capture is refused if it is truncated, has an unknown key, or has a value of another type; the message "
+        "names the place. Reports are written to a temporary file first, so a crash leaves the old report intact.",
+        "A trace that ends early is not ranked, because the missing part could hold anything. Some versions of torch write "
+        "control characters and quotes in names unescaped, which is not valid JSON.",
     ),
     "FA502": (
         "Every call that launches a kernel carries an id that its kernel carries too. Where over 1 % of them have none, "
@@ -178,8 +180,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ),
     "FA503": ("The first key of a report names its schema. Within one schema only optional fields are added.",),
     "FA504": (
-        "A run is named by a path, its id, a prefix that fits one run alone, or @last. Ids are looked up in ./fusion- "
-        "runs, so the working directory matters.",
+        "A run is named by a path, its id, a prefix that fits one run alone, or @last. Ids are looked up in "
+        "./fusion-runs, so the working directory matters.",
     ),
     "FA506": (
         "A saved plan names ops of one captured graph. It is only put in place where today's graph is the same: same ops, "
@@ -215,8 +217,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "machines of the same name, and are judged with --absolute alone.",
     ),
     "FA702": (
-        "The run holds no figure for the limit: nothing was applied (--dry-run), the step was not timed, or the two runs are of "
-        "different devices, models or shapes. A check that was not made has not passed.",
+        "The run has no figure to compare with the limit: nothing was applied (--dry-run), the step was not timed, or the two "
+        "runs are of different devices, models or shapes. A gate that cannot be checked does not pass.",
     ),
     "FA505": ("A run is only overwritten with --force; without -o every run gets its own directory.",),
     "FA601": (

@@ -29,10 +29,10 @@ def end(judged: tuple[Gate, ...], command: str) -> None:
     for gate in missing if failed else ():
         annotate("warning", f"gate {gate.rule} could not be judged: {gate.reason}")
     if failed:
-        raise GateFailed(failed=_told(failed), command=command)
+        raise GateFailed(failed=_listed(failed), command=command)
     if missing:
-        raise GateNotJudged(missing=_told(missing))
+        raise GateNotJudged(missing=_listed(missing))
 
 
-def _told(judged: list[Gate]) -> str:
+def _listed(judged: list[Gate]) -> str:
     return "; ".join(f"{gate.rule}: {gate.reason.rstrip('.')}" for gate in judged)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusion_advisor.cli.common.console import Settings, write_result
+from fusion_advisor.cli.common.console import Settings
 from fusion_advisor.codegen.registry import NAMES
 from fusion_advisor.errors import UsageError
 
@@ -32,11 +32,6 @@ class Dtype(enum.StrEnum):
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
-
-
-def dtype_name(text: str) -> str:
-    """A dtype by the name torch has for it: ``bf16`` is ``bfloat16``."""
-    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}.get(text, text)
 
 
 class Phase(enum.StrEnum):
@@ -245,7 +240,9 @@ AtolOpt = Annotated[
 StrictOpt = Annotated[
     bool, typer.Option("--strict", help="Wrong numbers (exit 7) or a failed build (exit 8) are errors.", rich_help_panel=_KEEP)
 ]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Render and build; leave the model as it is.", rich_help_panel=_KEEP)]
+DryRunOpt = Annotated[
+    bool, typer.Option("--dry-run", help="Render, build and check kernels; time no step, change no model.", rich_help_panel=_KEEP)
+]
 
 GraphOpt = Annotated[
     bool,
@@ -255,7 +252,7 @@ CompileOpt = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Also time torch.compile, eager in a CUDA graph and Liger; on a GPU by default.",
+        help="Also time torch.compile and, on a GPU, eager in a CUDA graph and Liger; the default.",
         rich_help_panel=_MEASURE,
     ),
 ]
@@ -385,38 +382,15 @@ def apply_output(
     settings: Settings = context.obj
     if show_config:
         settings.color = color.value
-        _print_config(context, settings)
+        from fusion_advisor.cli.common.config import print_settings
+
+        print_settings(context, settings)
         raise typer.Exit
     if quiet and verbose:
         raise UsageError(detail="--quiet and --verbose contradict each other", help="leave one out")
     settings.verbosity, settings.is_quiet = verbose, quiet
     settings.color, settings.progress = color.value, progress.value
     return settings
-
-
-def _print_config(context: typer.Context, settings: Settings) -> None:
-    from fusion_advisor.cli.common.config import LEFT_OUT, shown_settings
-    from fusion_advisor.report.terminal.layout import simple_table
-
-    def text(key: str, value: object) -> str:
-        if value is None or value in ((), []):
-            return LEFT_OUT.get(f"{context.info_name}.{key}", LEFT_OUT.get(key, "none"))
-        if isinstance(value, list | tuple):
-            return ", ".join(map(str, value))
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    settled = shown_settings(context)
-    if context.params.get("as_json"):
-        import json
-
-        listed = [{"option": key, "value": value, "source": source} for key, value, source in settled]
-        write_result(json.dumps(listed, indent=1, default=str) + "\n")
-        return
-    rows = [(key, text(key, value), source) for key, value, source in settled]
-    console = settings.out()
-    with console.capture() as captured:
-        console.print(simple_table(("Option", "Value", "Source"), rows, console))
-    write_result(captured.get())
 
 
 def workload_fields(**values: object) -> dict[str, object]:

@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.tracer import Region, capture_regions
-from fusion_advisor.chains.find import Group, find_groups
+from fusion_advisor.chains.find import find_groups
+from fusion_advisor.chains.group import Group
 from fusion_advisor.codegen.common.interface import KernelCrashed
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.errors import CannotSpecialize

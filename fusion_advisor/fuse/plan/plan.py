@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion_advisor.chains.find import Group, Verdict, find_groups, outputs_of
+from fusion_advisor.chains.find import find_groups, outputs_of
+from fusion_advisor.chains.group import Group, Verdict
 from fusion_advisor.chains.rank import Ranked, rank_chains
 from fusion_advisor.codegen.common.interface import Header, library_origin
 from fusion_advisor.fuse.plan.options import MIN_SHARE

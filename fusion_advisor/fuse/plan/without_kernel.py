@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from fusion_advisor.chains.find import depends_on_inputs, inputs_of
+from fusion_advisor.chains.op_inputs import depends_on_inputs, inputs_of
 from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref
 
 ALIGNED_COLUMNS = 8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.ir.affine_index import ORIGIN, CutLoop, Index, Place, reshaped, undivided
 from fusion_advisor.ir.dtypes import DTYPES, CannotLower, compute_dtype
 from fusion_advisor.ir.loop_nest import Nest

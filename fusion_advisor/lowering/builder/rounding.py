@@ -17,7 +17,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fusion_advisor.chains.find import inputs_of
+from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.ir.program import ROUNDINGS, Program, Value, nests
 from fusion_advisor.records import OpNode, Ref
 from fusion_advisor.records.op_facts import overload_free

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fusion_advisor.chains.find import writes_by_number
+from fusion_advisor.chains.op_inputs import writes_by_number
 from fusion_advisor.ir.affine_index import Index, Place
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.lowering.rules.gather import ids_at, inside
