@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Run the Triton GEMV kernels in the interpreter and print name → complaint as JSON; its own process (gemm/test_problem.py)."""
-=======
 """Run the Triton GEMV kernels in the interpreter, in a process of its own; print name → complaint as JSON."""
->>>>>>> main
 
 from __future__ import annotations
 
