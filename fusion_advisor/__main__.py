@@ -15,6 +15,8 @@ def main() -> int:
         if answer is not None:
             sys.stdout.write(answer[0] + "\n" if answer[0] else "")
             return answer[1]
+    # OpenMP reads it once, when torch is loaded. Threads that spin while they wait take cores from the threads they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from fusion_advisor.cli.app import main as run
 
     return run()

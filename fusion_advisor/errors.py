@@ -436,6 +436,16 @@ class KernelCheckFailed(AdvisorError):
     exit_code = 10
 
 
+class MachineTooBusy(AdvisorError):
+    """The noise hid every gain that was expected."""
+
+    code = "FA512"
+    message = "could not tell what pays: this machine is too busy"
+    note = "{detail}"
+    hint = "run again when the machine is idle; the report has what was measured"
+    exit_code = 6
+
+
 class UnknownCode(AdvisorError):
     """`explain` was asked for a code that no error has."""
 
@@ -453,6 +463,16 @@ class KernelFaulted(AdvisorError):
     note = "the report so far was written; the process's context on the GPU is lost, and the model with it"
     hint = "leave the kernel out with `--skip {kernel}`, in a new process; please report it with its source, which is in kernels/"
     exit_code = 8
+
+
+class HalfWritten(AdvisorError):
+    """A fused call stopped after it may have written to its cache: the cache is not what either call would have left."""
+
+    code = "FA416"
+    message = "{detail}: reset the cache and repeat"
+    note = "the call had begun to write to its cache, which now holds part of a step"
+    hint = "later calls run the model's original ops where the same would happen again"
+    exit_code = 4
 
 
 class PlanMismatch(AdvisorError):

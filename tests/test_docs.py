@@ -71,6 +71,23 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1500
 
 
+_PRIVATE = ("beside", "behind", "told", "bought", "dearest", "anew", "that of", "those of")
+"""Words that a reader stumbles over; each has a plainer one."""
+WRITTEN = [*PAGES[:1], *(ROOT / "docs").glob("*.md"), *(ROOT / "reports").glob("*/*.jinja")]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_pages_and_reports_use_plain_words(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").lower()
+    assert [word for word in _PRIVATE if re.search(rf"\b{word}\b", text)] == []
+
+
+def test_the_readme_marks_the_place_of_its_sample_and_the_sample_kept_something() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sample = text.partition("<!-- the two-core sample")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert "✓ kept" in sample and all(line.startswith("    ") for line in sample.splitlines())
+
+
 def test_rewrites_in_documents_exist() -> None:
     known = {rewrite.id for rewrite in REWRITES}
     found = re.findall(r'id="([\w-]+)"', (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))

@@ -14,7 +14,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +27,12 @@ import torch
 from fusion_advisor.codegen.common.interface import Header, Rendered, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel, find_compiler
 from fusion_advisor.evaluate.check_inputs import make_inputs, planned_layouts
-from fusion_advisor.evaluate.render import header_of, named_program
+from fusion_advisor.evaluate.kinds import header_of, named_program
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.patterns import kernel_patterns, lower_graph, trace_reference
 from fusion_advisor.lowering.rules.tables import CannotLower
 
-ROOT = Path(__file__).resolve().parents[1]
 DRIVER = Path(__file__).with_name("sanitize_driver.cpp")
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all", "-fopenmp"),
@@ -179,9 +177,8 @@ def _outputs(graph: torch.fx.GraphModule, count: int, written: Sequence[torch.Te
 
 def program_calls() -> Iterator[tuple[Rendered, Call]]:
     """Yield the calls of the programs that the tests of all backends share."""
-    sys.path.insert(0, str(ROOT / "tests" / "library"))
-    from cases import cases, inputs  # type: ignore[import-not-found]
-    from evaluate import allocate  # type: ignore[import-not-found]
+    from tests.kernel_cases.cases import cases, inputs
+    from tests.kernel_cases.evaluate import allocate
 
     header = Header(title="chain", summary="A test.", origin="written by hand")
     for name, program in cases().items():

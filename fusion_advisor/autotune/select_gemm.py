@@ -134,15 +134,7 @@ def choose(
         return GemvChoice(config=stored, source="stored")
     with tempfile.TemporaryDirectory() as folder:
         make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder), store=store))
-        built: list[tuple[GemvConfig, str, Launcher]] = []
-        for config in tried:
-            try:
-                built.append((config, config.text, make(config)))
-            except KernelBuildFailed:
-                continue
-        timed = time_launchers(
-            built, lambda seed: operands(problem, device, seed=seed), *_bytes(problem), device, clock or make_clock(device)
-        )
+        timed = _timed(problem, tried, make, device, clock or make_clock(device))
     if not timed:
         return GemvChoice(config=fallback, source="default", tune_ns=time.perf_counter_ns() - started)
     chosen, _, best_ns = min(timed, key=lambda item: item[2])
@@ -152,6 +144,19 @@ def choose(
     store.put(key, chosen, median_ns=best_ns, default_ns=fallback_ns)
     tried_ns = tuple((text, ns) for _, text, ns in timed)
     return GemvChoice(config=chosen, source="measured", tried=tried_ns, tune_ns=time.perf_counter_ns() - started)
+
+
+def _timed(
+    problem: GemvProblem, tried: Sequence[GemvConfig], make: Build, device: torch.device, clock: Clock
+) -> list[tuple[GemvConfig, str, int]]:
+    """(configuration, its text, nanoseconds of one call) of every configuration that compiles."""
+    built: list[tuple[GemvConfig, str, Launcher]] = []
+    for config in tried:
+        try:
+            built.append((config, config.text, make(config)))
+        except KernelBuildFailed:
+            continue
+    return time_launchers(built, lambda seed: operands(problem, device, seed=seed), *_bytes(problem), device, clock)
 
 
 def launcher_for(

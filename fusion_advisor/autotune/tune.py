@@ -100,14 +100,7 @@ def best_tuning(
         return Tuned(tuning=Tuning(), source="default")
     with tempfile.TemporaryDirectory() as folder:
         make = build or _builder(program, header, backend, fast_math, Path(folder))
-        built: list[tuple[Tuning, str, Launcher]] = []
-        for tuning, text in choices:
-            if built and time.perf_counter_ns() - started > budget_s * 1e9:
-                break
-            try:
-                built.append((tuning, text, make(tuning)))
-            except Exception:  # noqa: BLE001 - compilers and drivers raise what they like; another configuration will do
-                continue
+        built = _built(choices, make, started_ns=started, budget_s=budget_s)
         timed = _times(program, built, device, clock or make_clock(device))
     if not timed:
         return Tuned(tuning=Tuning(), source="default", tune_ns=time.perf_counter_ns() - started)
@@ -119,6 +112,21 @@ def best_tuning(
         tried=tuple((text, ns) for _, text, ns in timed),
         tune_ns=time.perf_counter_ns() - started,
     )
+
+
+def _built(
+    choices: Sequence[tuple[Tuning, str]], make: Build, *, started_ns: int, budget_s: float
+) -> list[tuple[Tuning, str, Launcher]]:
+    """The launchers of as many choices as the budget allows, at least one."""
+    built: list[tuple[Tuning, str, Launcher]] = []
+    for tuning, text in choices:
+        if built and time.perf_counter_ns() - started_ns > budget_s * 1e9:
+            break
+        try:
+            built.append((tuning, text, make(tuning)))
+        except Exception:  # noqa: BLE001 - compilers and drivers raise what they like; another configuration will do
+            continue
+    return built
 
 
 def tuning_key(

@@ -27,6 +27,7 @@ from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
 from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.clock_sampler import watching
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
 
 
 def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
@@ -106,6 +107,7 @@ def profile_model(
     with_nvtx: bool = False,
     trace_to: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
+    timer: HostTimer | None = None,
 ) -> tuple[Capture, tracer.LiveCapture]:
     """Profile one step of a model.
 
@@ -123,6 +125,7 @@ def profile_model(
         with_nvtx: open NVTX ranges per phase and module.
         trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
         note: called with one sentence per finished part.
+        timer: times the eager step; left out, the one of the device.
 
     Returns:
         The record, and the live graphs that ``fuse`` rewrites.
@@ -134,6 +137,7 @@ def profile_model(
     """
     on_cuda = environment.device_kind == "cuda"
 
+    timer = timer or step_timer(on_cuda=on_cuda)
     call = torch_internals.original_call(model)
 
     def eager() -> Any:
@@ -161,9 +165,10 @@ def profile_model(
                 watch.sample(number, 0, untimed, last_ns)
 
             times = wall_timer.wall_times(
-                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between
-            )
-        eager_step = wall_timer.as_timing(times, "wall", watch.clocks())
+                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between,
+                timer=timer,
+            )  # fmt: skip
+        eager_step = wall_timer.as_timing(times, timer.method, watch.clocks())
         note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
         if tool:
             raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "eager step"))

@@ -8,11 +8,8 @@ from typing import Protocol
 
 from fusion_advisor.codegen.common.interface import Rendered
 from fusion_advisor.codegen.common.site import Layout
-from fusion_advisor.errors import UsageError
+from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.ir.program import Program
-
-_ARCH = 90
-"""The compute capability that a CUDA file names where no device is here."""
 
 
 class _TensorLayout(Protocol):
@@ -34,29 +31,7 @@ def with_launcher(
         program: of its site.
         tensors: layout of each operand at the site, where it is known.
         fast_math: whether the kernel approximates.
-
-    Raises:
-        UsageError: the kernel is for no known backend.
     """
-    if rendered.backend == "triton":
-        from fusion_advisor.codegen.triton import launcher as triton
-
-        layouts = [None if t is None else Layout(shape=tuple(t.shape), strides=tuple(t.stride)) for t in tensors]
-        return replace(rendered, text=triton.with_launcher(rendered, program, layouts=layouts, fast_math=fast_math))
-    if rendered.backend == "cpp":
-        from fusion_advisor.codegen.cpp import launcher as cpp
-
-        return replace(rendered, text=cpp.with_launcher(rendered, program, fast_math=fast_math))
-    if rendered.backend == "cuda":
-        import torch
-
-        from fusion_advisor.codegen.cuda import launcher as cuda
-        from fusion_advisor.codegen.cuda.nvrtc import device_shared_memory, has_cuda_core
-        from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
-
-        is_here = torch.cuda.is_available()
-        major, minor = torch.cuda.get_device_capability() if is_here else divmod(_ARCH, 10)
-        arch = 10 * major + minor
-        shared = device_shared_memory() if is_here and has_cuda_core() else shared_memory_of(arch)
-        return replace(rendered, text=cuda.with_launcher(rendered, program, shared=shared, arch=arch, fast_math=fast_math))
-    raise UsageError(detail=f"there is no backend `{rendered.backend}`", help="one of: triton, cuda, cpp")
+    layouts = [None if t is None else Layout(shape=tuple(t.shape), strides=tuple(t.stride)) for t in tensors]
+    text = descriptor(rendered.backend).file_text(rendered, program, layouts, fast_math=fast_math)
+    return replace(rendered, text=text)

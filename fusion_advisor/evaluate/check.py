@@ -21,25 +21,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from fusion_advisor.autotune.select_gemm import is_served
 from fusion_advisor.codegen.common.descriptor import COMPILE, INTERPRET, RUN, Backend
-from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher, Rendered, Tuning
-from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates
-from fusion_advisor.codegen.gemm.registry import gemv_backend
-from fusion_advisor.codegen.registry import backend as backend_of
+from fusion_advisor.codegen.common.interface import KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import descriptor
 from fusion_advisor.evaluate.check_inputs import KINDS, eager, make_inputs, oracle, planned_layouts
-from fusion_advisor.evaluate.render import header_of, named_program
+from fusion_advisor.evaluate.kinds import Subject, kind_of
 from fusion_advisor.ir.program import Program
 from fusion_advisor.library.discover import BadReference, Kernel, list_kernels, load_kernel
-from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.match import Pattern, find_match
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference, sentinels, trace_reference
-from fusion_advisor.library.spec import Case, KernelSpec
+from fusion_advisor.library.spec import CHAIN, Case, KernelSpec
 from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.verify.accuracy import Error, error_of, is_within
 
@@ -73,19 +68,7 @@ class _Job:
 
     variant: str
     graph: torch.fx.GraphModule
-    inputs: tuple[int, ...]
-    """Of the reference's parameters, in the order of the kernel's operands."""
-    output_count: int
-    problem: Program | GemvProblem
-    written: tuple[int, ...] = ()
-    """Parameters that the last outputs are written into."""
-
-    @property
-    def elements(self) -> int:
-        """What the kernel walks over."""
-        if isinstance(self.problem, GemvProblem):
-            return self.problem.weight_rows * self.problem.k
-        return math.prod(self.problem.dims)
+    subject: Subject
 
 
 def check_kernel(
@@ -110,12 +93,12 @@ class _Checker:
     def __init__(self, kernel: Kernel, kernel_dirs: tuple[Path, ...], progress: Progress) -> None:
         self.kernel, self.spec, self.dirs, self.progress = kernel, kernel.spec, kernel_dirs, progress
         self.own = _readable_patterns([self.spec])
-        self._built: dict[tuple[str, str], BuiltKernel] = {}
-        self._compiled: dict[str, str] = {}
+        self._built: dict[tuple[str, str], Any] = {}
+        self._compiled: set[str] = set()
         self.folder = Path()
 
     def run(self, backends: Sequence[str], *, with_patterns: bool = True) -> list[CheckRow]:
-        has_patterns = with_patterns and self.spec.gemv is None
+        has_patterns = with_patterns and self.spec.kind == CHAIN
         rows = [self._pattern_row(variant) for variant, _ in self.kernel.references] if has_patterns else []
         modes = {backend: _mode(backend) for backend in backends}
         interpreted: dict[str, dict[tuple[str, str], CheckRow]] = {}
@@ -173,18 +156,8 @@ class _Checker:
         kind, spec = getattr(torch, dtype), self.spec.laid_out(case)
         for variant, function in self.kernel.references:
             graph = trace_reference(spec, function, dict(case.sizes), dtype=kind)
-            if self.spec.gemv is not None:
-                inputs = tuple(range(len(self.spec.inputs)))
-                problem = problem_of(self.spec, variant, case, dtype)
-                yield _Job(variant=variant, graph=graph, inputs=inputs, output_count=1, problem=problem)
-                continue
-            for lowered in lower_reference(spec, function, dict(case.sizes), dtype=kind):
-                program = named_program(lowered.program, self.own)
-                count = len(lowered.outputs)
-                yield _Job(
-                    variant=variant, graph=graph, inputs=lowered.inputs, output_count=count, problem=program,
-                    written=lowered.written,
-                )  # fmt: skip
+            for subject in kind_of(self.spec).subjects(spec, variant, function, case, dtype, self.own):
+                yield _Job(variant=variant, graph=graph, subject=subject)
 
     # ------------------------------------------------------------------ one case of one backend
 
@@ -192,10 +165,9 @@ class _Checker:
         self, backend: str, mode: str, jobs: list[_Job], case: Case, dtype: str, interpreted: CheckRow | None
     ) -> tuple[str, str]:
         try:
-            if all(isinstance(job.problem, GemvProblem) and not candidates(job.problem, (backend,)) for job in jobs):
-                return "skipped", f"{backend} has no kernel for this; cuBLAS computes it"
-            if mode == RUN and all(isinstance(job.problem, GemvProblem) and not is_served(job.problem, "cuda") for job in jobs):
-                return "skipped", "its kernel is for another GPU, or needs cuda-core; cuBLAS computes it"
+            reasons = [job.subject.why_unserved(backend, is_here=mode == RUN) for job in jobs]
+            if all(reasons):
+                return "skipped", reasons[0]
             if mode == RUN:
                 return self._run_case(backend, jobs, case, dtype)
             if mode not in (INTERPRET, COMPILE):
@@ -211,7 +183,7 @@ class _Checker:
         language = descriptor(backend)
         device = _device_of(language) or "cpu"
         is_interpreted = bool(language.interpreter_variable) and device == "cpu"
-        elements = max(job.elements for job in jobs)
+        elements = max(job.subject.elements for job in jobs)
         if is_interpreted and elements > _INTERPRETED_ELEMENTS:
             return "skipped", f"{elements:,} elements are too many for {language.title}'s interpreter"
         worst, failures = (-1.0, ""), []
@@ -231,35 +203,20 @@ class _Checker:
         return "passed", f"relative error {worst[1]}{where}"
 
     def _launchers(self, backend: str, job: _Job) -> Iterator[Launcher]:
-        """The kernel for a job; of a GEMV, every configuration that could be chosen."""
-        for rendered, config in self._rendered(backend, job):
-            path = self.folder / f"{rendered.entry}{rendered.suffix}"
-            if isinstance(job.problem, GemvProblem):
-                yield gemv_backend(backend).build(rendered, path).bind(job.problem, config)
-                continue
+        """Launchers of every version of a kernel."""
+        for version in job.subject.versions(backend):
+            rendered = version.rendered
             key = (backend, rendered.entry)
             if key not in self._built:
-                self._built[key] = backend_of(backend).build(rendered, path)
-            yield self._built[key].bind(job.problem)
-
-    def _rendered(self, backend: str, job: _Job) -> Iterator[tuple[Rendered, GemvConfig | None]]:
-        header = header_of(self.spec, job.variant)
-        if isinstance(job.problem, GemvProblem):
-            for config in candidates(job.problem, (backend,)):
-                yield gemv_backend(backend).render(job.problem, header, config=config), config
-        else:
-            yield backend_of(backend).render(job.problem, header, tuning=Tuning(), fast_math=False), None
+                self._built[key] = version.build(self.folder / f"{rendered.entry}{rendered.suffix}")
+            yield version.bind(self._built[key])
 
     def _compile_case(self, backend: str, jobs: list[_Job]) -> str:
         for job in jobs:
-            for rendered, config in self._rendered(backend, job):
-                if rendered.entry in self._compiled:
-                    continue
-                if isinstance(job.problem, GemvProblem):
-                    gemv_backend(backend).compile_for(job.problem, rendered, _ARCH, config=config)
-                else:
-                    descriptor(backend).compile_for(job.problem, rendered, _ARCH)
-                self._compiled[rendered.entry] = backend
+            for version in job.subject.versions(backend):
+                if version.rendered.entry not in self._compiled:
+                    version.compile_for(_ARCH)
+                    self._compiled.add(version.rendered.entry)
         return f"compiles for sm_{_ARCH}"
 
     def _interpret(self, backend: str) -> dict[tuple[str, str], CheckRow]:
@@ -290,18 +247,18 @@ def _errors(
     job: _Job, launch: Launcher, inputs: list[torch.Tensor], *, is_interpreted: bool
 ) -> Iterator[tuple[Error, Error, bool]]:
     """Error of every output, eager's own error there, and whether the limit is kept."""
-    count = job.output_count
-    apart = [[t.clone() if n in job.written else t for n, t in enumerate(inputs)] for _ in range(3)]
+    count = job.subject.output_count
+    apart = [[t.clone() if n in job.subject.written else t for n, t in enumerate(inputs)] for _ in range(3)]
     original, truth = eager(job.graph, apart[0])[-count:], oracle(job.graph, apart[1])[-count:]
     outputs = []
-    given = [None] * (count - len(job.written)) + [apart[2][number] for number in job.written]
+    given = [None] * (count - len(job.subject.written)) + [apart[2][number] for number in job.subject.written]
     for tensor, planned, before in zip(original, planned_layouts(job.graph)[-count:], given, strict=True):
         # Triton's interpreter cuts bfloat16 off where a GPU rounds it: there the kernel stores float32 and torch rounds.
         dtype = torch.float32 if is_interpreted and tensor.dtype == torch.bfloat16 else tensor.dtype
         # Filled with what no kernel writes, so that an element that is left out shows.
         made = torch.empty_strided(planned.shape, planned.stride(), dtype=dtype, device=tensor.device).fill_(3)
         outputs.append(made if before is None else made.copy_(before))
-    launch(*(inputs[index] for index in job.inputs), *outputs)
+    launch(*(inputs[index] for index in job.subject.inputs), *outputs)
     for ours, theirs, exact in zip(outputs, original, truth, strict=True):
         error, own = error_of(ours.to(theirs.dtype), exact), error_of(theirs, exact)
         yield error, own, is_within(error, own, theirs.dtype)

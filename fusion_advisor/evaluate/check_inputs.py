@@ -41,7 +41,7 @@ def make_inputs(spec: KernelSpec, case: Case, dtype: str, kind: str, device: str
             values = torch.randn(made.shape, generator=generator, dtype=torch.float64)
             if tensor.shape == spec.inputs[0].shape:
                 values = (values * KINDS[kind]).clamp(-1e4, 1e4)
-            if spec.gemv is not None and tensor.name == "weight":
+            if spec.is_contracted(tensor):
                 values /= values.shape[-1] ** 0.5
             if kind == "NaN and Inf" and number == 0:
                 _plant(values)

@@ -91,7 +91,7 @@ def _how(job: Job) -> dict[str, Any]:
     return {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": job.bench.on_cuda,
         "runs": options.runs, "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps,
-        "rewind": job.bench.live.written.rewind, "progress": job.progress,
+        "rewind": job.bench.live.written.rewind, "progress": job.progress, "timer": job.bench.timer,
     }  # fmt: skip
 
 

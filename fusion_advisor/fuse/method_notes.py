@@ -5,6 +5,7 @@ from __future__ import annotations
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.timing.interleaving import TURN_S
 
 
@@ -20,6 +21,7 @@ def method_notes(decision: Decision, options: ApplyOptions, bench: Bench) -> tup
         "cuda_graph": "replays of a CUDA graph of the captured step",
         "cuda_events": "CUDA events around the captured step (it could not be recorded into a CUDA graph)",
         "wall": "wall time of the captured step",
+        CPU_TIME: "CPU time of the captured step's busiest thread, which other programs on the machine do not move",
     }[decision.method]
     rounds = len(decision.before.times_ns)
     in_parts = (

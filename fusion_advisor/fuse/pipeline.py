@@ -23,6 +23,7 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
 from fusion_advisor.fuse.live.fused_model import is_training
@@ -35,10 +36,12 @@ from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
+from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.machine_load import machine_load
 from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 
-_DECIDE_S = {"cuda": 20.0, "cpu": 45.0}
+_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
 """Of rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner."""
 
 
@@ -63,6 +66,7 @@ def apply_workload(
     options: ApplyOptions,
     progress: Progress | None = None,
     on_report: Callable[[Report], None] = lambda _: None,
+    timer: HostTimer | None = None,
 ) -> AppliedRun:
     """Profile, try every fusion, keep what pays, and leave the model fused.
 
@@ -71,6 +75,7 @@ def apply_workload(
         options: how to measure and decide.
         progress: told what goes on.
         on_report: given the report so far after every fusion.
+        timer: times steps from the host's side; left out, the one of the device.
 
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
@@ -86,7 +91,7 @@ def apply_workload(
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=timer)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
@@ -96,7 +101,7 @@ def apply_workload(
             report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact
         )
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda")
+        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
         with clock.phase("fusions"):
             fusions, built = try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
         with clock.phase("keep what pays"):
@@ -111,6 +116,9 @@ def apply_workload(
             rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
             launch_cost_ns=cost_ns,
         )
+        if options.is_timed:
+            noise_share, step_ns = kept.decision.noise_share, kept.decision.untouched_ns
+            report = with_noise_judged(report, noise_share=noise_share, step_ns=step_ns, load=machine_load)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
@@ -129,7 +137,13 @@ def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress:
 
 
 def _profile(
-    loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, clock: PhaseClock, *, is_timed: bool = True
+    loaded: LoadedWorkload,
+    options: ProfileOptions,
+    progress: Progress,
+    clock: PhaseClock,
+    *,
+    is_timed: bool = True,
+    timer: HostTimer | None = None,
 ) -> tuple[Capture, LiveCapture, Plan]:
     device = loaded.record.device
     with clock.phase("bandwidth"):
@@ -153,6 +167,7 @@ def _profile(
             with_nvtx=options.nvtx,
             trace_to=trace_to,
             note=progress.note,
+            timer=timer,
         )
     for warning in capture.quality.warnings:
         progress.warn(warning)

@@ -42,7 +42,17 @@ from dataclasses import dataclass, replace
 from fusion_advisor.records.op_facts import item_bytes
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+LOGIC = ("and", "or", "xor")
 COMMUTATIVE = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "and", "or", "xor"})
+ARITHMETIC = (
+    "add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt",
+    "reciprocal", "sigmoid", "tanh", "erf", "erfc", "sin", "cos", "pow", "floor", "ceil", "trunc", "round", "remainder", "sign",
+    "normal_cdf", "tanh_cdf", "round_float16", "round_bfloat16",
+)  # fmt: skip
+PLACES = ("load", "const", "index", "size", "extent", "quotient", "inside", "dropout")
+OPS = frozenset({*ARITHMETIC, *COMPARES, *LOGIC, *PLACES, *REDUCTIONS, "not", "isnan", "where", "cast"})
+"""Every op. A language's printer table has a row for each, or says why it has none."""
 ROUNDINGS = {"float16": "round_float16", "bfloat16": "round_bfloat16"}
 """The op that rounds to a dtype inside a kernel; wider dtypes are compute dtypes, and a ``cast`` rounds to those."""
 ADDRESSED = frozenset({"load", "dropout"})
@@ -276,40 +286,58 @@ def layout_key(program: Program) -> str:
     (and steps) of an earlier one of the same operand is marked ``=``: the two share their stride arguments. The odd one of a pair
     is marked ``~``: it is read or written together with the even one.
     """
-    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
-    pairs = find_pairs(program)
-    even_load, even_store = ({odd: even for even, odd in matched} for matched in (pairs.loads, pairs.stores))
-
-    def strides(operand: int, values: tuple[int, ...]) -> str:
-        text = "".join(str(s) if s in (0, 1) else "s" for s in values)
-        return f"{text[:-1]}2" if (operand, values) in pairs.places else text
-
+    text = _LayoutText(program)
     parts = [f"{'exact;' if program.is_exact else ''}{len(program.dims)}{'r' if program.is_reduced else 'p'}"]
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
-    for number, v in enumerate(program.values):
-        where = ""
-        if v.op == "load":
-            same = first.setdefault((v.operand, v.strides, v.steps), number)
-            shared = f"={same}" if same != number else ""
-            offset = f"~{even_load[number]}" if number in even_load else "+" if v.offset else ""
-            moved = f"[{strides(v.operand, v.strides)}{'|' + strides(-1, v.steps) if v.steps else ''}]{offset}"
-            where = f"@{v.operand}{moved}{shared}?{v.guard}"
-        elif v.op == "inside":
-            where = f"?{v.guard}"
-        elif v.op == "dropout":
-            where = f"[{strides(-1, v.strides)}]{'+' if v.offset else ''}"
-        constant = None if v.op == "extent" else v.constant
-        parts.append(f"{v.op}{v.args}{v.dtype}{constant!r}{where}{v.dim if v.op in ('index', 'size') else ''}")
-    written: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
-    for number, s in enumerate(program.stores):
-        same = written.setdefault((s.operand, s.strides, s.steps), number)
-        shared = f"={same}" if same != number else ""
-        offset = f"~{even_store[number]}" if number in even_store else "+" if s.offset else ""
-        moved = f"|{strides(-1, s.steps)}" if s.steps else ""
-        where = f"{s.args}?{s.guard}" if s.args or s.guard is not None else ""
-        parts.append(f"{s.operand}={s.value}[{strides(s.operand, s.strides)}{moved}]{offset}{shared}{where}")
+    parts += [text.value(number, value) for number, value in enumerate(program.values)]
+    parts += [text.store(number, store) for number, store in enumerate(program.stores)]
     parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.beside]
     return ";".join(parts)
+
+
+class _LayoutText:
+    """The parts of a layout key."""
+
+    def __init__(self, program: Program) -> None:
+        self._pairs = find_pairs(program)
+        self._even_load, self._even_store = (
+            {odd: even for even, odd in matched} for matched in (self._pairs.loads, self._pairs.stores)
+        )
+        self._first: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], int] = {}
+        """The first load and the first store with some strides, by kind, operand, strides and steps."""
+
+    def value(self, number: int, value: Value) -> str:
+        where = ""
+        if value.op == "load":
+            moved = (
+                f"[{self._strides(value.operand, value.strides)}{'|' + self._strides(-1, value.steps) if value.steps else ''}]"
+            )
+            offset = self._offset(self._even_load, number, value)
+            where = f"@{value.operand}{moved}{offset}{self._shared('load', number, value)}?{value.guard}"
+        elif value.op == "inside":
+            where = f"?{value.guard}"
+        elif value.op == "dropout":
+            where = f"[{self._strides(-1, value.strides)}]{'+' if value.offset else ''}"
+        constant = None if value.op == "extent" else value.constant
+        dim = value.dim if value.op in ("index", "size") else ""
+        return f"{value.op}{value.args}{value.dtype}{constant!r}{where}{dim}"
+
+    def store(self, number: int, store: Store) -> str:
+        shared, offset = self._shared("store", number, store), self._offset(self._even_store, number, store)
+        moved = f"|{self._strides(-1, store.steps)}" if store.steps else ""
+        where = f"{store.args}?{store.guard}" if store.args or store.guard is not None else ""
+        return f"{store.operand}={store.value}[{self._strides(store.operand, store.strides)}{moved}]{offset}{shared}{where}"
+
+    def _strides(self, operand: int, strides: tuple[int, ...]) -> str:
+        text = "".join(str(s) if s in (0, 1) else "s" for s in strides)
+        return f"{text[:-1]}2" if (operand, strides) in self._pairs.places else text
+
+    def _shared(self, kind: str, number: int, access: Value | Store) -> str:
+        same = self._first.setdefault((kind, access.operand, access.strides, access.steps), number)
+        return f"={same}" if same != number else ""
+
+    def _offset(self, even: dict[int, int], number: int, access: Value | Store) -> str:
+        return f"~{even[number]}" if number in even else "+" if access.offset else ""
 
 
 def dropout_constants(p: float) -> tuple[int, float]:

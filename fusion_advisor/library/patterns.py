@@ -22,7 +22,7 @@ from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import Region, describe
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.match import Pattern, structure
-from fusion_advisor.library.spec import Input, KernelSpec
+from fusion_advisor.library.spec import CHAIN, Input, KernelSpec
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import OpClass, Ref
@@ -52,7 +52,7 @@ def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
     Raises:
         BadReference: a reference cannot be traced, or is more than one kernel can compute.
     """
-    if spec.gemv is not None:  # a GEMM is no chain of pointwise ops and reductions: nothing to match it with
+    if spec.kind != CHAIN:
         return ()
     file = spec.folder / "reference.py"
     return _traced(spec, file.read_bytes() if file.is_file() else b"")

@@ -34,6 +34,10 @@ class BadManifest(AdvisorError):
     exit_code = 9
 
 
+CHAIN, LINEAR = "chain", "linear"
+"""Kinds of kernels. A chain of pointwise ops and reductions is found by its pattern, a linear layer by the pass of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """One tensor parameter of the references."""
@@ -116,6 +120,15 @@ class KernelSpec:
     presets: tuple[Preset, ...] = ()
     gemv: Gemv | None = None
     """Set where the kernel comes from the GEMV templates, not from its reference's ops."""
+
+    @property
+    def kind(self) -> str:
+        """``chain`` or ``linear``; ``evaluate.kinds`` says what each means."""
+        return CHAIN if self.gemv is None else LINEAR
+
+    def is_contracted(self, tensor: Input) -> bool:
+        """Whether an input's last dim is summed over: random values are then scaled so that results keep the inputs' size."""
+        return self.kind == LINEAR and tensor.name == "weight"
 
     def shape_of(self, tensor: Input, case: Case) -> tuple[int, ...]:
         """An input's shape in a case."""

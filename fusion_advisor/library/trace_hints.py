@@ -19,6 +19,7 @@ from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.kernels import device_work
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.patterns import example_inputs
+from fusion_advisor.library.spec import CHAIN
 
 _CPU_DROPOUT, _GPU_DROPOUT = ("bernoulli", "div", "mul"), ("dropout",)
 """torch's dropout, which is one op on a GPU alone."""
@@ -45,7 +46,7 @@ def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...],
     """
     calls = []
     for spec in list_kernels(kernel_dirs):
-        if spec.gemv is not None:  # a GEMM and what is fused with it: no chain of pointwise ops and reductions
+        if spec.kind != CHAIN:
             continue
         kernel = load_references(spec)
         for function in (dict(kernel.references) | dict(kernel.baselines)).values():

@@ -21,7 +21,8 @@ from fusion_advisor.ir.affine_index import CutLoop
 from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.lowering.builder.builder import Lowering
-from fusion_advisor.lowering.builder.collapse_loops import Lowered, side_by_side
+from fusion_advisor.lowering.builder.lowered import Lowered
+from fusion_advisor.lowering.builder.side_by_side import side_by_side
 from fusion_advisor.lowering.rules.gather import READS_ONE
 from fusion_advisor.lowering.rules.scatter import written_shape
 from fusion_advisor.lowering.rules.tables import RULES

@@ -28,7 +28,18 @@ from fusion_advisor.records.rewrite import (
     Status,
     Tolerance,
 )
-from fusion_advisor.records.run import Bandwidth, Clocks, ClockSample, DataQuality, Environment, GraphBreak, Timing, Workload
+from fusion_advisor.records.run import (
+    Bandwidth,
+    Clocks,
+    ClockSample,
+    DataQuality,
+    Environment,
+    GraphBreak,
+    MachineLoad,
+    Timing,
+    TooBusy,
+    Workload,
+)
 from fusion_advisor.records.step import (
     COMPILED,
     EAGER,
@@ -73,6 +84,7 @@ __all__ = [
     "GraphRewrite",
     "Launch",
     "LaunchVerdict",
+    "MachineLoad",
     "Match",
     "ModelCheck",
     "ModuleTime",
@@ -94,6 +106,7 @@ __all__ = [
     "Timeline",
     "Timing",
     "Tolerance",
+    "TooBusy",
     "TraceChain",
     "TraceKernel",
     "TraceReport",

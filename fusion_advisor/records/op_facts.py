@@ -16,9 +16,11 @@ ITEM_BYTES: Mapping[str, int] = {
 ROWS_OPERAND: Mapping[str, int] = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0}
 """Ops that read a tensor where another tensor says, and that tensor's position. They move what they return, not all of it."""
 
-PRODUCTS: Mapping[str, int] = {"linear": 0, "mm": 0, "addmm": 1}
-"""Matrix products of a matrix that a model computes: the position of that matrix, whose rows are the result's."""
+PRODUCT_OPERANDS: Mapping[str, tuple[int, ...]] = {"linear": (0, 1, 2), "mm": (0, 1), "addmm": (1, 2, 0)}
+"""Matrix products of a matrix that a model computes: positions of that matrix, of the weight, and of the bias if there is one."""
 
+PRODUCTS: Mapping[str, int] = {name: places[0] for name, places in PRODUCT_OPERANDS.items()}
+"""The position of the matrix whose rows are the result's."""
 
 PLAIN_VIEWS = ("view", "reshape", "_unsafe_view")
 """Views that only regroup dims."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fusion_advisor.records.chain import Chain, Match, NoMatch
 from fusion_advisor.records.rewrite import Finding, FrozenValue, Fusion, GraphRewrite, Tolerance
-from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timing, Workload
+from fusion_advisor.records.run import Bandwidth, DataQuality, Environment, Timing, TooBusy, Workload
 from fusion_advisor.records.step import Baseline, Gate, GenerationCheck, LaunchVerdict, ModelCheck, StepProfile, Training, WarmUp
 
 
@@ -43,6 +43,8 @@ class Report:
     """Set by ``--exact``."""
     noise_share: float | None = None
     """A/A: half-width of the interval of a step compared with itself, over the step."""
+    too_busy: TooBusy | None = None
+    """Set where the noise hid every gain that was expected; then nothing was kept, and nothing is known."""
     step_before: Timing | None = None
     """The keep rule's own measurement: the captured step without any rewrite …"""
     step_after: Timing | None = None

@@ -17,6 +17,8 @@ class Status(enum.StrEnum):
     WITHIN_NOISE = "within noise"
     TOO_LITTLE = "too little"
     """Faster for certain, by less than the least gain that was asked for."""
+    UNDECIDED = "undecided"
+    """The noise was larger than every gain that was expected; nothing is known of the rewrite's time."""
     SLOWER = "slower"
     WRONG_NUMBERS = "wrong numbers"
     BUILD_FAILED = "build failed"

@@ -111,6 +111,33 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineLoad:
+    """What wanted the cores when a run could not tell what pays."""
+
+    load_average: float
+    """Of the last minute, this run included."""
+    cores: int
+    """Cores that this process may use."""
+    busiest: tuple[tuple[str, float], ...] = ()
+    """(program, cores that it used), the busiest others first."""
+    wait_policy: str = ""
+    """``OMP_WAIT_POLICY`` of this process; empty where it is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooBusy:
+    """The noise hid every gain that was expected: no verdict on time."""
+
+    noise_share: float
+    """A/A noise over the step."""
+    step_ns: int
+    """The step without any rewrite."""
+    expected_ns: int
+    """The largest gain that was expected; 0 where none was."""
+    load: MachineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
     """Ceilings measured on this device in this run."""
 

@@ -89,21 +89,6 @@ def _fastest(rows: Sequence[tuple[str, Timing | None]]) -> tuple[str, Timing] | 
     return min(timed, key=lambda row: row[1].median_ns) if len(timed) > 1 else None
 
 
-def against_others(report: Report) -> list[str]:
-    """The headline's points on the other ways to run the step."""
-    points = []
-    for where, own, peer in (
-        ("", own_wall(report), best_peer(report)),
-        ("after a rest, with no power limit in the way, ", own_rested(report), best_rested_peer(report)),
-    ):
-        if own is not None and peer is not None and not is_unchanged(report):
-            ratio, theirs = own.median_ns / max(peer[1].median_ns, 1), units.duration(peer[1].median_ns)
-            points.append(f"{where}{ratio:.2f} of the time of the best other way ({peer[0]}, {theirs})")
-    if report.after is not None and not compiled_walls(report):
-        points.append("torch.compile was not measured")
-    return points
-
-
 def cost_line(report: Report) -> str:
     """If another way is faster than ours: the kind of kernel that loses the time, and its most expensive kernel."""
     own, peer = own_wall(report), best_peer(report)

@@ -69,8 +69,8 @@ def difference(one_name: str, one: Clocks | None, other_name: str, other: Clocks
         return ""
     share = units.share(abs(a - b) / max(a, b))
     return (
-        f"The SM clock differed by {share} between {one_name} ({a:,} MHz) and {other_name} ({b:,} MHz): a part of their "
-        "difference in time is the clock's."
+        f"The SM clock differed by {share} between {one_name} ({a:,} MHz) and {other_name} ({b:,} MHz): this "
+        "explains part of the difference in time."
     )
 
 
@@ -80,11 +80,17 @@ def _throttled(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
         counts = [
             (name, sum(reason in (one.reasons or ()) for one in clocks.samples), len(clocks.samples)) for name, clocks in seen
         ]
-        limits = [f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in counts if count]
-        is_always = len(limits) == len(counts) > 1 and all(count == total for _, count, total in counts)
-        where = "in every reading of every way to run the step" if is_always else ", ".join(limits)
-        if where:
-            sentences.append(f"The device's clock was throttled while steps were timed, by its {words}: {where}.")
+        hit = [(name, count, total) for name, count, total in counts if count]
+        if not hit:
+            continue
+        if len(hit) == len(counts) > 1:
+            least, most = min(count for _, count, _ in hit), max(count for _, count, _ in hit)
+            of = max(total for _, _, total in hit)
+            span = f"{least}" if least == most else f"{least} to {most}"
+            where = f"every way to run the step, in {span} of {plural(of, 'reading')}"
+        else:
+            where = ", ".join(f"{name} in {count} of {plural(total, 'reading')}" for name, count, total in hit)
+        sentences.append(f"The clock was throttled while steps were timed, by its {words}: {where}.")
     return sentences
 
 
@@ -94,14 +100,8 @@ def _different(seen: Sequence[tuple[str, Clocks]]) -> list[str]:
     others = [(name, clocks, text) for name, clocks in seen if (text := difference(base_name, base, name, clocks))]
     if len(others) < 2:
         return [text for _, _, text in others]
-    differing = ", ".join(
-        f"{name} {clocks.sm_mhz:,} MHz ({units.relative_change(base.sm_mhz or 0, clocks.sm_mhz or 0)})"
-        for name, clocks, _ in others
-    )
-    return [
-        f"The SM clock differed from {base_name} ({base.sm_mhz:,} MHz): {differing}. This explains a part of the difference in "
-        "time."
-    ]
+    differing = ", ".join(f"{name} {units.relative_change(base.sm_mhz or 0, clocks.sm_mhz or 0)}" for name, clocks, _ in others)
+    return [f"The SM clock differed from {base_name} ({base.sm_mhz:,} MHz), which explains part of the times: {differing}."]
 
 
 def _range(values: Sequence[int | None], scale: int = 1) -> str:

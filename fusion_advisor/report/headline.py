@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Match, Report, Status, Timing, Training
-from fusion_advisor.report import baseline_rows, shared_rows
-from fusion_advisor.report.escape import plural
-from fusion_advisor.report.quality import is_unsteady
+from fusion_advisor.records import Match, Report, Status, Timing, TooBusy, Training
+from fusion_advisor.report import baseline_rows, first_screen, shared_rows
+from fusion_advisor.report.escape import plural, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ def kept_count(report: Report) -> int:
 def headline(report: Report) -> Headline:
     """The verdict: bad news first, then what was gained, then what was found."""
     tone, text = _result(report)
-    points: list[str] = []
+    points = first_screen.against_others(report)
     if report.fusions or report.rewrites:
         tried = len(report.fusions) + len(report.rewrites)
         points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
@@ -39,9 +38,6 @@ def headline(report: Report) -> Headline:
         points.append(f"numerics {'✓ within' if passed else '✗ outside'} {whose} ({report.model_check.oracle} as oracle)")
     elif report.after is not None and not baseline_rows.is_unchanged(report):
         points.append("whole-model numerics were not checked")
-    points += baseline_rows.against_others(report)
-    if report.noise_share is not None:
-        points.append(f"A/A noise {units.share(report.noise_share)}")
     if failed := [gate.rule for gate in report.gates if gate.state == "failed"]:
         return Headline("loss", f"Gate failed: {', '.join(failed)}. {text}", tuple(points))
     if report.model_check is not None and not report.model_check.is_passed:
@@ -61,7 +57,8 @@ def _result(report: Report) -> tuple[str, str]:
         mode, wall = better
         own, (_, text) = baseline_rows.own_wall(report), _compared_with(report)
         ours = "" if own is None or baseline_rows.is_unchanged(report) else f", ours takes {units.duration(own.median_ns)}"
-        return "warn", f"Just use torch.compile ({mode}): {units.duration(wall.median_ns)} per step (wall time){ours}. {text}"
+        step = f"{units.duration(wall.median_ns)} per step ({shared_rows.clock_word(wall)})"
+        return "warn", f"Just use torch.compile ({mode}): {step}{ours}. {text}"
     return _compared_with(report)
 
 
@@ -72,7 +69,7 @@ def _training_sentence(report: Report, training: Training) -> str:
     )
     wall = report.before.wall
     return (
-        f"A training step takes {units.duration(wall.median_ns)} (wall time): {kernels}."
+        f"A training step takes {units.duration(wall.median_ns)} ({shared_rows.clock_word(wall)}): {kernels}."
         if wall
         else f"{kernels[:1].upper()}{kernels[1:]}."
     )
@@ -94,13 +91,15 @@ def _compared_with(report: Report) -> tuple[str, str]:
         )
         return "plain", text
     what, before, after = pair
+    if report.too_busy is not None:
+        return "warn", f"Could not tell: this machine is too busy. {why_busy(report.too_busy)}"
     if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
     against_eager = _against("eager", "", what, before, after)
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
-    if compiled is None or what != "wall time":
+    if compiled is None or what == "device time":
         return against_eager[0], f"{against_eager[1]} There is no time of torch.compile to compare with."
     against_compile = _against("torch.compile", f" ({compiled[0]})", what, compiled[1], after)
     if report.baseline == "compile":
@@ -110,15 +109,24 @@ def _compared_with(report: Report) -> tuple[str, str]:
     return tone, f"{against_eager[1]} {against_compile[1]}"
 
 
+def why_busy(found: TooBusy) -> str:
+    """Say what hid the gains, in sentences: the noise, what wanted the cores, and what to do."""
+    expected = f"; the largest expected gain is {units.duration(found.expected_ns)}" if found.expected_ns else ""
+    load = found.load
+    names = ", ".join(f"{visible(name, 40)} {cores:.1f} cores" for name, cores in load.busiest)
+    policy = (
+        "OMP_WAIT_POLICY is PASSIVE: waiting threads sleep."
+        if load.wait_policy.upper() == "PASSIVE"
+        else "Set OMP_WAIT_POLICY=PASSIVE before Python starts, so that waiting threads sleep."
+    )
+    return (
+        f"The same step timed twice differs by {units.duration(found.noise_share * found.step_ns)} "
+        f"({units.share(found.noise_share)}){expected}. Load average {load.load_average:.1f} on {load.cores} cores"
+        f"{f'; other programs: {names}' if names else ''}. {policy}"
+    )
+
+
 def _against(rival: str, mode: str, what: str, before: Timing, after: Timing) -> tuple[str, str]:
-    ratio, low, high = shared_rows.speedup_bounds(before, after)
+    tone, words = first_screen.compared(before, after, f"{rival}{mode}")
     times = f"{units.duration(before.median_ns)} → {units.duration(after.median_ns)} per step ({what})"
-    speed, spread = units.speedup(ratio), units.speedup_interval(low, high)
-    if low > 1 and (is_unsteady(before) or is_unsteady(after)):
-        # A median that another run need not find again is no headline.
-        return "gain", f"At least {units.speedup(low)} {rival}'s speed{mode}, {speed} by the medians {spread}: {times}."
-    if low > 1:
-        return "gain", f"{speed} {rival}'s speed{mode} {spread}: {times}."
-    if high < 1:
-        return "loss", f"Slower: {speed} {rival}'s speed{mode} {spread}: {times}."
-    return "warn", f"No measurable change against {rival}{mode}, {speed} {spread}: {times}."
+    return tone, f"{words[0].upper()}{words[1:]}: {times}."

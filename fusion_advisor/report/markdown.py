@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Report, Status
-from fusion_advisor.report import baseline_rows, quality, shared_rows
+from fusion_advisor.report import background_rows, baseline_rows, first_screen, kernel_rows, quality, shared_rows, waterfall_rows
 from fusion_advisor.report.escape import plural, visible, visible_lines
 from fusion_advisor.report.headline import headline
 
@@ -85,7 +85,7 @@ def fenced(source: str, language: str) -> str:
 
 
 def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
-    rows, kernels_left, _ = shared_rows.kernel_rows(report, MAX_KERNELS)
+    rows, kernels_left, _ = kernel_rows.kernel_rows(report, MAX_KERNELS)
     with_kernel = [chain for chain in report.chains if shared_rows.kernel_cell(report, chain)[0]]
     without = [
         (chain, shared_rows.kernel_cell(report, chain)[1])
@@ -108,6 +108,10 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             device=shared_rows.device_word(report),
             quality=quality.verdict(report),
             findings=shared_rows.finding_lines(report),
+            sentence=first_screen.sentence,
+            next_step=first_screen.next_step(report),
+            sum_line=waterfall_rows.sum_line(report),
+            is_unchanged=shared_rows.is_unchanged(report),
             comparisons=shared_rows.comparisons(report),
             launch_line=shared_rows.launch_line(report),
             sticky_key=sticky_key(report),
@@ -119,8 +123,8 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             fusions_left=len(report.fusions[MAX_ROWS:]),
             chains=(with_kernel or list(report.chains))[:MAX_ROWS],
             kernel_cell={chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
-            bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := shared_rows.bits_line(report, fusion))],
-            special=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := shared_rows.special_line(fusion))],
+            bits=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := kernel_rows.bits_line(report, fusion))],
+            special=[(fusion.id, line) for fusion in report.fusions[:MAX_ROWS] if (line := kernel_rows.special_line(fusion))],
             removed=removed[:100],
             untimed=untimed[:100],
             without=without[:100],
@@ -128,7 +132,7 @@ def _render(report: Report, parts: frozenset[str], *, is_cut: bool) -> str:
             verdicts=shared_rows.VERDICTS,
             kernels=rows,
             kernels_left=kernels_left,
-            environment_rows=shared_rows.environment_rows(report),
+            environment_rows=background_rows.environment_rows(report),
             parts=parts,
             is_cut=is_cut,
         )

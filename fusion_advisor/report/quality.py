@@ -28,7 +28,7 @@ def _rows(report: Report) -> list[tuple[bool, str]]:
     if data.launches == data.kernels:
         rows = [(False, f"{launches}, {kernels} in the trace: nothing was dropped.")]
     else:
-        rows = [(True, f"{launches} but {kernels} in the trace: shares are off by what is missing.")]
+        rows = [(True, f"{launches} but {kernels} in the trace: shares lack the missing kernels.")]
     joined = f"{units.share(data.joined_share)} of the captured device time is joined to an op and a source line."
     rows.append((data.joined_share < 0.95, joined))
     eager, captured = units.duration(data.eager_device_ns), units.duration(data.captured_device_ns)
@@ -39,8 +39,8 @@ def _rows(report: Report) -> list[tuple[bool, str]]:
     if doubt := unsteady(report):
         rows.append((True, doubt))
     if report.noise_share is not None:
-        noise = f"A step compared with itself differs by ±{units.share(report.noise_share)}"
-        rows.append((report.noise_share > 0.02, f"{noise}; a smaller gain is not counted by itself."))
+        noise = f"Noise: the same step timed twice differs by {units.share(report.noise_share)}"
+        rows.append((report.noise_share > 0.02, f"{noise}. Smaller gains count as none."))
     for broken in data.graph_breaks:
         rows.append((True, f"Graph break: {visible(broken.reason, 240)} ({visible(broken.source, 120)})"))
     rows += [(True, warning) for warning in (*data.warnings, *report.warnings)]
@@ -63,6 +63,6 @@ def unsteady(report: Report) -> str:
     if not varied:
         return ""
     return (
-        f"Unstable timings, uncertain by more than {MOST_SPREAD:.0%}: {', '.join(varied)}. The cause is not known: another "
-        "run may find another median and another ratio. Rerun on an idle machine."
+        f"Unstable timings, uncertain by more than {MOST_SPREAD:.0%}: {', '.join(varied)}. Another run may find other medians. "
+        "Rerun on an idle machine."
     )

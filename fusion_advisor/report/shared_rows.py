@@ -5,14 +5,12 @@ Nothing is measured or judged here: ratios of two figures of the report, sums th
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_advisor import units
 from fusion_advisor.records import (
     COMPILED,
-    ULP_ENDS,
     Chain,
     Finding,
     FrozenValue,
@@ -25,8 +23,10 @@ from fusion_advisor.records import (
     StepProfile,
     Timing,
 )
-from fusion_advisor.report import baseline_rows, clocks
+from fusion_advisor.report import baseline_rows
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.host_timer import CPU_TIME
+from fusion_advisor.timing.paired import compare_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ VERDICTS = {
     Status.KEPT: Verdict("✓", "kept", "gain"),
     Status.WITHIN_NOISE: Verdict("~", "within noise, removed", "warn"),
     Status.TOO_LITTLE: Verdict("~", "too little, removed", "warn"),
+    Status.UNDECIDED: Verdict("?", "could not tell", "warn"),
     Status.SLOWER: Verdict("✗", "slower, removed", "loss"),
     Status.WRONG_NUMBERS: Verdict("✗", "wrong numbers, removed", "loss"),
     Status.BUILD_FAILED: Verdict("✗", "did not compile", "loss"),
@@ -77,18 +78,6 @@ class Comparison:
     change: str
     speedup: str
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRow:
-    """One kernel name with its counts and time on both sides."""
-
-    name: str
-    category: str
-    before_count: int
-    before_ns: int
-    after_count: int
-    after_ns: int
 
 
 def answers(report: Report) -> dict[str, Match | NoMatch]:
@@ -216,22 +205,35 @@ def module_rows(report: Report, limit: int) -> tuple[tuple[str, str, str, str, s
 
 
 def launch_line(report: Report) -> str:
-    """Whether the eager step waits for its launches, and how far each remedy could go; empty where it was not judged."""
+    """Whether the eager step waits for its launches, and how far each remedy could go; empty where it was not judged.
+
+    The eager time is the headline's, so that one section names one: the verdict's own may be of another measurement of the run.
+    """
     found = report.launch_verdict
     if found is None:
         return ""
-    figures = (
-        f"wall {units.duration(found.wall_ns)}, device busy {units.duration(found.busy_ns)}, "
-        f"{plural(found.launches, 'launch', 'launches')}"
-    )
-    idle = units.share(found.idle_ns / max(found.wall_ns, 1))
-    if not found.is_launch_bound:
-        return f"Not launch-bound: the device is idle for {idle} of the eager step ({figures})."
+    wall_ns = report.before.wall.median_ns if report.before.wall else found.wall_ns
+    idle = max(0, wall_ns - found.busy_ns) / max(wall_ns, 1)
+    kernels = f"kernels run for {units.duration(found.busy_ns)} of its {units.duration(wall_ns)}"
+    graph_ns, both_ns = found.graph_floor_ns, found.both_floor_ns
+    below = _below(report, both_ns)
+    if idle <= found.limit_share:
+        bounds = f"Lower bound for fusion, with the model's own GEMM and attention kernels: {units.duration(both_ns)}."
+        return f"The GPU is busy for most of the eager step: {kernels} (idle {units.share(idle)}). {bounds}{below}"
+    fusion_ns = max(both_ns, wall_ns * found.launches_fused // max(found.launches, 1))
     return (
-        f"Launch-bound: the device is idle for {idle} of the eager step ({figures}), so fusion alone will not help here. "
-        f"With its GEMMs and its attention as they are, a CUDA graph reaches {units.duration(found.graph_floor_ns)} at best, "
-        f"fusion alone {units.duration(found.fusion_floor_ns)}, both {units.duration(found.both_floor_ns)}."
+        f"Part of the eager step is the GPU waiting for Python: {kernels} (idle {units.share(idle)}). Lower bounds, with the "
+        f"model's own GEMM and attention kernels: CUDA graph {units.duration(graph_ns)}, fusion {units.duration(fusion_ns)}, "
+        f"both {units.duration(both_ns)}.{below}"
     )
+
+
+def _below(report: Report, both_ns: int) -> str:
+    """Why our step is below the bound of fusion and a CUDA graph; empty where it is not."""
+    pair = step_pair(report)
+    if pair is None or is_unchanged(report) or pair[2].median_ns >= both_ns:
+        return ""
+    return f" Ours, {units.duration(pair[2].median_ns)}, is below because rewrites replaced GEMM or attention kernels too."
 
 
 def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
@@ -239,19 +241,21 @@ def step_pair(report: Report) -> tuple[str, Timing, Timing] | None:
     if report.after is None:
         return None
     if report.before.wall and report.after.wall:
-        return "wall time", report.before.wall, report.after.wall
+        return clock_word(report.after.wall), report.before.wall, report.after.wall
     if report.before.device and report.after.device:
         return "device time", report.before.device, report.after.device
     return None
 
 
+def clock_word(timing: Timing) -> str:
+    """Name the clock that a step's host-side time was read from."""
+    return "CPU time" if timing.method == CPU_TIME else "wall time"
+
+
 def speedup_bounds(before: Timing, after: Timing) -> tuple[float, float, float]:
-    """Ratio of the medians, and the widest range that the two medians' intervals allow."""
-    return (
-        before.median_ns / max(after.median_ns, 1),
-        before.ci_low_ns / max(after.ci_high_ns, 1),
-        before.ci_high_ns / max(after.ci_low_ns, 1),
-    )
+    """Ratio of before to after with its 95 % interval, from their paired rounds: the statistic that rewrites are kept by."""
+    found = compare_rounds(before.times_ns, after.times_ns)
+    return found.ratio, found.ratio_low, found.ratio_high
 
 
 def finding_lines(report: Report) -> tuple[tuple[str, str, str], ...]:
@@ -282,10 +286,13 @@ def comparisons(report: Report) -> tuple[Comparison, ...]:
     if after is None or is_unchanged(report):
         return ()
     rows = [
+        _compared("Step, wall clock", before.wall, after.wall, "both as a user calls them"),
         _compared(
-            "Step, wall clock", before.wall, after.wall, "eager as it is called, against the rewritten model as it is called"
+            "Step, after a rest",
+            before.rested,
+            after.rested,
+            "single steps at full clock: the power limit does not throttle them",
         ),
-        _compared("Step, after a rest", before.rested, after.rested, "single steps that the power limit does not hold down"),
         _compared("Step, device only", before.device, after.device, "CUDA graph replay, no host in the way"),
         _compared("Captured step", report.step_before, report.step_after, _captured_note(report.step_before)),
         _counted("Kernel time, one traced step", before.device_ns, after.device_ns, units.duration),
@@ -324,16 +331,10 @@ def _counted(name: str, before: int, after: int, show: object) -> Comparison | N
 
 
 def tiles(report: Report) -> tuple[tuple[str, str, str], ...]:
-    """The band's figures: (name, before → after, change), the first of them the headline's own."""
-    pair = step_pair(report)
-    if pair is None or is_unchanged(report):
-        wall = report.before.wall
-        rows = [("Eager step", units.duration(wall.median_ns), "wall time")] if wall else []
-        if report.before.launches:
-            rows.append(("Kernel time", units.duration(report.before.device_ns), "one traced step"))
-            rows.append(("Launches", units.number(report.before.launches), ""))
-        return tuple(rows)
-    names = {"Step, wall clock": "Step", "Kernel launches": "Launches", "Peak memory": "Peak memory"}
+    """Counts of the first screen: (name, before → after, change)."""
+    if step_pair(report) is None or is_unchanged(report):
+        return (("Launches", units.number(report.before.launches), ""),) if report.before.launches else ()
+    names = {"Kernel launches": "Launches", "Peak memory": "Peak memory"}
     return tuple((names[row.name], f"{row.before} → {row.after}", row.change) for row in comparisons(report) if row.name in names)
 
 
@@ -346,6 +347,7 @@ def fusion_groups(report: Report) -> tuple[tuple[str, str, tuple[Fusion, ...]], 
             "removed",
             (Status.WITHIN_NOISE, Status.TOO_LITTLE, Status.SLOWER, Status.WRONG_NUMBERS, Status.NOT_REPLACED),
         ),
+        ("Could not tell", "undecided", (Status.UNDECIDED,)),
         ("Could not build", "not-built", (Status.BUILD_FAILED,)),
         ("Planned", "planned", (Status.PLANNED, Status.NOT_MATCHED)),
     )
@@ -357,94 +359,6 @@ def unmatched(report: Report) -> tuple[tuple[Chain, str], ...]:
     """Chains without a kernel, and why."""
     cells = ((chain, *kernel_cell(report, chain)) for chain in report.chains)
     return tuple((chain, why) for chain, kernel, why in cells if not kernel)
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that one site moves, before and after, and the rates."""
-
-    bytes_before: str
-    bytes_after: str
-    speed_after: str
-    share_of_copy: str
-
-
-def traffic(report: Report, fusion: Fusion) -> Traffic | None:
-    """Bytes of one site; None where nothing tells. The ops' own traffic before, each outside value once after."""
-    chain = next((chain for chain in report.chains if chain.id == fusion.chain_id and chain.sites), None)
-    if chain is None and fusion.kernel_bytes is None:
-        return None
-    before = "not known" if chain is None else units.size(chain.moved_bytes / chain.runs)
-    floor = float(fusion.kernel_bytes or 0) if chain is None else chain.floor_bytes / chain.runs
-    if fusion.chain_after is None:
-        return Traffic(before, units.size(floor), "not timed", "")
-    speed = floor * 1e9 / max(fusion.chain_after.median_ns, 1)
-    of_copy = f"{units.share(speed / max(report.bandwidth.copy_bytes_per_s, 1))} of the copy measured here"
-    return Traffic(before, units.size(floor), units.bandwidth(speed), of_copy)
-
-
-def bits_line(report: Report, fusion: Fusion) -> str:
-    """Say whether an exact kernel's results have eager's bits; empty without --exact."""
-    checked = fusion.numerics
-    if not report.is_exact or checked is None:
-        return ""
-    if checked.is_bit_equal:
-        return f"bit-equal to eager on {plural(checked.elements, 'element')}"
-    differing = checked.elements - checked.bit_equal_elements
-    return f"not bit-equal: {units.number(differing)} of {plural(checked.elements, 'element')} differ: {checked.differs_by}"
-
-
-def special_line(fusion: Fusion) -> str:
-    """Say what a check on special values found: faults, and differences that were declared; empty where nothing differs."""
-    checked = fusion.numerics
-    if checked is None:
-        return ""
-    parts = [f"faults: {'; '.join(checked.faults)}"] if checked.faults else []
-    parts += [f"declared exceptions: {'; '.join(checked.declared)}"] if checked.declared else []
-    return "; ".join(parts)
-
-
-def ulp_rows(fusion: Fusion) -> tuple[tuple[str, tuple[str, str], tuple[str, str]], ...]:
-    """Distances in units in the last place: (bin, fused, original), each as share and count; empty where none were counted."""
-    checked = fusion.numerics
-    if checked is None or not checked.fused_ulps or not checked.eager_ulps:
-        return ()
-    starts = (0, *(end + 1 for end in ULP_ENDS))
-    names = [str(end) if start == end else f"{start} to {end}" for start, end in zip(starts, ULP_ENDS, strict=False)]
-    names.append(f"over {ULP_ENDS[-1]}")
-
-    def cells(counts: tuple[int, ...]) -> list[tuple[str, str]]:
-        return [(units.share(count / max(sum(counts), 1)), units.number(count)) for count in counts]
-
-    return tuple(zip(names, cells(checked.fused_ulps), cells(checked.eager_ulps), strict=True))
-
-
-def reproduce_one(report: Report, fusion: Fusion) -> str:
-    """The run's command for one fusion alone; empty where the run was started from Python."""
-    return f"{report.command} --only {shlex.quote(visible(fusion.kernel, 80))}" if report.command else ""
-
-
-GLOSSARY = (
-    ("op", "One ATen operation of the captured graph, for example mul or mean."),
-    ("kernel", "One function that runs on the device. An eager op launches one or more."),
-    ("launch", "One start of a kernel from the host, which costs a few microseconds of the host's time."),
-    ("chain", "Neighbouring pointwise and reduction ops that pass values on and could be one kernel."),
-    ("site", "One place in the model where a chain occurs. Equal chains of different layers are sites of one row."),
-    ("fusion", "A chain's sites replaced by one kernel."),
-    ("floor", "Time that no kernel can go below: outside values read once and results written once, at the copy's speed."),
-    ("share", "Part of the captured step's kernel time."),
-    ("speedup", "Time before divided by time after: above 1 is faster."),
-    ("95% interval", "Where the median lies with 95% certainty, from the order of the measured times."),
-    ("A/A noise", "How much a step differs from itself when it is measured twice. Smaller gains are not counted."),
-    ("after a rest", "One step on a device that was idle for twice as long before, so that no power limit lowers its clock."),
-    ("oracle", "The same computation in higher precision, against which both the fused and the original error are taken."),
-    ("relative L2", "Length of the error over length of the oracle's result."),
-    ("pointwise", "An op whose every output element depends on the input elements at the same place."),
-    ("reduction", "An op that sums or compares along a dimension: mean, softmax, layer norm."),
-    ("launch-bound", "The device waits for the host: fewer launches help, faster kernels do not."),
-    ("roofline", "Speed against operations per byte, under what the device's memory and arithmetic allow."),
-)
-"""Terms of the report: (term, meaning)."""
 
 
 def kernel_cell(report: Report, chain: Chain) -> tuple[str, str]:
@@ -477,60 +391,3 @@ def category_rows(report: Report) -> tuple[tuple[str, tuple[tuple[int, int] | No
     tables = [{name: (count, ns) for name, count, ns in step.categories} for step in shown]
     names = sorted({name for table in tables for name in table}, key=lambda name: -max(t.get(name, (0, 0))[1] for t in tables))
     return tuple((name, tuple(table.get(name) for table in tables)) for name in names)
-
-
-def kernel_rows(report: Report, limit: int) -> tuple[tuple[KernelRow, ...], int, int]:
-    """Kernels by name and category on both sides, largest first; how many are left out and their time."""
-    rows: dict[tuple[str, str], KernelRow] = {}
-    for name, category, count, ns in report.before.kernels:
-        rows[name, category] = KernelRow(name, category, count, ns, 0, 0)
-    for name, category, count, ns in report.after.kernels if report.after else ():
-        old = rows.get((name, category), KernelRow(name, category, 0, 0, 0, 0))
-        rows[name, category] = KernelRow(name, category, old.before_count, old.before_ns, count, ns)
-    ranked = sorted(rows.values(), key=lambda row: (-max(row.before_ns, row.after_ns), row.name))
-    rest = ranked[limit:]
-    return tuple(ranked[:limit]), len(rest), sum(max(row.before_ns, row.after_ns) for row in rest)
-
-
-def environment_rows(report: Report) -> tuple[tuple[str, str], ...]:
-    """Environment and workload as (name, value), empty values left out."""
-    env, work, band = report.environment, report.workload, report.bandwidth
-    rows = (
-        ("Device", env.device_name + (f" (compute capability {env.capability})" if env.capability else "")),
-        ("Device memory", units.size(env.device_memory_bytes) if env.device_memory_bytes else ""),
-        ("Measured copy bandwidth", units.bandwidth(report.bandwidth.copy_bytes_per_s)),
-        (
-            "Measured read, write, triad",
-            ", ".join(units.bandwidth(speed) for speed in (band.read_bytes_per_s, band.write_bytes_per_s, band.triad_bytes_per_s))
-            if band.read_bytes_per_s
-            else "",
-        ),
-        ("Smallest kernel", units.duration(report.bandwidth.launch_ns)),
-        ("fusion-advisor", env.tool),
-        ("Commit", env.commit),
-        ("Templates and kernels", env.templates),
-        *clocks.environment_rows(report),
-        ("torch", env.torch),
-        ("triton", env.triton),
-        ("transformers", env.transformers),
-        ("CUDA", env.cuda),
-        ("Driver", env.driver),
-        ("Compiler", env.compiler),
-        ("Python", env.python),
-        ("System", f"{env.os}, {plural(env.cores, 'core')}" if env.cores else env.os),
-        ("Container", env.container),
-        ("Model", work.model_id),
-        ("Revision", work.revision or "none recorded"),
-        ("Weights", work.weights),
-        (
-            "Parameters",
-            f"{units.number(work.parameter_count)} in {units.size(work.parameter_bytes)}" if work.parameter_count else "",
-        ),
-        ("Inputs", "; ".join(f"{name} {list(meta.shape)} {meta.dtype}" for name, meta in work.inputs)),
-        ("Phase, dtype", f"{work.phase}, {work.dtype}"),
-        ("Cached tokens", str(work.context) if work.context else ""),
-        ("New tokens", str(work.new_tokens) if work.new_tokens else ""),
-        ("Seed", str(work.seed)),
-        ("Config hash", report.config_hash),
-    )
-    return tuple((name, value) for name, value in rows if value)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, StepProfile, Timing
-from fusion_advisor.report import baseline_rows, shared_rows
+from fusion_advisor.report import baseline_rows, kernel_rows, shared_rows
 from fusion_advisor.report.escape import visible
 
 Cell = str | int | float | bool | None
@@ -137,12 +137,12 @@ def _sites(report: Report) -> Table:
 
 def _kernels(report: Report) -> Table:
     columns = ("kernel", "category", "before_count", "before_ns", "after_count", "after_ns")
-    rows, _, _ = shared_rows.kernel_rows(
+    rows, _, _ = kernel_rows.kernel_rows(
         report, limit=len(report.before.kernels) + len(report.after.kernels if report.after else ())
     )
     is_compared = report.after is not None
 
-    def after(row: shared_rows.KernelRow) -> tuple[Cell, Cell]:
+    def after(row: kernel_rows.KernelRow) -> tuple[Cell, Cell]:
         return (row.after_count, row.after_ns) if is_compared else (None, None)
 
     return Table(columns, tuple((row.name, row.category, row.before_count, row.before_ns, *after(row)) for row in rows))

@@ -11,10 +11,10 @@ hide the kernels. On a CPU the call itself is timed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from fusion_advisor.records import Timing
+from fusion_advisor.timing.host_timer import CPU_TIME, HostTimer, WallTimer, step_timer
+from fusion_advisor.timing.paired import compare_rounds
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, nothing
 
 
@@ -87,6 +89,7 @@ def always(_: object) -> bool:
     return True
 
 
+_WALL = WallTimer()
 TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
@@ -110,6 +113,7 @@ def interleave(
     is_settled: Callable[[list[list[int]]], bool] = always,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
+    timer: HostTimer = _WALL,
 ) -> list[list[int]]:
     """Time candidates against each other.
 
@@ -126,12 +130,13 @@ def interleave(
         is_settled: whether the times so far, of each candidate, will do.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
+        timer: times the runs where CUDA events do not, and the budget.
 
     Returns:
         Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.
     """
     times: list[list[int]] = [[] for _ in candidates]
-    turn = _timed_on_device if on_cuda else _timed_on_host
+    turn = _timed_on_device if on_cuda else functools.partial(_timed_on_host, timer)
     runs, last_ns = [], 0
     for candidate in candidates:
         before()
@@ -139,10 +144,10 @@ def interleave(
         if turn_s or rest:
             (last_ns,) = turn(candidate, before, 1)
         runs.append(max(1, round(turn_s * 1e9 / max(last_ns, 1))))
-    started = time.perf_counter()
+    started = timer.seconds()
     order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
     for number in itertools.count():
-        taken_s = time.perf_counter() - started
+        taken_s = timer.seconds() - started
         is_over = number >= least and taken_s > budget_s and (taken_s > most_s or is_settled(times))
         if taken_s >= least_s and (number >= rounds or is_over):
             break
@@ -150,8 +155,8 @@ def interleave(
             orders.shuffle(order)
         for position in reversed(order) if number % 2 else order:
             if rest:
-                _rest(round(rest * last_ns))
-            else:
+                timer.rest(round(rest * last_ns))
+            elif timer.method != CPU_TIME:  # no power limit makes a run depend on the run before it
                 for _ in range(-(-runs[position] // _UNTIMED)):
                     before()
                     candidates[position]()
@@ -161,20 +166,11 @@ def interleave(
     return times
 
 
-def _rest(for_ns: int) -> None:
-    """Wait with the processor awake: what it takes to wake up is no part of a step."""
-    end_ns = time.perf_counter_ns() + for_ns
-    while time.perf_counter_ns() < end_ns:
-        pass
-
-
-def _timed_on_host(call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
+def _timed_on_host(timer: HostTimer, call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:
     times = []
     for _ in range(count):
         before()
-        start = time.perf_counter_ns()
-        call()
-        times.append(time.perf_counter_ns() - start)
+        times.append(timer.time_ns(call))
     return times
 
 
@@ -197,9 +193,9 @@ def _middle_mean(times_ns: Sequence[int]) -> int:
 
 
 def difference(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float = 0.95) -> Difference:
-    """Return the interval of the median of round-by-round differences."""
-    middle, low, high = median_interval([after - before for before, after in zip(before_ns, after_ns, strict=True)], confidence)
-    return Difference(median_ns=round(middle), low_ns=round(low), high_ns=round(high))
+    """Return the median of round-by-round differences and its interval, as ``timing.paired`` computes them."""
+    found = compare_rounds(before_ns, after_ns, confidence)
+    return Difference(median_ns=found.delta_ns, low_ns=found.low_ns, high_ns=found.high_ns)
 
 
 def noise_ns(one_ns: Sequence[int], again_ns: Sequence[int], confidence: float = 0.95) -> int:
@@ -228,23 +224,24 @@ def is_known(share: float) -> Callable[[list[list[int]]], bool]:
 
 
 def compare_alone(
-    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3
+    before: Callable[[], Any], after: Callable[[], Any], *, on_cuda: bool, budget_s: float = 0.3, timer: HostTimer | None = None
 ) -> tuple[Timing, Timing]:
     """Time one chain's original ops against its kernel, each by itself, per call.
 
     On a GPU both are recorded twenty times into one graph, so that a microsecond kernel is not lost in the events' resolution.
     """
+    timer = timer or step_timer(on_cuda=on_cuda)
     if on_cuda:
         repeats = 20
         pool = torch.cuda.graph_pool_handle()
         candidates = [recorded(call, pool=pool, repeats=repeats) for call in (before, after)]
     else:
         before()
-        once_ns = max(_timed_on_host(before, nothing, 1)[0], 1)
+        once_ns = max(timer.time_ns(before), 1)
         repeats = max(1, min(50, round(2e6 / once_ns)))
         candidates = [_repeat(call, repeats) for call in (before, after)]
-    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda)
-    method = "cuda_graph" if on_cuda else "wall"
+    times = interleave(candidates, rounds=40, budget_s=budget_s, on_cuda=on_cuda, timer=timer)
+    method = "cuda_graph" if on_cuda else timer.method
     one, other = ([value // repeats for value in series] for series in times)
     return as_timing(one, method), as_timing(other, method)
 

@@ -7,28 +7,33 @@ random numbers, so a report can be recomputed from its raw times.
 from __future__ import annotations
 
 import math
-import time
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
 from fusion_advisor.records import Clocks, Timing
-
-_Z = {0.9: 1.645, 0.95: 1.96, 0.99: 2.576}
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Return (median, low, high) where low and high bound the median with at least ``confidence``.
 
-    Below six values the interval is the whole range: no order statistic reaches 95 %.
+    Where no order statistic reaches the confidence (below six values at 95 %), the interval is the whole range.
     """
     ordered = sorted(values)
-    count = len(ordered)
-    middle = ordered[count // 2] if count % 2 else (ordered[count // 2 - 1] + ordered[count // 2]) / 2
-    half = _Z.get(confidence, 1.96) * math.sqrt(count) / 2
-    low = max(0, math.floor(count / 2 - half))
-    high = min(count - 1, math.ceil(count / 2 + half) - 1 + (count % 2 == 0))
-    return middle, ordered[low], ordered[max(high, low)]
+    outside = _ranks_outside(len(ordered), confidence)
+    return statistics.median(ordered), ordered[outside], ordered[-1 - outside]
+
+
+def _ranks_outside(count: int, confidence: float) -> int:
+    """Return how many values lie outside at each end: exact, by the binomial distribution of how many fall below the median."""
+    allowed = int((1 - confidence) / 2 * 2**60) << count >> 60  # in whole numbers: 2**count is no float from 1,024 on
+    outside, below = 0, 1
+    while below + math.comb(count, outside + 1) <= allowed:
+        outside += 1
+        below += math.comb(count, outside)
+    return outside
 
 
 def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None, *, rest: float = 0.0) -> Timing:
@@ -45,6 +50,9 @@ def as_timing(times_ns: Sequence[int], method: str, clocks: Clocks | None = None
     )
 
 
+_WALL = WallTimer()
+
+
 def nothing(*_: object) -> None:
     """Do nothing, where a callable is wanted."""
 
@@ -59,18 +67,20 @@ def wall_times(
     least_s: float = 0.0,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int], object] = nothing,
+    timer: HostTimer = _WALL,
 ) -> list[int]:
     """Time ``call`` from the host's side, waiting for the device after each run.
 
     Args:
         call: the work.
         runs: the most runs, ``least_s`` aside; at least five are made whatever the budget says.
-        budget_s: stop once this much time has been measured.
+        budget_s: stop after this many seconds.
         on_cuda: synchronise the device.
         warmup: runs before the first timed one.
         least_s: go on until this much time has been measured, beyond ``runs`` and ``budget_s``.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each run and not timed, with the run's number and its nanoseconds.
+        timer: times the runs.
 
     Returns:
         One duration in nanoseconds per run.
@@ -81,15 +91,17 @@ def wall_times(
         call()
     wait()
     times: list[int] = []
-    measured_ns = 0
-    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or measured_ns < budget_s * 1e9)):
+    measured_ns, started = 0, timer.seconds()
+
+    def waited() -> None:
+        call()
+        wait()
+
+    while measured_ns < least_s * 1e9 or (len(times) < runs and (len(times) < 5 or timer.seconds() - started < budget_s)):
         if before is not nothing or after is not nothing:
             before()
             wait()
-        start = time.perf_counter_ns()
-        call()
-        wait()
-        times.append(time.perf_counter_ns() - start)
+        times.append(timer.time_ns(waited))
         measured_ns += times[-1]
         after(len(times) - 1, times[-1])
     return times

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
-from fusion_advisor.verify import special_values
+from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
@@ -71,9 +71,12 @@ def _with_special(
     sets = (
         []
         if fast_math or not numerics.is_passed
-        else special_values.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums)
+        else special_inputs.special_inputs(roots, seed, is_in_place=bool(chain.in_place), has_sums=chain.has_sums)
     )
     _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
+    if sets and chain.has_sums and not findings.faults:
+        overflowing = special_inputs.overflowing_sums(roots, seed)
+        _compare_all(overflowing, findings, chain, fused, seed=seed, tolerance=tolerance, sums_overflow=True)
     words = special_values.BEHAVIOUR if fast_math else special_values.WORDS
     return _joined(numerics, findings, words)
 
@@ -106,7 +109,7 @@ def with_special_rows(
     if fast_math or not numerics.is_passed:
         return numerics
     findings = special_values.Findings()
-    sets = special_values.special_rows(roots, seed, rows=rows, most_runs=most_runs)
+    sets = special_inputs.special_rows(roots, seed, rows=rows, most_runs=most_runs)
     _compare_all(sets, findings, chain, fused, seed=seed, tolerance=tolerance)
     return _joined(numerics, findings, special_values.ROWS) if sets else numerics
 
@@ -135,19 +138,29 @@ def _compare_all(
     *,
     seed: int,
     tolerance: Tolerance | None,
+    sums_overflow: bool = False,
 ) -> None:
-    has_sums = chain.has_sums
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
         oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
-        nearby = chain.run(special_values.perturbed(chain.apart(given), seed), as_float64=True)
+        nearby = chain.run(special_inputs.perturbed(chain.apart(given), seed), as_float64=True)
         answer = fused(*chain.apart(given, reach))
         results = list(answer) if isinstance(answer, list | tuple) else [answer]
         for result, expected, exact, other, mask in zip(results, eager, oracle, nearby, reach, strict=True):
             assert isinstance(result, torch.Tensor)
             four = (result, expected, exact, other)
             one, own, truth, moved = four if mask is None else (side[mask] for side in four)
-            special_values.compare(title, one, own, truth, findings, nearby=moved, tolerance=tolerance, has_sums=has_sums)
+            special_values.compare(
+                title,
+                one,
+                own,
+                truth,
+                findings,
+                nearby=moved,
+                tolerance=tolerance,
+                has_sums=chain.has_sums,
+                sums_overflow=sums_overflow,
+            )
 
 
 def check_calls(

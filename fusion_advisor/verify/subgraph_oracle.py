@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_advisor.capture.graph.op_classes import base_name, class_of
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.lowering.builder.collapse_loops import written_by
+from fusion_advisor.lowering.builder.lowered import written_by
 from fusion_advisor.records import OpClass, OpNode, TensorMeta
 
 

@@ -28,6 +28,16 @@
     setTimeout(function () { URL.revokeObjectURL(link.href); }, 1000);
   });
 
+  // what to do next, as text to paste; without a clipboard it is selected
+  document.querySelectorAll("[data-copy]").forEach(function (button) {
+    button.addEventListener("click", function () {
+      var source = document.getElementById(button.getAttribute("data-copy"));
+      function select() { getSelection().selectAllChildren(source); button.textContent = "Selected"; }
+      if (!navigator.clipboard) { select(); return; }
+      navigator.clipboard.writeText(source.textContent).then(function () { button.textContent = "Copied"; }, select);
+    });
+  });
+
   // tables that sort: numbers by data-v, words by their text
   function keyOf(row, column) {
     var cell = row.cells[column];
@@ -88,8 +98,13 @@
   // a link into a folded card opens it
   function unfold() {
     var target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    var card = target && target.closest("details");
-    if (card && !card.open) { card.open = true; target.scrollIntoView(); }
+    if (!target) return;
+    var wasClosed = false;
+    for (var card = target.closest("details"); card; card = card.parentElement.closest("details")) {
+      wasClosed = wasClosed || !card.open;
+      card.open = true;
+    }
+    if (wasClosed) target.scrollIntoView();
   }
   addEventListener("hashchange", unfold);
   unfold();

@@ -9,6 +9,7 @@
   var axis = root.querySelector(".strip-axis");
   var view = { from: 0, to: data.span_ns };
   var sides = [];
+  var wanted = "";
 
   function time(ns) {
     var size = Math.abs(ns);
@@ -74,6 +75,7 @@
       var left = (planes.start[i] - view.from) * per, wide = planes.duration[i] * per;
       if (left + wide < 0) continue;
       var category = one.side.kernels[planes.name[i]][1];
+      if (wanted && one.side.kernels[planes.name[i]][0].toLowerCase().indexOf(wanted) === -1) continue;
       if (wide >= 2) {
         pen.fillStyle = data.colours[category];
         pen.fillRect(left, 0, Math.max(1, wide - (wide > 4 ? 1 : 0)), height);
@@ -104,8 +106,40 @@
     }
   }
 
+  // kernels whose name holds the words stay, the others leave the strip; counts and times of each side
+  var search = document.getElementById("strip-search"), found = document.getElementById("strip-found");
+  if (search) search.addEventListener("input", function () {
+    wanted = search.value.trim().toLowerCase();
+    found.textContent = !wanted ? "" : sides.map(function (one) {
+      var count = 0, ns = 0;
+      one.planes.name.forEach(function (name, at) {
+        if (one.side.kernels[name][0].toLowerCase().indexOf(wanted) !== -1) { count += 1; ns += one.planes.duration[at]; }
+      });
+      return one.side.label + ": " + count + (count === 1 ? " kernel, " : " kernels, ") + time(ns);
+    }).join("; ");
+    redraw();
+  });
+
+  // modules by level: moved with the zoom, named where there is room
+  function placeModules() {
+    root.querySelectorAll(".lanes").forEach(function (svg) {
+      var wide = svg.clientWidth, span = view.to - view.from;
+      svg.querySelectorAll("g").forEach(function (group) {
+        var left = (Number(group.dataset.from) - view.from) / span * wide, right = (Number(group.dataset.to) - view.from) / span * wide;
+        var box = group.querySelector("rect"), label = group.querySelector("text"), name = group.dataset.name;
+        var start = Math.max(left, 0), end = Math.min(right, wide);
+        group.setAttribute("visibility", end > 0 && start < wide ? "visible" : "hidden");
+        box.setAttribute("x", String(left));
+        box.setAttribute("width", String(Math.max(right - left, 1)));
+        label.setAttribute("x", String(start + 4));
+        label.textContent = end - start > 8 + 7.5 * name.length ? name : "";
+      });
+    });
+  }
+
   function redraw() {
     sides.forEach(draw);
+    placeModules();
     if (!axis) return;
     var marks = axis.querySelectorAll("text");
     marks.forEach(function (mark, at) {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fusion_advisor import units
 from fusion_advisor.chains.launch_bound import IDLE_LIMIT_SHARE, busy_ns, judge_launches
 from fusion_advisor.records import Launch, Match, Timing
 from fusion_advisor.records.serialize import dump_report, load_report
@@ -66,7 +67,15 @@ def test_a_cpu_is_not_judged():
 def test_the_report_says_it_in_a_sentence():
     report = fixtures.profiled()
     assert shared_rows.launch_line(replace(report, launch_verdict=None)) == ""
+    report = replace(report, before=replace(report.before, wall=None))  # the verdict's own wall time is named where no other is
     bound = replace(report, launch_verdict=judged(200_000)[0])
-    assert "fusion alone will not help here" in shared_rows.launch_line(bound) and "50.0%" in shared_rows.launch_line(bound)
+    line = shared_rows.launch_line(bound)
+    assert "will not help" not in line and "GPU waiting for Python" in line and "idle 50.0%" in line
+    assert all(f"{name} {units.duration(ns)}" in line for name, ns in lower_bounds(bound))
     assert load_report(dump_report(bound)) == bound
-    assert "Not launch-bound" in shared_rows.launch_line(replace(report, launch_verdict=judged(100_000)[0]))
+    assert "busy for most of the eager step" in shared_rows.launch_line(replace(report, launch_verdict=judged(100_000)[0]))
+
+
+def lower_bounds(report):
+    found = report.launch_verdict
+    return (("CUDA graph", found.graph_floor_ns), ("fusion", found.fusion_floor_ns), ("both", found.both_floor_ns))

@@ -92,7 +92,7 @@ def test_report_again(run: Run) -> None:
     for name in ((), ("@last",), ("20300102",), (str(directory),), (str(directory / "report.json"),)):
         ran = run("report", *name)
         assert ran.code == 0, ran.err
-        assert "1.19× eager's speed" in ran.out
+        assert "1.19× faster than eager" in ran.out
         assert ran.out.endswith(f"wrote: {directory}/report.html\nwrote: {directory}/report.md\n")
     assert "<!doctype html>" in (directory / "report.html").read_text()
     ran = run("report", "2029", "--json")

@@ -201,7 +201,7 @@ def test_apply_reverts_writes_kernels_and_reports(run: Run, fake: Core) -> None:
     directory = only_run()
     assert not (directory / "report.html").exists()
     assert (directory / "kernels" / "F2_gelu_tanh.py").exists() or (directory / "kernels" / "F1_gelu_tanh.py").exists()
-    assert "1.19× eager's speed" in ran.out
+    assert "1.19× faster than eager" in ran.out
     assert ran.err.count("error[FA402]") == 1
     options = fake.options[0]
     assert (options.min_gain, options.strict, options.dry_run) == (0.01, True, True)  # type: ignore[attr-defined]
@@ -327,7 +327,7 @@ def test_a_bug_is_a_sentence(run: Run, fake: Core) -> None:
 def test_quiet(run: Run, fake: Core) -> None:
     fake.on_work = lambda progress: progress.warn("clocks moved [/]")
     ran = run("apply", "org/m", "-q")
-    assert ran.out.startswith("1.19× eager's speed")
+    assert ran.out.startswith("1.19× faster than eager")
     assert len(ran.out.splitlines()) == 1
     assert ran.err.splitlines() == ["a library that prints", "! clocks moved [/]"]
 

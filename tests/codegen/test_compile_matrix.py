@@ -16,7 +16,8 @@ from fusion_advisor.codegen.cuda import backend as backend_cuda
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc, has_cuda_core
 from fusion_advisor.codegen.registry import backend as backend_of
 from fusion_advisor.codegen.triton import backend as backend_triton
-from fusion_advisor.evaluate.render import header_of, named_program, render_kernel
+from fusion_advisor.evaluate.kinds import header_of, named_program
+from fusion_advisor.evaluate.render import render_kernel
 from fusion_advisor.library.discover import list_kernels, load_references
 from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 

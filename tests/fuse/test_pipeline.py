@@ -17,8 +17,9 @@ from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.fuse import after_side, finish, pipeline
 from fusion_advisor.fuse.decide import trial
-from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload

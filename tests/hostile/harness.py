@@ -21,7 +21,8 @@ import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse import after_side, dynamo_backend, finish, pipeline
 from fusion_advisor.fuse.decide import step_profile
-from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.decide.keep_rule import Decision
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Bandwidth, Report, Status, Timing, WarmUp
 from fusion_advisor.timing import interleaving
 from tests.hostile.judge import Side, judge

@@ -164,7 +164,7 @@ def _memory(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], Calla
     return shape, lambda made: made
 
 
-_SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 65504.0, 2e19)
+_SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, 65504.0, 2e19, 3e38, -3e38)
 
 
 def _numbers_of(shape: tuple[int, ...], dtype: torch.dtype, values: str, below: int, generator: torch.Generator) -> torch.Tensor:

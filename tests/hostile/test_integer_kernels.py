@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import torch
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.codegen.cuda.backend import CudaBackend
-from fusion_advisor.codegen.triton.backend import TritonBackend
+from fusion_advisor.codegen.triton.backend import TritonBackend, assembly_for
+from fusion_advisor.lowering.lower import lower
 from tests.kernel_cases.cpp_at_once import build_all
-from tests.kernel_cases.lowered import lower_function
+from tests.kernel_cases.cuda_on_host import Launch, run_all
+from tests.kernel_cases.lowered import lower_function, records
 
 HEADER = Header(title="case", summary="a test", origin="a test")
 INTEGERS = {name: getattr(torch, name) for name in ("int64", "int32", "int16", "int8", "uint8")}
@@ -40,6 +44,9 @@ def _conversion(wanted):
     return lambda x: x.to(wanted)
 
 
+_INT32 = _conversion(torch.int32)
+
+
 def _cases():
     found = {}
     for source, dtype in FLOATS.items():
@@ -55,6 +62,13 @@ def _cases():
 CASES = _cases()
 
 
+def _result(lowered, ops, given):
+    """What a kernel is called with: its inputs, and where it writes."""
+    at, meta = [op.index for op in ops if op.role not in ("op", "output")], ops[lowered.outputs[0]].outputs[0]
+    output = torch.full(meta.shape, 3, device=given[0].device).to(getattr(torch, meta.dtype))
+    return [given[at.index(root)] for root in lowered.inputs], output
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Case → what the C++ kernel gives."""
@@ -67,10 +81,8 @@ def results(tmp_path_factory):
         built = build_all(list(rendered.values()), folder)
     found = {}
     for name, (one, ops) in programs.items():
-        at, given = [op.index for op in ops if op.role not in ("op", "output")], CASES[name][1]
-        meta = ops[one.outputs[0]].outputs[0]
-        output = torch.full(meta.shape, 3).to(getattr(torch, meta.dtype))
-        built[rendered[name].entry].bind(one.program)(*(given[at.index(root)] for root in one.inputs), output)
+        arguments, output = _result(one, ops, CASES[name][1])
+        built[rendered[name].entry].bind(one.program)(*arguments, output)
         found[name] = output
     return found
 
@@ -90,6 +102,33 @@ def test_sums_that_cannot_overflow_are_written_as_sums():
         assert ("fa_wrapping_add(x[i], int64_t{3})" in source) == is_wrapped
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles CUDA C++ for the host, and there is no g++")
+def test_cuda_computes_without_a_signed_overflow(tmp_path, capfd):
+    launches, names = [], [name for name in CASES if " of " in name]
+    for name in names:
+        given = CASES[name][1]
+        lowered, ops = lower_function(CASES[name][0], *given)
+        rendered = CudaBackend().render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
+        arguments, output = _result(lowered, ops, given)
+        launches.append(Launch(rendered=rendered, program=lowered.program, inputs=arguments, outputs=(output,)))
+    run_all(launches, tmp_path, flags=("-fsanitize=signed-integer-overflow",))
+    assert "runtime error" not in capfd.readouterr().err
+    for name, launch in zip(names, launches, strict=True):
+        function, given = CASES[name]
+        assert torch.equal(launch.outputs[0], function(*given)), name
+
+
+def test_triton_makes_the_integer_of_a_float64_s_nan_by_hand():
+    x = torch.empty(64, dtype=torch.float64)
+    traced = [replace(op, outputs=tuple(replace(meta, device="cuda:0") for meta in op.outputs)) for op in records(_INT32, x)]
+    member = next(op.index for op in traced if op.role == "op")
+    program = lower(traced, [member], [member]).program
+    rendered = TritonBackend().render(program, HEADER, tuning=Tuning(), fast_math=False)
+    # One conversion that saturates: it gives 0 for a NaN, and CUDA's eager gives the lowest integer.
+    assert "selp.b32" in (ptx := assembly_for(program, rendered, 90)["ptx"])
+    assert re.search(r"selp\.b32\s+%r\d+, -2147483648, %r\d+, %p", ptx)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [TritonBackend, CudaBackend])
 @pytest.mark.parametrize("name", CASES)
@@ -98,9 +137,7 @@ def test_a_gpu_gives_what_its_eager_gives(backend, name, tmp_path):
     given = [tensor.cuda() for tensor in given]
     lowered, ops = lower_function(function, *given)
     rendered = backend().render(lowered.program, HEADER, tuning=Tuning(), fast_math=False)
-    at = [op.index for op in ops if op.role not in ("op", "output")]
-    meta = ops[lowered.outputs[0]].outputs[0]
-    output = torch.full(meta.shape, 3).to(getattr(torch, meta.dtype)).cuda()
+    arguments, output = _result(lowered, ops, given)
     kernel = backend().build(rendered, tmp_path / f"kernel{rendered.suffix}")
-    kernel.bind(lowered.program)(*(given[at.index(root)] for root in lowered.inputs), output)
+    kernel.bind(lowered.program)(*arguments, output)
     assert torch.equal(output, function(*given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 
@@ -170,3 +171,42 @@ def test_an_input_that_holds_nan_was_not_written_to(dtype):
     model = Into(lambda _: None)
     assert written_by(lambda: x + 1, model, (x,), {}).tensors == {}
     assert list(written_by(lambda: x[1:].fill_(3), model, (x,), {}).tensors.values()) == [x]
+
+
+class LazyCache(torch.nn.Module):
+    """Makes the tensors of its cache in its first call, and fills them from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.value, self.norm = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.LayerNorm(32)
+        self.keys = self.values = None
+
+    def forward(self, x, at):
+        if self.keys is None:
+            self.keys, self.values = torch.zeros(x.shape[0], 16, 32), torch.zeros(x.shape[0], 16, 32)
+        h = self.norm(x)
+        self.keys.index_copy_(1, at, self.key(h))
+        self.values.index_copy_(1, at, self.value(h))
+        scores = (h @ self.keys.transpose(1, 2) * 0.25).masked_fill(torch.arange(16) > at, float("-inf"))
+        return torch.nn.functional.gelu(torch.softmax(scores, -1) @ self.values + x)
+
+
+@pytest.mark.parametrize("is_filled_before", [False, True])
+def test_a_cache_that_the_first_call_makes_is_filled_after_apply(is_filled_before):
+    torch.manual_seed(0)
+    model, steps = LazyCache().eval(), [(torch.randn(2, 1, 32), torch.tensor([place])) for place in range(4)]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in (model, twin) if is_filled_before else ():
+            one(*steps[0])
+        fused = fa.apply(model, steps[0], keep="verified", graph=False, compile=False, min_share=0.0)
+        if is_filled_before:
+            assert torch.equal(model.keys, twin.keys)  # no call of apply's is left in it
+        else:
+            assert model.keys is None and model.values is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call that makes the cache is another graph: its own ops run
+            results = [(model(*step), twin(*step)) for step in steps]
+    assert fused.launches >= 2 * (len(steps) - 1)
+    for got, want in (*results, (model.keys, twin.keys), (model.values, twin.values)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import dynamo_backend
-from fusion_advisor.fuse.decide.keep_rule import Verdict
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan

@@ -81,18 +81,23 @@ def run(rendered, program, tensors, outputs, folder, width=0):
     run_all([Launch(rendered=rendered, program=program, inputs=tensors, outputs=outputs, width=width)], folder)
 
 
-def run_all(launches, folder):
+def run_all(launches, folder, flags=()):
     """Compile many kernels as one file, each in a namespace of its own, and run them: the headers are read once.
+
+    Args:
+        launches: what runs.
+        folder: for the source and the library.
+        flags: further ones of the compiler.
 
     Raises:
         DeviceAssertion: one of them found a position out of range.
     """
-    stopped = run_until_end(launches, folder)
+    stopped = run_until_end(launches, folder, flags)
     if stopped:
         raise DeviceAssertion([launches[number].rendered.entry for number in stopped])
 
 
-def run_until_end(launches, folder):
+def run_until_end(launches, folder, flags=()):
     """The same; returns the numbers of those that found a position out of range."""
     launches = [one for one in launches if not all(call.plan.is_empty for call in calls_of(one.program, flatten_rows=True))]
     if not launches:
@@ -101,7 +106,19 @@ def run_until_end(launches, folder):
     units = [_unit(number, launch) for number, launch in enumerate(launches)]
     path, library = folder / "kernels.cpp", folder / "kernels.so"
     path.write_text("\n".join([_PRELUDE, *(source for source, _ in units)]))
-    command = ["g++", *OPTIMISE, "-fno-strict-aliasing", "-std=c++17", "-fPIC", "-shared", "-w", "-o", str(library), str(path)]
+    command = [
+        "g++",
+        *OPTIMISE,
+        *flags,
+        "-fno-strict-aliasing",
+        "-std=c++17",
+        "-fPIC",
+        "-shared",
+        "-w",
+        "-o",
+        str(library),
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     handle = ctypes.CDLL(str(library))

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from fusion_advisor.records import Report
+from fusion_advisor.report.html.charts import LABEL_SIZE, TICK_SIZE
 from fusion_advisor.report.html.embed_traces import read_traces
 from fusion_advisor.report.html.page import render_html
+from fusion_advisor.report.html.text_width import text_width
 from tests.report.fixtures import applied, hostile, profiled, real
 
 pytestmark = pytest.mark.browser
@@ -127,6 +129,51 @@ def test_every_name_in_the_waterfall_lies_within_it(visit: Callable[..., Any], n
     page = visit(name)
     left = page.evaluate("[...document.querySelector('#c-fall-t').parentNode.querySelectorAll('text')].map(t => t.getBBox().x)")
     assert len(left) > 4 and min(left) >= 0
+
+
+@pytest.mark.parametrize("name", ["applied", "real", "long names", "hostile"])
+def test_text_takes_no_more_than_its_measure(visit: Callable[..., Any], name: str) -> None:
+    page = visit(name)
+    page.evaluate("document.querySelectorAll('details').forEach(item => { item.open = true })")
+    wide = page.evaluate("""[...document.querySelectorAll('svg.chart text')].map(one => [
+        one.textContent, one.getBBox().width, one.classList.contains('figure'), one.classList.contains('tick')])""")
+    assert len(wide) > 20
+    for text, width, is_bold, is_tick in wide:
+        assert width <= text_width(text.strip(), TICK_SIZE if is_tick else LABEL_SIZE, is_bold=is_bold) + 0.5, text
+
+
+def test_a_box_of_the_icicle_opens_its_branch(visit: Callable[..., Any]) -> None:
+    page = visit("applied")
+    link = page.locator(".icicle a").first
+    branch = page.locator(link.get_attribute("href"))
+    assert branch.get_attribute("open") is None
+    link.click()
+    page.wait_for_function("document.querySelector('.branch:target').open")
+    assert branch.get_attribute("open") is not None
+
+
+def test_the_next_command_is_copied(browser: Any, files: dict[str, str]) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(files["applied"])
+    page.locator("[data-copy]").click()
+    page.wait_for_function("document.querySelector('[data-copy]').textContent !== 'Copy'")
+    assert page.locator("[data-copy]").text_content() == "Copied"
+    assert "fa.load_plan(" in page.evaluate("navigator.clipboard.readText()")
+    context.close()
+
+
+def test_the_search_counts_the_kernels_of_each_strip(visit: Callable[..., Any]) -> None:
+    page = visit("applied")
+    page.wait_for_selector("#strips[data-ready]")
+    page.locator("#strip-search").fill("gelu")
+    words = page.locator("#strip-found").text_content()
+    counts = [
+        sum("gelu" in side.kernels[at][0] for at in side.timeline.kernel)
+        for side in (applied().before, applied().after)
+        if side is not None and side.timeline is not None
+    ]
+    assert all(f"{count} kernel" in words for count in counts), words
 
 
 def test_tables_sort_and_filter(visit: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fusion_advisor.records import EAGER, OURS, Baseline, Clocks, ClockSample
 from fusion_advisor.records.serialize import dump_report, load_report
-from fusion_advisor.report import clocks, quality, shared_rows
+from fusion_advisor.report import background_rows, clocks, quality
 from fusion_advisor.report.baseline_rows import prediction_line
 from fusion_advisor.report.compare.comparison import compare
 from fusion_advisor.report.html.page import render_html
@@ -78,8 +78,8 @@ def test_several_that_differ_and_all_that_are_held_down_are_one_sentence_each():
     others = {"Liger": slow, "torch.compile default": Clocks(samples=(sample(1800, "sw_power_cap"),))}
     report = with_clocks(applied(), slow, Clocks(samples=(sample(1980, "sw_power_cap"),)), **others)
     power, clock = sentences(report, bad=True)
-    assert power.endswith("by its power limit: in every reading of every way to run the step.")
-    assert "from ours (1,980 MHz): eager 1,700 MHz (−14.1%), Liger 1,700 MHz (−14.1%), torch.compile default" in clock
+    assert power.endswith("by its power limit: every way to run the step, in 1 of 1 reading.")
+    assert "from ours (1,980 MHz), which explains part of the times: eager −14.1%, Liger −14.1%, torch.compile default" in clock
 
 
 def test_one_step_slower_than_the_rest_does_not_move_the_median():
@@ -92,7 +92,7 @@ def test_silence_is_a_sentence():
     assert "holds none" in clocks.rows(profiled())[0][1]
     missing = with_clocks(profiled(), Clocks(missing="libnvidia-ml.so.1 cannot be loaded here"))
     assert "not read (libnvidia-ml.so.1 cannot be loaded here)" in clocks.rows(missing)[0][1]
-    assert dict(shared_rows.environment_rows(missing))["Clocks while timed"].startswith("not read (libnvidia-ml.so.1")
+    assert dict(background_rows.environment_rows(missing))["Clocks while timed"].startswith("not read (libnvidia-ml.so.1")
     mute = with_clocks(profiled(), Clocks(samples=(ClockSample(),)))
     assert "NVML returned nothing (1 reading)" in clocks.rows(mute)[0][1]
 

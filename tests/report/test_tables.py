@@ -8,7 +8,7 @@ import pytest
 
 from fusion_advisor import units
 from fusion_advisor.records import Report
-from fusion_advisor.report import shared_rows, tables
+from fusion_advisor.report import kernel_rows, tables
 from fusion_advisor.report.html.page import render_html
 from tests.report.fixtures import ALL, HOSTILE, applied, hostile, profiled, real
 
@@ -103,9 +103,9 @@ def test_a_kernel_without_a_chain_tells_its_own_bytes() -> None:
     base = next(fusion for fusion in report.fusions if fusion.chain_after is not None)
     assert base.chain_after is not None
     gemv = replace(base, id="G1", chain_id="", kernel_bytes=8_000_000)
-    found = shared_rows.traffic(report, gemv)
+    found = kernel_rows.traffic(report, gemv)
     assert found is not None
     assert (found.bytes_before, found.bytes_after) == ("not known", "8.00 MB")
     assert found.speed_after == units.bandwidth(8e15 / base.chain_after.median_ns)
-    assert shared_rows.traffic(report, replace(gemv, kernel_bytes=None)) is None
+    assert kernel_rows.traffic(report, replace(gemv, kernel_bytes=None)) is None
     assert "8.00 MB" in render_html(replace(report, fusions=(gemv,)))

@@ -12,6 +12,7 @@ from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import clock_sampler, interleaving, wall_timer
 from fusion_advisor.timing.clock_sampler import Watch, is_at_power_limit, watching
+from tests.timing.planted import PlantedTimer
 
 
 def reader(seen=None):
@@ -58,29 +59,25 @@ def test_without_a_reader_nothing_is_run():
 
 
 def test_no_reading_lies_within_a_timed_run(monkeypatch):
-    now, order = [0], []
+    timer, order = PlantedTimer(), []
 
     def run():
         order.append("run")
-        now[0] += 1_000_000
+        timer.now_ns += 1_000_000
 
     def read():
-        now[0] += 7_000_000
+        timer.now_ns += 7_000_000
         order.append("read")
         return ClockSample()
 
-    class Clock:
-        perf_counter_ns = staticmethod(lambda: now[0])
-        perf_counter = staticmethod(lambda: now[0] / 1e9)
-
-    for module in (interleaving, wall_timer):
-        monkeypatch.setattr(module, "time", Clock)
     seen = Watch(read)
     times = interleaving.interleave(
-        [run, run], rounds=6, budget_s=1.0, on_cuda=False, after=lambda n, at, ns: seen.sample(n, at, run, ns)
+        [run, run], rounds=6, budget_s=1.0, on_cuda=False, after=lambda n, at, ns: seen.sample(n, at, run, ns), timer=timer
     )
     assert times == [[1_000_000] * 6] * 2
-    times = wall_timer.wall_times(run, runs=6, budget_s=1.0, on_cuda=False, after=lambda n, ns: seen.sample(n, 0, run, ns))
+    times = wall_timer.wall_times(
+        run, runs=6, budget_s=1.0, on_cuda=False, after=lambda n, ns: seen.sample(n, 0, run, ns), timer=timer
+    )
     assert times == [1_000_000] * 6
     assert order.count("read") == 12
 
@@ -175,7 +172,7 @@ def test_ways_that_are_held_down_are_timed_until_they_are_known(monkeypatch):
     monkeypatch.setattr(step_profile, "is_held_down", lambda *_, **__: True)
     swings = iter([*range(0, 60, 6), *[0] * 90])
 
-    def timed(run, before, count):
+    def timed(timer, run, before, count):
         return [10_000 + 10 * next(swings)] * count
 
     monkeypatch.setattr(interleaving, "_timed_on_host", timed)

@@ -12,27 +12,14 @@ import torch
 
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.timing.interleaving import compare_alone, difference, interleave, recorded
-
-
-class Clock:
-    """Stands for ``time`` in ``measure``: only calls of candidates make it go on."""
-
-    def __init__(self):
-        self.now_ns = 0
-
-    def perf_counter_ns(self):
-        return self.now_ns
-
-    def perf_counter(self):
-        return self.now_ns / 1e9
+from tests.timing.planted import PlantedTimer
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(interleaving, "time", found)
-    return found
+def clock():
+    return PlantedTimer()
 
 
 def taking(clock, cost_ns, seen=None, name=None):
@@ -45,14 +32,14 @@ def taking(clock, cost_ns, seen=None, name=None):
 
 
 def test_every_candidate_keeps_its_own_times(clock):
-    times = interleave([taking(clock, cost) for cost in (10, 20, 30)], rounds=7, budget_s=1e9, on_cuda=False)
+    times = interleave([taking(clock, cost) for cost in (10, 20, 30)], rounds=7, budget_s=1e9, on_cuda=False, timer=clock)
     assert times == [[10] * 7, [20] * 7, [30] * 7]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 11])
 def test_no_candidate_has_a_better_place_than_another(clock, count):
     seen, rounds = [], 200
-    interleave([taking(clock, 1, seen, name) for name in range(count)], rounds=rounds, budget_s=1e9, on_cuda=False)
+    interleave([taking(clock, 1, seen, name) for name in range(count)], rounds=rounds, budget_s=1e9, on_cuda=False, timer=clock)
     runs = seen[count:]  # the first pass warms up
     assert runs[::2] == runs[1::2]
     order = [runs[start : start + 2 * count : 2] for start in range(0, len(runs), 2 * count)]
@@ -71,7 +58,7 @@ def test_the_order_is_the_same_in_each_run(clock):
     orders = []
     for _ in range(2):
         seen = []
-        interleave([taking(clock, 1, seen, name) for name in range(6)], rounds=9, budget_s=1e9, on_cuda=False)
+        interleave([taking(clock, 1, seen, name) for name in range(6)], rounds=9, budget_s=1e9, on_cuda=False, timer=clock)
         orders.append(seen)
     assert orders[0] == orders[1]
 
@@ -90,7 +77,7 @@ def test_a_clock_that_follows_slowly_makes_no_great_difference(clock):
         return call
 
     calls = [step(14e6), *(step(14e6 * (1 - 0.04 * number)) for number in range(9))]
-    times = interleave(calls, rounds=160, budget_s=1e9, on_cuda=False)
+    times = interleave(calls, rounds=160, budget_s=1e9, on_cuda=False, timer=clock)
     assert interleaving.noise_ns(times[0], times[1]) < 0.004 * 14e6
 
 
@@ -99,7 +86,7 @@ def test_a_drift_hits_all_alike(clock):
         return lambda: cost + clock.now_ns // 1000
 
     before, after = interleave(
-        [taking(clock, drifting(1000)), taking(clock, drifting(1000))], rounds=80, budget_s=1e9, on_cuda=False
+        [taking(clock, drifting(1000)), taking(clock, drifting(1000))], rounds=80, budget_s=1e9, on_cuda=False, timer=clock
     )
     change = difference(before, after)
     assert change.low_ns <= 0 <= change.high_ns
@@ -118,7 +105,7 @@ def test_what_ran_before_changes_no_difference(clock, shares):
         return call
 
     calls = [held(1000, shares[0]), held(1000, shares[0]), held(800, shares[1])]
-    control, before, after = interleave(calls, rounds=30, budget_s=1e9, on_cuda=False)
+    control, before, after = interleave(calls, rounds=30, budget_s=1e9, on_cuda=False, timer=clock)
     assert difference(control, before) == interleaving.Difference(median_ns=0, low_ns=0, high_ns=0)
     change = round(800 * shares[1] - 1000 * shares[0])  # each as fast as it is behind itself
     assert difference(before, after) == interleaving.Difference(median_ns=change, low_ns=change, high_ns=change)
@@ -129,7 +116,7 @@ def test_a_turn_lasts_as_long_as_asked_behind_untimed_runs(clock):
     costs = {"short": 5_000_000, "middle": 100_000_000, "long": 900_000_000}
     calls = [taking(clock, cost, seen, name) for name, cost in costs.items()]
     times = interleave(
-        calls, rounds=4, budget_s=1e9, turn_s=0.3, on_cuda=False, before=lambda: seen.append("back"),
+        calls, rounds=4, budget_s=1e9, turn_s=0.3, on_cuda=False, timer=clock, before=lambda: seen.append("back"),
         after=lambda number, position, ns: ends.append((number, position, ns)),
     )  # fmt: skip
     assert times == [[cost] * 4 for cost in costs.values()]
@@ -147,17 +134,17 @@ def test_what_disturbs_a_few_runs_of_a_turn_is_left_out(clock):
     def disturbed():
         return 10_000_000 + (500_000_000 if next(number) % 6 == 3 else 0) - (9_000_000 if next(number) % 7 == 5 else 0)
 
-    ((first, *_),) = interleave([taking(clock, disturbed)], rounds=1, budget_s=1e9, turn_s=0.3, on_cuda=False)
+    ((first, *_),) = interleave([taking(clock, disturbed)], rounds=1, budget_s=1e9, turn_s=0.3, on_cuda=False, timer=clock)
     assert first == 10_000_000
 
 
 @pytest.mark.parametrize("rest", [2.0, 0.5])
-def test_ahead_of_each_run_the_device_rests_as_long_as_the_one_before_tells(clock, monkeypatch, rest):
+def test_ahead_of_each_run_the_device_rests_as_long_as_the_one_before_tells(rest):
     seen = []
-    monkeypatch.setattr(interleaving, "_rest", seen.append)
+    clock = PlantedTimer(rest=seen.append)
     costs = {"short": 1000, "long": 6000}
     calls = [taking(clock, cost, seen, name) for name, cost in costs.items()]
-    times = interleave(calls, rounds=6, budget_s=1e9, rest=rest, on_cuda=False)
+    times = interleave(calls, rounds=6, budget_s=1e9, rest=rest, on_cuda=False, timer=clock)
     assert times == [[1000] * 6, [6000] * 6]
     assert seen[:4] == ["short"] * 2 + ["long"] * 2
     rests, runs = seen[4::2], seen[5::2]
@@ -167,16 +154,18 @@ def test_ahead_of_each_run_the_device_rests_as_long_as_the_one_before_tells(cloc
 
 def test_a_rest_is_as_long_as_asked():
     start = time.perf_counter_ns()
-    interleaving._rest(2_000_000)
+    WallTimer().rest(2_000_000)
     assert time.perf_counter_ns() - start >= 2_000_000
 
 
-def test_what_a_rest_gives_back_holds_no_run_down(clock, monkeypatch):
+def test_what_a_rest_gives_back_holds_no_run_down():
     """A device that saves up energy while it is idle, and runs slower without any left."""
     saved = [0.0]
 
     def idle(for_ns):
         saved[0] = min(60e6, saved[0] + for_ns)
+
+    clock = PlantedTimer(rest=idle)
 
     def step(cost_ns):
         def call():
@@ -186,9 +175,8 @@ def test_what_a_rest_gives_back_holds_no_run_down(clock, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(interleaving, "_rest", idle)
     calls = [step(50_000_000), step(48_000_000)]
-    held, rested = (interleave(calls, rounds=6, budget_s=1e9, on_cuda=False, rest=rest) for rest in (0.0, 2.0))
+    held, rested = (interleave(calls, rounds=6, budget_s=1e9, on_cuda=False, timer=clock, rest=rest) for rest in (0.0, 2.0))
     assert difference(*rested).median_ns == -2_000_000
     assert difference(*held).median_ns == -2_600_000
 
@@ -206,23 +194,23 @@ def test_a_turn_lasts_until_the_clock_is_where_a_step_keeps_it(clock, turn_s, is
 
         return call
 
-    before, after = interleave([step(1.0), step(1.04)], rounds=8, budget_s=1e9, turn_s=turn_s, on_cuda=False)
+    before, after = interleave([step(1.0), step(1.04)], rounds=8, budget_s=1e9, turn_s=turn_s, on_cuda=False, timer=clock)
     found = difference(before, after).median_ns
     assert (found == pytest.approx(0.04 * 50e6, rel=0.08)) == is_found and found < 0.04 * 50e6
 
 
 def test_the_budget_ends_the_rounds_but_the_least_are_made(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
-    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False)[0]) == 6
-    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, least=3)[0]) == 3
-    assert len(interleave(calls, rounds=50, budget_s=41.0, on_cuda=False)[0]) == 11
-    assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False)[0]) == 4
+    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, timer=clock)[0]) == 6
+    assert len(interleave(calls, rounds=50, budget_s=0.5, on_cuda=False, timer=clock, least=3)[0]) == 3
+    assert len(interleave(calls, rounds=50, budget_s=41.0, on_cuda=False, timer=clock)[0]) == 11
+    assert len(interleave(calls, rounds=4, budget_s=1e9, on_cuda=False, timer=clock)[0]) == 4
 
 
 def test_a_least_time_goes_beyond_rounds_and_budget(clock):
     calls = [taking(clock, 10**9), taking(clock, 10**9)]
-    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=40.0, on_cuda=False)[0]) == 10
-    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=40.0, on_cuda=False)[0]) == 12
+    assert len(interleave(calls, rounds=4, budget_s=0.5, least_s=40.0, on_cuda=False, timer=clock)[0]) == 10
+    assert len(interleave(calls, rounds=12, budget_s=1e9, least_s=40.0, on_cuda=False, timer=clock)[0]) == 12
 
 
 def test_times_that_are_not_settled_go_on_up_to_a_limit(clock):
@@ -236,7 +224,7 @@ def test_times_that_are_not_settled_go_on_up_to_a_limit(clock):
         return is_settled
 
     def rounds_of(**options):
-        return len(interleave(calls, rounds=50, budget_s=30.0, on_cuda=False, **options)[0])
+        return len(interleave(calls, rounds=50, budget_s=30.0, on_cuda=False, timer=clock, **options)[0])
 
     assert rounds_of() == rounds_of(is_settled=settled_at(20)) == 8
     assert asked == []
@@ -273,13 +261,14 @@ def test_a_difference_is_after_minus_before():
 
 def test_rounds_are_paired():
     """A round that was slow for both is no difference."""
-    before = [100 + 1000 * (number % 5) for number in range(40)]
-    assert difference(before, [value - 10 for value in before]) == interleaving.Difference(median_ns=-10, low_ns=-10, high_ns=-10)
+    before = [100 * (1 + 10 * (number % 5)) for number in range(40)]
+    found = difference(before, [value * 9 // 10 for value in before])
+    assert found == interleaving.Difference(median_ns=-210, low_ns=-210, high_ns=-210)
 
 
 @pytest.mark.parametrize("cost", [50, 40_000, 5_000_000])
 def test_alone_the_sides_are_never_swapped_and_times_are_per_call(clock, cost):
-    before, after = compare_alone(taking(clock, 3 * cost), taking(clock, cost), on_cuda=False, budget_s=1e9)
+    before, after = compare_alone(taking(clock, 3 * cost), taking(clock, cost), on_cuda=False, timer=clock, budget_s=1e9)
     assert (before.median_ns, after.median_ns) == (3 * cost, cost)
     assert before.method == after.method == "wall"
     assert len(before.times_ns) == len(after.times_ns) == 40

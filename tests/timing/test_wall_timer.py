@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.wall_timer import as_timing, median_interval, wall_times
+from tests.timing.planted import PlantedTimer
 
 
 def test_few_values_give_the_whole_range():
@@ -42,47 +42,56 @@ def test_more_confidence_is_wider_and_more_values_narrower():
     assert width(values, 0.95) < width(values[:20], 0.95)
 
 
+@pytest.mark.parametrize(
+    ("count", "confidence", "outside"),
+    [
+        (6, 0.95, 0),
+        (10, 0.95, 1),
+        (20, 0.95, 5),
+        (50, 0.95, 17),
+        (51, 0.95, 18),
+        (50, 0.999, 13),
+        (50, 0.8, 19),
+        (5, 0.5, 1),
+        (3000, 0.95, 1445),
+    ],
+)
+def test_ranks_are_those_of_the_binomial_distribution(count, confidence, outside):
+    """As tables of the sign test have them; the same number of values lies outside at both ends."""
+    assert median_interval(range(count), confidence)[1:] == (outside, count - 1 - outside)
+
+
 def test_a_timing_keeps_every_value():
     timing = as_timing([5, 1, 3], "wall")
     assert (timing.times_ns, timing.median_ns, timing.ci_low_ns, timing.ci_high_ns) == ((5, 1, 3), 3, 1, 5)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0
-
-    def perf_counter_ns(self):
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(wall_timer, "time", found)
-    return found
+def clock():
+    return PlantedTimer()
 
 
 def test_warmups_are_not_counted(clock):
     costs = iter([1000, 500, 10, 20, 30, 40, 50, 60])
 
     def call():
-        clock.now += next(costs)
+        clock.now_ns += next(costs)
 
-    assert wall_times(call, runs=6, budget_s=10.0, on_cuda=False, warmup=2) == [10, 20, 30, 40, 50, 60]
+    assert wall_times(call, runs=6, budget_s=10.0, on_cuda=False, timer=clock, warmup=2) == [10, 20, 30, 40, 50, 60]
 
 
 def test_the_budget_ends_the_runs_but_five_are_made(clock):
     def call():
-        clock.now += 10**9
+        clock.now_ns += 10**9
 
-    assert len(wall_times(call, runs=50, budget_s=1.0, on_cuda=False)) == 5
-    assert len(wall_times(call, runs=50, budget_s=8.0, on_cuda=False)) == 8
-    assert len(wall_times(call, runs=7, budget_s=1e9, on_cuda=False)) == 7
+    assert len(wall_times(call, runs=50, budget_s=1.0, on_cuda=False, timer=clock)) == 5
+    assert len(wall_times(call, runs=50, budget_s=8.0, on_cuda=False, timer=clock)) == 8
+    assert len(wall_times(call, runs=7, budget_s=1e9, on_cuda=False, timer=clock)) == 7
 
 
 def test_a_least_time_goes_beyond_runs_and_budget(clock):
     def call():
-        clock.now += 10**9
+        clock.now_ns += 10**9
 
-    assert len(wall_times(call, runs=6, budget_s=1.0, least_s=9.0, on_cuda=False)) == 9
-    assert len(wall_times(call, runs=6, budget_s=1e9, least_s=2.0, on_cuda=False)) == 6
+    assert len(wall_times(call, runs=6, budget_s=1.0, least_s=9.0, on_cuda=False, timer=clock)) == 9
+    assert len(wall_times(call, runs=6, budget_s=1e9, least_s=2.0, on_cuda=False, timer=clock)) == 6

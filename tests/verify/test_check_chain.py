@@ -478,3 +478,16 @@ def test_where_a_norm_overflows_in_eager_and_not_in_fp64_another_overflow_is_dec
     nan = torch.tensor([[math.nan, 1.0]], dtype=torch.float64)
     special_values.compare("rows", torch.tensor([[0.0, 1.0]]), eager, nan, swallowed, has_sums=True)
     assert pointwise.faults and swallowed.faults
+
+
+@pytest.mark.parametrize(("limit", "is_passed"), [(torch.finfo(torch.float32).max, True), (1e30, False)])
+def test_a_sum_that_overflows_in_another_order_is_declared(limit, is_passed):
+    x = torch.randn(20, 40)
+
+    def other_order(x):
+        overflows = (x.abs().double().sum(-1) > limit) & x.isfinite().all(-1)
+        return torch.where(overflows, math.inf, x.double().sum(-1)).float()
+
+    found = check_chain(chain_of(lambda x: x.sum(-1), x), other_order, [x], seed=0)
+    assert found.is_passed == is_passed
+    assert any(special_values.ORDER in words for words in found.declared) == is_passed

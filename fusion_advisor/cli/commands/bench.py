@@ -94,7 +94,7 @@ def bench_command(
         write_result(dump_run(run))
         return
     from fusion_advisor.evaluate.bench.view import bench_tables, summary_line
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.out()
     if quiet:

@@ -134,7 +134,8 @@ def _print(settings: Settings, shown: Comparison, written: list[Path], hint: str
         write_result(dump_record(shown, COMPARE_SCHEMA))
         return
     from fusion_advisor.report.compare.rows import headline
-    from fusion_advisor.report.terminal.result import compare_table, plain
+    from fusion_advisor.report.terminal.compare import compare_table
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.out()
     if settings.is_quiet:

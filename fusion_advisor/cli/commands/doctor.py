@@ -46,7 +46,7 @@ def doctor(
     else:
         from rich.text import Text
 
-        from fusion_advisor.report.terminal.result import plain
+        from fusion_advisor.report.terminal.layout import plain
 
         console = settings.out()
         marks = {"ok": ("✓", "green"), "missing": ("!", "yellow"), "broken": ("✗", "red")}

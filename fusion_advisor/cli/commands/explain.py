@@ -26,7 +26,7 @@ def explain(
 ) -> None:
     """Explain a code: its meaning, its cause and what to do."""
     settings = options.apply_output(context, color=color)
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.out()
     known = error_classes()

@@ -64,7 +64,7 @@ def show_command(
     files.sort(
         key=lambda path: ["kernel.toml", "reference.py"].index(path.name) if path.name in ("kernel.toml", "reference.py") else 2
     )
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.out()
     parts = []
@@ -153,7 +153,7 @@ def _field(row: Any, name: str) -> str:
 
 
 def _print_rows(settings: Settings, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], when_empty: str) -> None:
-    from fusion_advisor.report.terminal.result import plain, simple_table
+    from fusion_advisor.report.terminal.layout import plain, simple_table
 
     console = settings.out()
     if not rows:

@@ -67,8 +67,8 @@ def plan(
     elif formats == "md":
         write_result(plan_view.render_plan_markdown(shown))
     else:
+        from fusion_advisor.report.terminal.layout import plain
         from fusion_advisor.report.terminal.plan import plan_table
-        from fusion_advisor.report.terminal.result import plain
 
         console = settings.out()
         if settings.is_quiet:

@@ -87,7 +87,8 @@ def report(
     if as_json:
         write_result(dump_report(shown))
         return
-    from fusion_advisor.report.terminal.result import details, plain, result_table, summary_line
+    from fusion_advisor.report.terminal.layout import plain
+    from fusion_advisor.report.terminal.result import details, result_table, summary_line
 
     console = settings.out()
     if quiet:

@@ -48,7 +48,7 @@ def run_trace(
 
         write_result(dump_record(found, TRACE_SCHEMA))
         return
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
     from fusion_advisor.report.terminal.trace import trace_summary, trace_table
 
     console = settings.out()

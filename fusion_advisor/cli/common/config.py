@@ -142,7 +142,7 @@ def shown_settings(context: typer.Context) -> list[tuple[str, Any, str]]:
 
 def print_settings(context: typer.Context, settings: Settings) -> None:
     """Print each option with its value and source, as a table or as JSON."""
-    from fusion_advisor.report.terminal.result import simple_table
+    from fusion_advisor.report.terminal.layout import simple_table
 
     def text(key: str, value: object) -> str:
         if value is None or value in ((), []):

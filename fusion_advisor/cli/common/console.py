@@ -144,7 +144,7 @@ def open_page(settings: Settings, path: Path) -> None:
 
 def warn(settings: Settings, text: str) -> None:
     """Write one sentence to stderr."""
-    from fusion_advisor.report.terminal.result import plain
+    from fusion_advisor.report.terminal.layout import plain
 
     console = settings.err()
     console.print(plain(f"! {text}", console), soft_wrap=True)

@@ -156,6 +156,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "fails too, the original ops among them. So the run ends there. The report of what was tried until then is written and "
         "names the guilty kernel. A new process without that kernel does not have the fault.",
     ),
+    "FA416": (
+        "A model that was fused with its cache writes to that cache in each call. A call stopped after it may have begun to: a "
+        "value inside the model was laid out differently than when it was verified, or the original ops ran after a CUDA graph "
+        "had been launched ahead of them. The cache then holds part of a step, so no result is returned. Reset the cache and "
+        "repeat.",
+    ),
     "FA501": (
         "A report or capture is refused if it is truncated, has an unknown key, or has a value of another type; the message "
         "names the place. Reports are written to a temporary file first, so a crash leaves the old report intact.",
@@ -194,6 +200,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA511": (
         "`fusion-advisor plan` reads capture.json.gz: the ops of the step, their tensors and the kernels that they launched. "
         "`profile` and `apply` write it into the run directory once the step is captured. A copy of a report alone has none.",
+    ),
+    "FA512": (
+        "Every rewrite is timed against the same step without it, and the step against itself. Where the step differs from "
+        "itself by more than the largest gain that is expected of any rewrite, no rewrite could have passed, and the run says "
+        "so instead of calling the rewrites too slow. On a CPU only the CPU time of the busiest thread counts, so it takes a "
+        "very busy machine, or threads that spin while they wait: set OMP_WAIT_POLICY=PASSIVE before Python starts.",
     ),
     "FA701": (
         "A gate fails only where the whole 95 % interval is past the limit, so a figure just over it in a noisy run passes and "

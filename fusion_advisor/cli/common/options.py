@@ -226,7 +226,7 @@ MinGainOpt = Annotated[
     str, typer.Option("--min-gain", metavar="SHARE", help="A rewrite must save this share of the step.", rich_help_panel=_KEEP)
 ]
 ConfidenceOpt = Annotated[
-    float, typer.Option("--confidence", min=0.5, max=0.999, help="Level of the gain's interval.", rich_help_panel=_KEEP)
+    float, typer.Option("--confidence", help="Level of the gain's interval, above 0.5, below 1.", rich_help_panel=_KEEP)
 ]
 RtolOpt = Annotated[
     float | None,

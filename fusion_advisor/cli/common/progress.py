@@ -101,6 +101,11 @@ class TerminalProgress:
         elif time.monotonic() - self._spoke > HEARTBEAT_S:
             self._say(f"  {self._phase} {done}/{total}: {text}")
 
+    def found(self, text: str) -> None:
+        """A gain that stays; shown at once."""
+        self._settings.write_log(f"kept: {text}")
+        self._say(f"  kept {text}", style="green")
+
     def warn(self, text: str) -> None:
         """Something the user should know, though the run goes on."""
         self._settings.write_log(f"warning: {text}")
@@ -129,7 +134,7 @@ class TerminalProgress:
     def _start_bar(self, name: str) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        from fusion_advisor.report.terminal.result import is_ascii
+        from fusion_advisor.report.terminal.layout import is_ascii
 
         columns = (
             SpinnerColumn("line" if is_ascii(self._console) else "dots"),
@@ -171,6 +176,6 @@ class TerminalProgress:
             self._console.print(line, overflow="fold")
 
     def _shown(self, text: str) -> str:
-        from fusion_advisor.report.terminal.result import plain
+        from fusion_advisor.report.terminal.layout import plain
 
         return plain(text, self._console)

@@ -16,13 +16,14 @@ import typer
 from fusion_advisor.cli.common import core, gates, run_dir
 from fusion_advisor.cli.common.console import Settings, open_page, write_result
 from fusion_advisor.cli.common.progress import TerminalProgress
-from fusion_advisor.errors import CompileFailed, FusionIsForInference, NothingReplaced, NumericsFailed
+from fusion_advisor.errors import CompileFailed, FusionIsForInference, MachineTooBusy, NothingReplaced, NumericsFailed
 from fusion_advisor.files.safe_name import path_inside
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.records import Capture, Gate, NoMatch, Report, Status
 from fusion_advisor.records.serialize import dump_report, read_report, write_atomic, write_capture
 from fusion_advisor.report.compare import gate_rules
 from fusion_advisor.report.compare.comparison import compare
+from fusion_advisor.report.headline import why_busy
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.shared_rows import is_unchanged, reasons
 from fusion_advisor.runtime.external_profiler import nsys_profile
@@ -105,6 +106,8 @@ def run_apply(
     _show(settings, report, directory, output, hint)
     if options.strict:
         _be_strict(report)
+    if report.too_busy is not None:
+        raise MachineTooBusy(detail=why_busy(report.too_busy))
     absolute = any(rule.is_absolute for rule in rules)
     gates.end(report.gates, f"{report.command} {shlex.join(gates.words(rules, absolute=absolute))}")
 
@@ -220,7 +223,8 @@ class _LogHandler(logging.Handler):
 
 
 def _show(settings: Settings, report: Report, directory: Path, output: Output, hint: str) -> None:
-    from fusion_advisor.report.terminal.result import details, plain, result_table, summary_line
+    from fusion_advisor.report.terminal.layout import plain
+    from fusion_advisor.report.terminal.result import details, result_table, summary_line
 
     console = settings.out()
     if output.as_json:

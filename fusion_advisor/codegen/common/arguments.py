@@ -14,8 +14,6 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from fusion_advisor.codegen.common.online_softmax import OnlineSum
-from fusion_advisor.codegen.common.welford import Moments
 from fusion_advisor.ir.program import (
     ADDRESSED,
     ITEM_BYTES,
@@ -187,202 +185,137 @@ def schedule(program: Program, *, flatten_rows: bool) -> Schedule:
 
     Args:
         program: what to compute.
-        flatten_rows: whether a pointwise kernel walks all rows with one index (CUDA) or keeps the last row dim apart as the
-            tile's second side (Triton). Reduced Programs always have one row index.
+        flatten_rows: whether a pointwise kernel walks all rows with one index (CUDA) or keeps the last row dim as the second side
+            of its tile (Triton). Reduced Programs always have one row index.
     """
     program = with_dims(program, 2 if program.is_reduced else 1)
-    dims = len(program.dims)
-    kind = "rows" if program.is_reduced else "flat" if dims == 1 else "tiled"
-    operand_names = [name.removesuffix("_ptr") for name in pointer_names(program)]
-    names = _Names({f"{name}_ptr" for name in operand_names} | _STRUCTURE | _C_KEYWORDS)
-    one_row = flatten_rows or kind == "rows"
-    indices: tuple[str, ...]
-    sizes: tuple[str, ...]
-    if kind == "flat":
-        indices, sizes = ("index",), ("size",)
-    elif dims == 2:
-        indices, sizes = ("row", "col"), ("rows", "cols")
-    elif one_row:
-        indices = (*(f"i{d}" for d in range(dims - 1)), "col")
-        sizes = (*(f"size{d}" for d in range(dims - 1)), "cols")
-    else:
-        indices = (*(f"i{d}" for d in range(dims - 2)), "row", "col")
-        sizes = (*(f"size{d}" for d in range(dims - 2)), "rows", "cols")
-    for name in (*indices, *sizes):
-        names.take(name, exact=True)
-
-    arguments: list[tuple[str, int]] = []
-    used_sizes = {v.dim for v in program.values if v.op == "size"}
-    if one_row and dims > 2:
-        arguments.append(("rows", prod(program.dims[:-1])))
-    for d, size in enumerate(program.dims):
-        is_outermost = d == 0 and dims > 2
-        if not is_outermost or d in used_sizes:
-            arguments.append((sizes[d], size))
-
-    pointers = tuple(names.take(name, exact=True) for name in pointer_names(program))
-    pairs = find_pairs(program)
-    shared: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
-
-    def named(access: Value | Store, *, is_pair: bool) -> Access:
-        base = operand_names[access.operand]
-        args, steps = access.args, access.steps
-        key = (access.operand, access.strides, steps)
-        if key not in shared:
-            is_paired = key[:2] in pairs.places
-            strides = _stride_names(names, base, access.strides, arguments, is_paired=is_paired)
-            shared[key] = (*strides, *_stride_names(names, base, steps, arguments, kind="step"))
-        return Access(
-            operand=program.operands[access.operand], pointer=pointers[access.operand], strides=shared[key][:dims],
-            offset=_offset_name(names, base, access.offset, arguments),
-            gathered=tuple(zip(args, shared[key][dims:], strict=True)), is_pair=is_pair,
-        )  # fmt: skip
-
-    loads: dict[int, Access] = {}
-    extents: dict[int, str] = {}
-    numbers: dict[int, Numbering] = {}
-    load_partner = _partners(pairs.loads)
-    for number, value in enumerate(program.values):
-        even, odd = load_partner.get(number, (number, number))
-        if value.op == "extent":
-            reader = reader_of(program, number)
-            extents[number] = names.take(f"{operand_names[reader]}_extent" if reader >= 0 else "extent")
-            arguments.append((extents[number], int(value.constant or 0)))
-        if value.op == "dropout":
-            strides = _stride_names(names, "element", value.strides, arguments)
-            numbers[number] = Numbering(strides=strides, offset=_offset_name(names, "element", value.offset, arguments))
-        elif value.op == "load" and number not in loads:
-            loads[even] = loads[odd] = named(program.values[even], is_pair=even != odd)
-    stores: dict[int, Access] = {}
-    store_partner = _partners(pairs.stores)
-    for position in range(len(program.stores)):
-        even, odd = store_partner.get(position, (position, position))
-        if position not in stores:
-            stores[even] = stores[odd] = named(program.stores[even], is_pair=even != odd)
+    kind = "rows" if program.is_reduced else "flat" if len(program.dims) == 1 else "tiled"
+    has_one_row = flatten_rows or kind == "rows"
+    indices, sizes = _loop_names(len(program.dims), has_one_row=has_one_row)
+    named = _Arguments(program, (*indices, *sizes))
+    named.add_sizes(sizes, has_one_row=has_one_row)
+    pointers = named.add_pointers()
+    loads, numbers, extents = named.add_values()
+    stores = named.add_stores()
     return Schedule(
         program=program, kind=kind, pointers=pointers, indices=indices, sizes=sizes, loads=loads, numbers=numbers,
-        stores=tuple(stores[position] for position in range(len(program.stores))),
-        arguments=tuple(arguments), varies=_varies(program), taken=frozenset(names.taken), pairs=pairs, extents=extents,
+        stores=stores, arguments=tuple(named.arguments), varies=_varies(program), taken=frozenset(named.names.taken),
+        pairs=named.pairs, extents=extents,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One walk over the columns, in kernels that walk them more than once."""
-
-    values: tuple[int, ...]
-    """Column-varying values that the pass computes, in order."""
-    reductions: tuple[int, ...]
-    """What it accumulates."""
-    stores: tuple[int, ...]
-    """Positions in ``program.stores`` of what it writes."""
-    after: tuple[int, ...]
-    """Row values that are known once it has run, the reductions left out."""
-    online: tuple[OnlineSum, ...] = ()
-    """Pairs of a maximum and a sum that it accumulates together; they are not in ``reductions``."""
-    moments: tuple[Moments, ...] = ()
-    """Pairs of a sum and a sum of squares that it accumulates together; they are not in ``reductions``. Their means are in
-    ``after``, and known before the squares are."""
+def _loop_names(dims: int, *, has_one_row: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the loop variables and of the extents."""
+    if dims == 1:
+        return ("index",), ("size",)
+    if dims == 2:
+        return ("row", "col"), ("rows", "cols")
+    if has_one_row:
+        return (*(f"i{d}" for d in range(dims - 1)), "col"), (*(f"size{d}" for d in range(dims - 1)), "cols")
+    outer = range(dims - 2)
+    return (*(f"i{d}" for d in outer), "row", "col"), (*(f"size{d}" for d in outer), "rows", "cols")
 
 
-def column_passes(
-    plan: Schedule, online: tuple[OnlineSum, ...] = (), moments: tuple[Moments, ...] = ()
-) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
-    """Split a reduced Program into walks over the columns.
+class _Arguments:
+    """Collects the integer arguments of a kernel, in the order of its signature.
 
-    A reduction belongs to the pass after the reductions that it depends on; a store to the first pass that can write it.
-
-    Args:
-        plan: the schedule.
-        online: sums that belong to the pass of their maximum.
-        moments: sums of squares that belong to the pass of their sum.
-
-    Returns:
-        the row values that are known before the first pass, and the passes.
+    Attributes:
+        names: every name that is taken.
+        arguments: names with their values for this Program.
+        pairs: loads and stores of neighbouring elements.
     """
-    program = plan.program
-    first_of = {pair.total: pair.highest for pair in online} | {pair.squares: pair.total for pair in moments}
-    paired = {*first_of, *first_of.values()}
-    levels: list[int] = []
-    for number, value in enumerate(program.values):
-        if number in first_of:
-            levels.append(levels[first_of[number]])
-            continue
-        args = (*value.args, *(() if value.guard is None else (value.guard,)))
-        levels.append(max((levels[a] for a in args), default=0) + (value.op in REDUCTIONS))
-    writable = [max(levels[number] for number in store.needs) for store in program.stores]
-    for even, odd in plan.pairs.stores:  # written as one
-        writable[even] = writable[odd] = max(writable[even], writable[odd])
-    row_values: dict[int, list[int]] = {}
-    for number, value in enumerate(program.values):
-        if not plan.has_col(number) and value.op not in REDUCTIONS:
-            row_values.setdefault(levels[number], []).append(number)
-    passes = []
-    for level in range(max(levels, default=0) + 1):
-        reductions = [n for n, v in enumerate(program.values) if v.op in REDUCTIONS and levels[n] == level + 1]
-        pairs = tuple(pair for pair in online if levels[pair.highest] == level + 1)
-        both = tuple(pair for pair in moments if levels[pair.total] == level + 1)
-        stores = [n for n, ready in enumerate(writable) if ready == level and plan.stores_col(n)]
-        targets = [a for r in reductions for a in program.values[r].args if r not in first_of]
-        targets += [number for n in stores for number in program.stores[n].needs]
-        if reductions or stores:
-            alone = tuple(r for r in reductions if r not in paired)
-            after = tuple(row_values.get(level + 1, ()))
-            values = tuple(needed_in_columns(plan, targets))
-            done = Pass(values=values, reductions=alone, stores=tuple(stores), after=after, online=pairs, moments=both)
-            passes.append(done)
-    return tuple(row_values.get(0, ())), tuple(passes)
 
+    def __init__(self, program: Program, loop_names: tuple[str, ...]) -> None:
+        self._program = program
+        self._operands = [name.removesuffix("_ptr") for name in pointer_names(program)]
+        self.names = _Names({f"{name}_ptr" for name in self._operands} | _STRUCTURE | _C_KEYWORDS)
+        for name in loop_names:
+            self.names.take(name, exact=True)
+        self.arguments: list[tuple[str, int]] = []
+        self.pairs = find_pairs(program)
+        self._pointers: tuple[str, ...] = ()
+        self._steps: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
+        """Strides and steps of each address; addresses that differ in their offset alone share them."""
 
-def late_loads(plan: Schedule) -> frozenset[int]:
-    """Loads that nothing needs before the last reduction is known and that all rows share, where there are two or more.
+    def add_sizes(self, sizes: tuple[str, ...], *, has_one_row: bool) -> None:
+        """Add the extents that a kernel needs: the outermost of several row dims only where a value asks for it."""
+        dims = self._program.dims
+        used = {value.dim for value in self._program.values if value.op == "size"}
+        if has_one_row and len(dims) > 2:
+            self.arguments.append(("rows", prod(dims[:-1])))
+        for d, size in enumerate(dims):
+            is_outermost = d == 0 and len(dims) > 2
+            if not is_outermost or d in used:
+                self.arguments.append((sizes[d], size))
 
-    Weight and bias come from the cache and would only hold registers until the row's statistics are known.
-    """
-    values = plan.program.values
-    last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
-    used_before = {a for v in values[: last + 1] for a in (*v.args, *(() if v.guard is None else (v.guard,)))}
-    late = {n for n, v in enumerate(values) if v.op == "load" and v.guard is None and not plan.has_row(n)} - used_before
-    return frozenset(late if len(late) > 1 else ())
+    def add_pointers(self) -> tuple[str, ...]:
+        """Take the names of the tensors."""
+        self._pointers = tuple(self.names.take(name, exact=True) for name in pointer_names(self._program))
+        return self._pointers
 
+    def add_values(self) -> tuple[dict[int, Access], dict[int, Numbering], dict[int, str]]:
+        """Add what loads, dropouts and extents need; return their addresses, numberings and names by value number."""
+        loads: dict[int, Access] = {}
+        numbers: dict[int, Numbering] = {}
+        extents: dict[int, str] = {}
+        partner = _partners(self.pairs.loads)
+        for number, value in enumerate(self._program.values):
+            if value.op == "extent":
+                reader = reader_of(self._program, number)
+                extents[number] = self.names.take(f"{self._operands[reader]}_extent" if reader >= 0 else "extent")
+                self.arguments.append((extents[number], int(value.constant or 0)))
+            elif value.op == "dropout":
+                strides = self._stride_names("element", value.strides)
+                numbers[number] = Numbering(strides=strides, offset=self._offset_name("element", value.offset))
+            elif value.op == "load" and number not in loads:
+                even, odd = partner.get(number, (number, number))
+                loads[even] = loads[odd] = self._access(self._program.values[even], is_pair=even != odd)
+        return loads, numbers, extents
 
-def needed_in_columns(plan: Schedule, targets: list[int]) -> list[int]:
-    """The column-varying values that some others are made of, themselves included, in order."""
-    found: set[int] = set()
-    waiting = list(targets)
-    while waiting:
-        number = waiting.pop()
-        if number in found or not plan.has_col(number):
-            continue
-        found.add(number)
-        value = plan.program.values[number]
-        waiting += [*value.args, *(() if value.guard is None else (value.guard,))]
-    return sorted(found)
+    def add_stores(self) -> tuple[Access, ...]:
+        """Add what stores need; return their addresses."""
+        stores: dict[int, Access] = {}
+        partner = _partners(self.pairs.stores)
+        for position in range(len(self._program.stores)):
+            even, odd = partner.get(position, (position, position))
+            if position not in stores:
+                stores[even] = stores[odd] = self._access(self._program.stores[even], is_pair=even != odd)
+        return tuple(stores[position] for position in range(len(self._program.stores)))
 
+    def _access(self, access: Value | Store, *, is_pair: bool) -> Access:
+        base, dims = self._operands[access.operand], len(self._program.dims)
+        key = (access.operand, access.strides, access.steps)
+        if key not in self._steps:
+            strides = self._stride_names(base, access.strides, is_paired=key[:2] in self.pairs.places)
+            self._steps[key] = (*strides, *self._stride_names(base, access.steps, kind="step"))
+        names = self._steps[key]
+        return Access(
+            operand=self._program.operands[access.operand],
+            pointer=self._pointers[access.operand],
+            strides=names[:dims],
+            offset=self._offset_name(base, access.offset),
+            gathered=tuple(zip(access.args, names[dims:], strict=True)),
+            is_pair=is_pair,
+        )
 
-def parts_of(plan: Schedule) -> frozenset[int]:
-    """Quotients of the column, and what is read at them: one number for all columns of a tile that no part of the row ends in.
+    def _stride_names(
+        self, base: str, strides: tuple[int, ...], *, kind: str = "stride", is_paired: bool = False
+    ) -> tuple[str, ...]:
+        found: list[str] = []
+        for d, stride in enumerate(strides):
+            if stride in (0, 1) or (is_paired and d == len(strides) - 1):
+                found.append(str(stride))
+            else:
+                found.append(self.names.take(f"{base}_{kind}{d}"))
+                self.arguments.append((found[-1], stride))
+        return tuple(found)
 
-    Empty where anything is added up or written per column that is made of nothing else.
-    """
-    program, col = plan.program, plan.col_dim
-    found: set[int] = set()
-    for number, value in enumerate(program.values):
-        is_read_at_them = value.op == "load" and value.guard is None and value.strides[-1] == 0
-        if value.op == "quotient" or (is_read_at_them and any(arg in found for arg in value.args)):
-            found.add(number)
-    used = {arg for value in program.values if value.op in REDUCTIONS for arg in value.args}
-    used |= {number for store in program.stores for number in store.needs}
-    made = set(found)
-    for number, value in enumerate(program.values):
-        if not made.isdisjoint(value.args):
-            made.add(number)
-    is_plain = all(col in plan.varies[number] for number in found) and used.isdisjoint(found)
-    for number, value in enumerate(program.values):
-        if value.op == "load" and number not in found and not made.isdisjoint(value.args):
-            # Where nothing else moves it along the row, its address would be one number for a tile, and its mask would not.
-            is_plain = is_plain and value.strides[-1] != 0 and found.isdisjoint(value.args)
-    return frozenset(found if is_plain else ())
+    def _offset_name(self, base: str, offset: int) -> str:
+        if not offset:
+            return ""
+        name = self.names.take(f"{base}_offset")
+        self.arguments.append((name, offset))
+        return name
 
 
 def base_is_multiple(program: Program, number: int, of: int) -> bool:
@@ -433,33 +366,6 @@ class _Names:
 
 def _partners(pairs: tuple[tuple[int, int], ...]) -> dict[int, tuple[int, int]]:
     return {member: pair for pair in pairs for member in pair}
-
-
-def _stride_names(
-    names: _Names,
-    base: str,
-    strides: tuple[int, ...],
-    arguments: list[tuple[str, int]],
-    *,
-    kind: str = "stride",
-    is_paired: bool = False,
-) -> tuple[str, ...]:
-    found: list[str] = []
-    for d, stride in enumerate(strides):
-        if stride in (0, 1) or (is_paired and d == len(strides) - 1):
-            found.append(str(stride))
-        else:
-            found.append(names.take(f"{base}_{kind}{d}"))
-            arguments.append((found[-1], stride))
-    return tuple(found)
-
-
-def _offset_name(names: _Names, base: str, offset: int, arguments: list[tuple[str, int]]) -> str:
-    if not offset:
-        return ""
-    name = names.take(f"{base}_offset")
-    arguments.append((name, offset))
-    return name
 
 
 def _varies(program: Program) -> tuple[frozenset[int], ...]:

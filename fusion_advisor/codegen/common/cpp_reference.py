@@ -1,4 +1,4 @@
-"""A Program as scalar C++: the reference that C++ and CUDA C++ kernel files check themselves against.
+"""A Program as scalar C++: the reference that C++ and CUDA C++ kernel files check themselves against, and its tensors.
 
 It is printed from the kernel IR and not from the kernel: one loop for each dim, one pass over a row for each reduction that waits
 for another. Its numbers are of a template type ``T``: in double it is the truth, in float it has the error that an op-by-op
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fusion_advisor.codegen.common.site import SiteTensor, is_empty
+from fusion_advisor.codegen.common.site import SiteTensor, is_empty, tensors_of
 from fusion_advisor.codegen.common.value_names import LONGEST, ValueNames, is_named_always
 from fusion_advisor.ir.program import REDUCTIONS, Program, Store, Value, depends_on, dropout_constants, nests, with_dims
 
@@ -33,6 +34,9 @@ _STD = {
 }  # fmt: skip
 _OWN = {"maximum": "larger_of", "minimum": "smaller_of", "remainder": "remainder_of", "sign": "sign_of", "sigmoid": "sigmoid_of"}
 _STARTS = {"reduce_sum": "0", "reduce_max": "-INFINITY", "reduce_min": "INFINITY"}
+FLOORS = {"float": 5e-7, "double": 1e-14}
+"""Relative error that is allowed even where the op-by-op computation has none: four units in the last place of the maths."""
+FAST_MATH_FLOOR = 1e-4
 _RESERVED = frozenset({"T", "std", "main", "reference", "launch", "check"})
 
 
@@ -258,3 +262,56 @@ def _literal(constant: float | int | bool | None, dtype: str) -> str:
     if math.isnan(real):
         return "T(NAN)"
     return f"T({repr(real) if math.isfinite(real) else '-INFINITY' if real < 0 else 'INFINITY'})"
+
+
+# The check around the reference.
+
+
+def check_context(program: Program, *, fast_math: bool) -> dict[str, Any]:
+    """What ``cpp/check.cpp.jinja`` needs, but for ``run``, ``entry`` and ``note``.
+
+    Args:
+        program: of the kernel's site.
+        fast_math: whether the kernel approximates.
+    """
+    tensors = tensors_of(program)
+    reference = cpp_reference(program, tensors)
+    own = "double" if any(tensor.dtype == "float64" for tensor in tensors) else "float"
+    helpers = reference.helpers | {HALVES[tensor.dtype] for tensor in tensors if tensor.dtype in HALVES}
+    inputs = [f"{tensor.name}_host.data()" for tensor in tensors if not tensor.is_output]
+
+    def arguments(suffix: str) -> str:
+        # A vector of bool has no data: outputs that are bool are kept as bytes.
+        return ", ".join([*inputs, *(f"{tensor.name}_{suffix}.data()" for tensor in tensors if tensor.is_output)])
+
+    return {
+        "tensors": [_tensor(tensor, own) for tensor in tensors], "reference": reference.lines, "helpers": helpers, "own": own,
+        "truth_arguments": arguments("truth"), "plain_arguments": arguments("plain"), "moved_bytes": program.moved_bytes,
+        "floor": FAST_MATH_FLOOR if fast_math else FLOORS[own],
+    }  # fmt: skip
+
+
+def stored_type(dtype: str) -> str:
+    """The element type of the check's own buffers; bool is a byte there, because a vector of bool has no array."""
+    return "unsigned char" if dtype == "bool" else STORED[dtype]
+
+
+def _tensor(tensor: SiteTensor, own: str) -> dict[str, Any]:
+    stored, is_real = stored_type(tensor.dtype), "float" in tensor.dtype
+    half = HALVES.get(tensor.dtype)
+    kind = "T" if is_real else stored
+    made = f"({tensor.element_count})"
+    if not tensor.is_output:
+        limit = 2 if tensor.dtype == "bool" else tensor.below
+        convert = f"to_{half}" if half else f"[](double number) {{ return static_cast<{stored}>(number); }}"
+        made = f" = normal<{stored}>({tensor.element_count}, {convert})" if is_real else (
+            f" = below<{stored}>({tensor.element_count}, {limit})"
+        )  # fmt: skip
+    return {
+        "name": tensor.name, "host": f"{tensor.name}_host", "stored": stored, "is_output": tensor.is_output, "made": made,
+        "count": tensor.element_count, "dtype": tensor.dtype,
+        "parameter": f"{kind} *{tensor.name}" if tensor.is_output else f"const {stored} *{tensor.name}",
+        "truth": "double" if is_real else stored, "plain": own if is_real else stored,
+        "read": f"from_{half}(element)" if half else "element",
+        "rounded": f"from_{half}(to_{half}(number))" if half else f"static_cast<{stored}>(number)",
+    }  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusion_advisor.codegen.common.interface import KernelMaker, Rendered
+    from fusion_advisor.codegen.common.site import Layout
     from fusion_advisor.ir.program import Program
     from fusion_advisor.records import Tuning
 
@@ -75,6 +76,17 @@ class Backend:
 
         Raises:
             KernelBuildFailed: the compiler refuses it.
+        """
+        raise NotImplementedError
+
+    def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
+        """Return the kernel's whole file: the kernel, then a launch, a reference, and a main program that checks and times it.
+
+        Args:
+            rendered: the kernel.
+            program: of its site.
+            layouts: shape and strides of each operand at the site, where they are known.
+            fast_math: whether the kernel approximates.
         """
         raise NotImplementedError
 

@@ -1,18 +1,19 @@
 """SSA values as the lines a person would write: what is used once and short is folded, the rest gets a name.
 
-The rules are the same for every language, so they are here; what an op is called is the language's business (a subclass
-of :class:`Writer` in ``triton_ops`` and ``cuda_ops``). Floating point is not associative: an expression keeps the order
-of the IR, and an operand of equal precedence on the right keeps its parentheses.
+The rules are the same for every language. How an op is printed is a row of the language's table (``op_rows`` in
+``codegen.triton`` and ``codegen.cuda``; the rows that both have are in ``printer_rows``). Floating point is not associative: an
+expression keeps the order of the IR, and an operand of equal precedence on the right keeps its parentheses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fusion_advisor.codegen.common.arguments import Access, Numbering, Schedule
-from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import REDUCTIONS, Value, reader_of
+from fusion_advisor.codegen.common.value_names import nouns_of
+from fusion_advisor.ir.program import REDUCTIONS, Value
 
 ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
 """How tightly an expression holds together. Comparisons and logic are LOOSE: Python and C disagree about them."""
@@ -20,23 +21,10 @@ ATOM, UNARY, PRODUCT, SUM, LOOSE = 9, 8, 7, 6, 0
 _MAX_FOLDED = 44
 """Longest expression that is folded into another one."""
 
-INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 ROUNDERS = {"round_float16": "round_fp16", "round_bfloat16": "round_bf16"}
 """The helper that rounds to a 16-bit dtype and widens again, in Triton and in CUDA C++."""
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
-_NOUNS = {
-    "mul": "product",
-    "add": "total",
-    "sub": "difference",
-    "div": "quotient",
-    "where": "selected",
-    "neg": "negated",
-    "cast": "cast",
-    "quotient": "part",
-    "round_float16": "rounded",
-    "round_bfloat16": "rounded",
-}
 
 
 class Unsupported(Exception):
@@ -55,12 +43,17 @@ class Text:
         return self.code if self.rank >= rank else f"({self.code})"
 
 
+Row = Callable[[Any, int, Value, Sequence[Text]], Text]
+"""How a language prints one op: from its writer, the value's number, the value, and the texts of the value's arguments."""
+
+
 class Writer:
     """Prints the values of one Program in one language.
 
-    Subclasses provide ``literal``, ``load``, ``reduction`` and ``call``.
+    Subclasses provide a table of rows and the methods that the shared rows call.
 
     Attributes:
+        rows: how the language prints each op, by the op's name.
         helpers: names of the helper functions that the text calls; the template prints those.
         bases: row pointers that addresses start from: name, expression, and an access that uses it.
     """
@@ -76,11 +69,12 @@ class Writer:
         self._code: dict[int, str] = {}
         self._live = self._find_live()
         self._users = self._count_users()
-        self._nouns = self._name_all()
+        self._nouns = nouns_of(plan)
         for number in sorted(self._live):
             self._write(number)
 
     helper_names: frozenset[str] = frozenset()
+    rows: Mapping[str, Row]
 
     # What a language provides.
 
@@ -100,15 +94,16 @@ class Writer:
         """The factor of a dropout's element."""
         raise NotImplementedError
 
-    def inside(self, number: int, value: Value, args: list[Text]) -> Text:
+    def inside(self, number: int, value: Value, args: Sequence[Text]) -> Text:
         """Whether a position lies in its tensor; the kernel stops where it does not."""
         raise NotImplementedError
 
-    def call(self, value: Value, args: list[Text]) -> Text:
-        """Every op that :meth:`_expression` does not know."""
-        raise NotImplementedError
+    @property
+    def shared_columns(self) -> Collection[int]:
+        """The values that are one number for many neighbouring columns: a product with them may be made once for all of these."""
+        return ()
 
-    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+    def rounded_product(self, value: Value, args: Sequence[Text]) -> Text:
         """A product that the compiler must not fold, unrounded, into the sum or difference that uses it."""
         raise NotImplementedError
 
@@ -126,7 +121,7 @@ class Writer:
         """Name and expression of a named value."""
         return self._texts[number].code, self._code[number]
 
-    def scaled(self, value: Value, shared: Collection[int]) -> Text | None:
+    def scaled(self, value: Value) -> Text | None:
         """A normalised element times the weight of its channel as ``element * (inverse_deviation * weight)``; None if it is not.
 
         What neighbours share is multiplied once for all of them then, which saves one of three instructions of each element. An
@@ -134,10 +129,9 @@ class Writer:
 
         Args:
             value: a product.
-            shared: the values that are one number for many columns.
         """
         values, (normed, weight) = self.plan.program.values, value.args
-        if values[normed].op != "mul" or self.is_named(normed) or weight not in shared:
+        if values[normed].op != "mul" or self.is_named(normed) or weight not in self.shared_columns:
             return None
         element, scale = values[normed].args
         if not self.plan.has_col(element) or self.plan.has_col(scale) or values[scale].op != "rsqrt":
@@ -204,67 +198,9 @@ class Writer:
                 users[arg].append(number)
         return users
 
-    def _name_all(self) -> list[str]:
-        program = self.plan.program
-        nouns: list[str] = []
-        ranges = {value.guard for value in program.values if value.op == "load" and value.args}
-        fits = {store.guard for store in program.stores}
-        for number, value in enumerate(program.values):
-            args = [nouns[a] for a in value.args]
-            if number in ranges:
-                noun = f"{program.operands[reader_of(program, number)].name}_in_bounds"
-            elif number in fits:
-                noun = f"fits_{program.operands[reader_of(program, number)].name}"
-            elif value.op == "load":
-                is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
-                noun = program.operands[value.operand].name + ("_shifted" if value.offset and is_one_of_many else "")
-                even, odd = self.plan.load_pair(len(nouns))
-                if even != odd:
-                    noun = f"{program.operands[value.operand].name}_{'odd' if len(nouns) == odd else 'even'}"
-            elif value.op == "dropout":
-                noun = "factor"
-            elif value.op == "inside":
-                noun = "is_in_table"
-            elif value.constant_name:
-                noun = value.constant_name
-            elif value.op in REDUCTIONS:
-                noun = f"{args[0]}_{value.op.removeprefix('reduce_')}"
-            elif value.op == "div" and args[0].endswith("_sum") and program.values[value.args[1]].op in ("size", "const"):
-                noun = args[0].removesuffix("_sum") + "_mean"
-                if noun.endswith("_centered_squared_mean"):
-                    noun = noun.replace("_centered_squared_mean", "_variance")
-            elif value.op == "add" and (added := program.values[value.args[1]]).op == "const" and added.constant_name:
-                noun = f"{args[0]}_{added.constant_name}"
-            elif value.op == "add" and added.op == "const" and added.constant == 1:
-                noun = f"{args[0]}_plus_1"
-            elif value.op in ("rsqrt", "sqrt") and ("_variance" in args[0] or "_squared_mean" in args[0]):
-                noun = ("inverse_" if value.op == "rsqrt" else "") + ("deviation" if "_variance" in args[0] else "rms")
-            elif value.op == "reciprocal" and args[0].endswith("_sum"):
-                noun = "inverse_sum"
-            elif value.op == "mul" and value.args[0] == value.args[1]:
-                noun = f"{args[0]}_squared"
-            elif value.op == "sub" and args[1] in (f"{args[0]}_mean", f"{args[0]}_max"):
-                noun = f"{args[0]}_centered" if args[1].endswith("_mean") else f"{args[0]}_shifted"
-            elif order_of(program, len(nouns)) is not None:
-                noun = "is_kept"
-            elif value.op in ("add", "sub") and value.dtype == "int64":
-                noun = "place" if value.op == "add" else "gap"
-            elif value.op in _NOUNS:
-                noun = args[0] if value.op == "cast" else _NOUNS[value.op]
-            elif value.op in COMPARE or value.op in LOGIC or value.op in ("not", "isnan"):
-                noun = "is_" + value.op
-            else:
-                noun = f"{value.op}_{args[0]}" if args and value.op not in args[0] else f"{value.op}_value"
-            nouns.append(noun if len(noun) <= 32 else f"{value.op}_value")
-        for store in program.stores:
-            is_only_store = sum(s.value == store.value for s in program.stores) == 1
-            if is_only_store and program.values[store.value].op != "load":
-                nouns[store.value] = program.operands[store.operand].name
-        return nouns
-
     def _write(self, number: int) -> None:
         value = self.plan.program.values[number]
-        text = self._expression(number, value)
+        text = self.printed(number, value, [self._texts[arg] for arg in value.args])
         if self._is_folded(number, value, text):
             self._texts[number] = text
             return
@@ -298,44 +234,18 @@ class Writer:
     def _place(self, number: int) -> tuple[bool, bool]:
         return self.plan.has_row(number), self.plan.has_col(number)
 
-    def _expression(self, number: int, value: Value) -> Text:
-        if value.op == "const":
-            code = self.literal(value)
-            return Text(code, UNARY if code.startswith("-") else ATOM)
-        if value.op == "load":
-            return Text(self.load(number, value, self.plan.loads[number]))
-        if value.op in REDUCTIONS:
-            if value.dtype == "bool":
-                raise Unsupported(f"{value.op} of bool")
-            return Text(self.reduction(number, value))
-        if value.op == "dropout":
-            return self.dropout(number, value)
-        if value.op == "index":
-            return self.index(number, value)
-        if value.op == "extent":
-            return Text(self.plan.extents[number])
-        if value.op == "size" and self.is_only_compared(number):
-            return Text(self.plan.sizes[value.dim])
-        args = [self._texts[a] for a in value.args]
-        if value.op == "inside":
-            return self.inside(number, value, args)
-        if value.op in COMPARE:
-            return Text(f"{args[0].at(SUM)} {COMPARE[value.op]} {args[1].at(SUM)}", LOOSE)
-        if value.op in LOGIC:
-            return Text(f"{args[0].at(ATOM)} {LOGIC[value.op]} {args[1].at(ATOM)}", LOOSE)
-        if value.op == "neg":
-            return Text(f"-{args[0].at(ATOM)}", UNARY)
-        if self._is_shared_product(number, value):
-            return self.rounded_product(value, args)
-        own = self.call(value, args)
-        if own.code:
-            return own
-        if value.op not in INFIX:
-            raise Unsupported(f"op {value.op} of {value.dtype}")
-        sign, rank = INFIX[value.op]
-        return Text(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
+    def printed(self, number: int, value: Value, args: Sequence[Text]) -> Text:
+        """Print an op with these arguments, as the language's table says.
 
-    def _is_shared_product(self, number: int, value: Value) -> bool:
+        Raises:
+            Unsupported: the language has no row for the op, or not for this dtype.
+        """
+        row = self.rows.get(value.op)
+        if row is None:
+            raise Unsupported(f"op {value.op} of {value.dtype}")
+        return row(self, number, value, args)
+
+    def is_shared_product(self, number: int, value: Value) -> bool:
         """Whether several users have to see one and the same rounding of a product.
 
         Compilers contract ``x * c - y`` to one operation that does not round the product. Where y is the maximum of the rounded

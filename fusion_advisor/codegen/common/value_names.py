@@ -1,11 +1,16 @@
-"""Which values of a Program a printed reference gives a name, and which it writes inside others."""
+"""Names for the values of a Program: in kernels from what the values are, in printed references from their ops alone."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from fusion_advisor.ir.program import REDUCTIONS, Program
+from fusion_advisor.ir.causal_mask import order_of
+from fusion_advisor.ir.program import COMPARES, LOGIC, REDUCTIONS, Program, Value, reader_of
+
+if TYPE_CHECKING:
+    from fusion_advisor.codegen.common.arguments import Schedule
 
 LONGEST = 72
 """Characters of an expression that is written inside another one."""
@@ -55,3 +60,122 @@ class ValueNames:
             name, number = f"{wanted}_{number}", number + 1
         self._taken.add(name)
         return name
+
+
+# Nouns of a kernel's values.
+
+_LONGEST_NOUN = 32
+_NOUNS = {
+    "mul": "product",
+    "add": "total",
+    "sub": "difference",
+    "div": "quotient",
+    "where": "selected",
+    "neg": "negated",
+    "quotient": "part",
+    "round_float16": "rounded",
+    "round_bfloat16": "rounded",
+}
+_Rule = Callable[["Schedule", int, Value, Sequence[str]], "str | None"]
+"""Names a value from its schedule, its number, itself and its arguments' nouns; None where the rule does not apply."""
+
+
+def nouns_of(plan: Schedule) -> list[str]:
+    """Return a noun for each value of a kernel; several values may have the same."""
+    program = plan.program
+    nouns: list[str] = []
+    in_bounds = {value.guard for value in program.values if value.op == "load" and value.args}
+    fits = {store.guard for store in program.stores}
+    for number, value in enumerate(program.values):
+        if number in in_bounds:
+            noun = f"{program.operands[reader_of(program, number)].name}_in_bounds"
+        elif number in fits:
+            noun = f"fits_{program.operands[reader_of(program, number)].name}"
+        else:
+            noun = _noun(plan, number, value, [nouns[arg] for arg in value.args])
+        nouns.append(noun if len(noun) <= _LONGEST_NOUN else f"{value.op}_value")
+    for store in program.stores:
+        is_only_store = sum(s.value == store.value for s in program.stores) == 1
+        if is_only_store and program.values[store.value].op != "load":
+            nouns[store.value] = program.operands[store.operand].name
+    return nouns
+
+
+def _noun(plan: Schedule, number: int, value: Value, args: Sequence[str]) -> str:
+    if value.op in _FIRST and (noun := _FIRST[value.op](plan, number, value, args)):
+        return noun
+    if value.constant_name:
+        return value.constant_name
+    if value.op in REDUCTIONS:
+        return f"{args[0]}_{value.op.removeprefix('reduce_')}"
+    for rule in _BY_OP.get(value.op, ()):
+        if noun := rule(plan, number, value, args):
+            return noun
+    if order_of(plan.program, number) is not None:
+        return "is_kept"
+    if value.op in _NOUNS:
+        return _NOUNS[value.op]
+    if value.op in COMPARES or value.op in LOGIC or value.op in ("not", "isnan"):
+        return f"is_{value.op}"
+    return f"{value.op}_{args[0]}" if args and value.op not in args[0] else f"{value.op}_value"
+
+
+def _load(plan: Schedule, number: int, value: Value, _args: Sequence[str]) -> str:
+    program, name = plan.program, plan.program.operands[value.operand].name
+    even, odd = plan.load_pair(number)
+    if even != odd:
+        return f"{name}_{'odd' if number == odd else 'even'}"
+    is_one_of_many = sum(v.op == "load" and v.operand == value.operand for v in program.values) > 1
+    return name + ("_shifted" if value.offset and is_one_of_many else "")
+
+
+def _mean(plan: Schedule, _number: int, value: Value, args: Sequence[str]) -> str | None:
+    if not args[0].endswith("_sum") or plan.program.values[value.args[1]].op not in ("size", "const"):
+        return None
+    noun = args[0].removesuffix("_sum") + "_mean"
+    return noun.replace("_centered_squared_mean", "_variance") if noun.endswith("_centered_squared_mean") else noun
+
+
+def _sum_with_constant(plan: Schedule, _number: int, value: Value, args: Sequence[str]) -> str | None:
+    added = plan.program.values[value.args[1]]
+    if added.op == "const" and added.constant_name:
+        return f"{args[0]}_{added.constant_name}"
+    return f"{args[0]}_plus_1" if added.op == "const" and added.constant == 1 else None
+
+
+def _root(_plan: Schedule, _number: int, value: Value, args: Sequence[str]) -> str | None:
+    if "_variance" not in args[0] and "_squared_mean" not in args[0]:
+        return None
+    return ("inverse_" if value.op == "rsqrt" else "") + ("deviation" if "_variance" in args[0] else "rms")
+
+
+def _square(_plan: Schedule, _number: int, value: Value, args: Sequence[str]) -> str | None:
+    return f"{args[0]}_squared" if value.args[0] == value.args[1] else None
+
+
+def _centered(_plan: Schedule, _number: int, _value: Value, args: Sequence[str]) -> str | None:
+    if args[1] not in (f"{args[0]}_mean", f"{args[0]}_max"):
+        return None
+    return f"{args[0]}_centered" if args[1].endswith("_mean") else f"{args[0]}_shifted"
+
+
+def _place(_plan: Schedule, _number: int, value: Value, _args: Sequence[str]) -> str | None:
+    return {"add": "place", "sub": "gap"}[value.op] if value.dtype == "int64" else None
+
+
+_FIRST: dict[str, _Rule] = {
+    "load": _load,
+    "dropout": lambda _plan, _number, _value, _args: "factor",
+    "inside": lambda _plan, _number, _value, _args: "is_in_table",
+}
+"""These names come before that of a constant in the manifest."""
+_BY_OP: dict[str, tuple[_Rule, ...]] = {
+    "div": (_mean,),
+    "add": (_sum_with_constant, _place),
+    "sub": (_centered, _place),
+    "mul": (_square,),
+    "rsqrt": (_root,),
+    "sqrt": (_root,),
+    "reciprocal": (lambda _plan, _number, _value, args: "inverse_sum" if args[0].endswith("_sum") else None,),
+    "cast": (lambda _plan, _number, _value, args: args[0],),
+}

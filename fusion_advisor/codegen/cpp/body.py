@@ -15,7 +15,8 @@ from functools import cached_property
 from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
 from fusion_advisor.codegen.cpp.arguments import Layout
 from fusion_advisor.codegen.cpp.names import describe
-from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal, operation
+from fusion_advisor.codegen.cpp.op_rows import Call, operation
+from fusion_advisor.codegen.cpp.ops import C_TYPES, COST, Expr, Prelude, computed_in, convert, literal
 from fusion_advisor.codegen.cpp.scope import Scope
 from fusion_advisor.ir.integer_range import WORD
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Program, Store
@@ -209,28 +210,19 @@ class Kernel:
     def _loop(self, stage: int, reduced: list[int], computed: set[int]) -> Pass:
         self.names.reset()
         ends = [i for i in reduced if self.stage[i] == stage + 1]
-        stores = [(s, v) for s, v in zip(self.program.stores, self.layout.store_views, strict=True)]
-        stores = [(s, v) for s, v in stores if self._is_inner(s) and self._stage_of(s) == stage]
-        scope = Scope(self.layout, self.prelude, dict(self._named), set(), is_inner=True)
-        from_buffer = {i for i in self.caches if i in computed and i in self._done}
-        scope.count(n for i in computed - from_buffer for n in self._needs(i) if self.inner[n])
         pairs = [self.online[i] for i in ends if i in self.online and i == self.online[i].total]
         ends = [i for i in ends if i not in self.online]
-        scope.count_last(self.program.values[i].args[0] for i in ends)
-        scope.count(pair.element for pair in pairs)
-        scope.count_last(s.value for s, _ in stores)
-        scope.count(number for s, _ in stores for number in s.needs[1:])
-        loop = Pass()
+        stores = [
+            (s, v)
+            for s, v in zip(self.program.stores, self.layout.store_views, strict=True)
+            if self._is_inner(s) and self._stage_of(s) == stage
+        ]
+        from_buffer = {i for i in self.caches if i in computed and i in self._done}
+        scope = self._scope_of(computed - from_buffer, ends, pairs, [store for store, _ in stores])
         for i in sorted(computed):
-            if i in from_buffer:
-                scope.known[i] = Expr(f"{self.caches[i]}[{self.layout.loops[-1]}]")
-                if scope.uses[i] > 1:
-                    scope.name(i, scope.known[i])
-                continue
-            scope.define(i, must_name=i in self.caches)
-            if i in self.caches:
-                scope.lines.append(f"{self.caches[i]}[{self.layout.loops[-1]}] = {scope.known[i].text};")
+            self._define(i, scope, is_in_buffer=i in from_buffer)
         self._done |= computed
+        loop = Pass()
         for store, view in stores:
             scope.store(store, view, is_inner=True)
             loop.is_simd &= store.strides[self.last] != 0 and not any(self.inner[number] for number in store.needs[1:])
@@ -240,6 +232,28 @@ class Kernel:
             self._accumulate(pair, loop, scope)
         loop.lines = scope.lines
         return loop
+
+    def _scope_of(self, computed: set[int], ends: list[int], pairs: list[OnlineSum], stores: list[Store]) -> Scope:
+        """The scope of an inner loop, with the uses of each value in it counted."""
+        scope = Scope(self.layout, self.prelude, dict(self._named), set(), is_inner=True)
+        scope.count(n for i in computed for n in self._needs(i) if self.inner[n])
+        scope.count_last(self.program.values[i].args[0] for i in ends)
+        scope.count(pair.element for pair in pairs)
+        scope.count_last(store.value for store in stores)
+        scope.count(number for store in stores for number in store.needs[1:])
+        return scope
+
+    def _define(self, number: int, scope: Scope, *, is_in_buffer: bool) -> None:
+        """Compute a value in an inner loop, or read it back from its buffer."""
+        place = f"{self.caches.get(number)}[{self.layout.loops[-1]}]"
+        if is_in_buffer:
+            scope.known[number] = Expr(place)
+            if scope.uses[number] > 1:
+                scope.name(number, scope.known[number])
+            return
+        scope.define(number, must_name=number in self.caches)
+        if number in self.caches:
+            scope.lines.append(f"{place} = {scope.known[number].text};")
 
     def _accumulate(self, pair: OnlineSum, loop: Pass, scope: Scope) -> None:
         """A maximum and its sum of exponentials: each chunk's maximum first, which rescales the sum so far."""
@@ -251,7 +265,8 @@ class Kernel:
         element = scope.value(pair.element).text
 
         def exp(text: str) -> str:
-            return operation(self.program.values[pair.exponential], [Expr(text)], [held], [], self.prelude).text
+            value = self.program.values[pair.exponential]
+            return operation(Call(value=value, args=[Expr(text)], dtypes=[held], sources=[], prelude=self.prelude)).text
 
         loop.starts += [f"{c_type} {highest} = std::numeric_limits<{c_type}>::lowest();", f"double {total} = 0;"]
         loop.starts.append(f"int {flag} = 0;")

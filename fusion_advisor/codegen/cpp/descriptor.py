@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from fusion_advisor.codegen.common.descriptor import Backend
 
 if TYPE_CHECKING:
-    from fusion_advisor.codegen.common.interface import KernelMaker
+    from collections.abc import Sequence
+
+    from fusion_advisor.codegen.common.interface import KernelMaker, Rendered
+    from fusion_advisor.codegen.common.site import Layout
+    from fusion_advisor.ir.program import Program
 
 
 class Cpp(Backend):
@@ -30,3 +34,10 @@ class Cpp(Backend):
         from fusion_advisor.codegen.cpp.backend import CppBackend
 
         return CppBackend()
+
+    def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
+        """Return a file that needs a C++ compiler."""
+        del layouts
+        from fusion_advisor.codegen.cpp.launcher import with_launcher
+
+        return with_launcher(rendered, program, fast_math=fast_math)

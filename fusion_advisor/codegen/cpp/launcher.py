@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_advisor.codegen.common.cpp_check import check_context
+from fusion_advisor.codegen.common.cpp_reference import check_context
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.position_checks import checks_of
 from fusion_advisor.codegen.common.site import is_empty

@@ -1,12 +1,9 @@
-"""C++ for one IR operation: expressions that know how tightly they bind, and which prelude functions they call."""
+"""C++ expressions that know how tightly they bind, and which prelude functions they call."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from fusion_advisor.ir.program import Value
 
 C_TYPES = {
     "float64": "double", "float32": "float", "float16": "uint16_t", "bfloat16": "uint16_t", "int64": "int64_t",
@@ -40,26 +37,9 @@ _PRELUDE_CALLS = {
     "fa_wrapping_abs": ("fa_wrapping_neg",),
 }
 
-_INFIX = {
-    "add": ("+", SUM),
-    "sub": ("-", SUM),
-    "mul": ("*", PRODUCT),
-    "div": ("/", PRODUCT),
-    "eq": ("==", COMPARE),
-    "ne": ("!=", COMPARE),
-    "lt": ("<", COMPARE),
-    "le": ("<=", COMPARE),
-    "gt": (">", COMPARE),
-    "ge": (">=", COMPARE),
-}
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-# `&` and `|` on bool rather than `&&` and `||`: without a branch the loop vectorises.
-_WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs"})
-_BITWISE = {"and": "&", "or": "|", "xor": "^"}
-_STD = {"sqrt": "sqrt", "sin": "sin", "cos": "cos", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint"}
-_OWN_FOR_FLOAT = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "erf"})
-_OWN = {"maximum": "fa_max", "minimum": "fa_min", "remainder": "fa_remainder", "sign": "fa_sign", "sigmoid": "fa_sigmoid",
-        "round_bfloat16": "fa_round_bf16", "round_float16": "fa_round_fp16"}  # fmt: skip
+REALS = ("float32", "float64")
+WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs"})
+"""Ops whose integer results may not fit 64 bits: a signed overflow is undefined in C++, so helpers compute them unsigned."""
 
 COST = {
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "erfc"), 12),
@@ -142,97 +122,3 @@ def convert(expr: Expr, source: str, target: str, prelude: Prelude) -> Expr:
         whole = prelude.call("fa_to_int64", expr)  # a cast of what int64 cannot hold is undefined
         return convert(whole, "int64", target, prelude)
     return Expr(f"static_cast<{C_TYPES[target]}>({expr.text})")
-
-
-def operation(
-    value: Value,
-    args: Sequence[Expr],
-    dtypes: Sequence[str],
-    constants: Sequence[Value],
-    prelude: Prelude,
-    *,
-    may_wrap: bool = False,
-) -> Expr:
-    """Print an arithmetic, comparison or logic op, or a cast.
-
-    Args:
-        value: the op.
-        args: its printed arguments.
-        dtypes: the dtypes that they are held in.
-        constants: the argument values themselves; a constant exponent picks a cheaper power.
-        prelude: takes note of the functions called.
-        may_wrap: whether the result is an integer that may not fit 64 bits: a signed overflow is undefined in C++.
-    """
-    op, held = value.op, computed_in(value.dtype)
-    if op == "cast":
-        if value.dtype in HALVES:
-            half = convert(args[0], dtypes[0], value.dtype, prelude)
-            return convert(half, value.dtype, "float32", prelude)
-        return convert(args[0], dtypes[0], held, prelude)
-    if op == "where":
-        chosen = [convert(a, d, held, prelude) for a, d in zip(args[1:], dtypes[1:], strict=True)]
-        return Expr(f"{args[0].at(COMPARE)} ? {chosen[0].at(TERNARY + 1)} : {chosen[1].at(TERNARY + 1)}", TERNARY)
-    if op == "quotient":
-        return Expr(f"{args[0].at(PRODUCT)} / {args[1].at(ATOM)}", PRODUCT)
-    if op == "isnan":
-        return Expr(f"std::isnan({args[0].text})") if dtypes[0] in ("float32", "float64") else Expr("false")
-    if op == "not":
-        return Expr(f"{'!' if held == 'bool' else '~'}{args[0].at(UNARY)}", UNARY)
-    if op not in COMPARISONS:
-        args = [convert(a, d, held, prelude) for a, d in zip(args, dtypes, strict=True)]
-    if may_wrap and op in _WRAPPING:
-        return prelude.call(f"fa_wrapping_{op}", *args)
-    if op in _INFIX:
-        sign, rank = _INFIX[op]
-        # The right operand keeps its parentheses at equal rank: floating point does not associate.
-        return Expr(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
-    if op in _BITWISE:
-        return Expr(f"{args[0].at(UNARY)} {_BITWISE[op]} {args[1].at(UNARY)}", TERNARY + 1)
-    if op == "neg":
-        return Expr(f"-{args[0].at(ATOM)}", UNARY)
-    if op == "pow":
-        return _power(held, args, constants[1], prelude)
-    one = literal(1, held).text
-    if op == "rsqrt":
-        return Expr(f"{one} / std::sqrt({args[0].text})", PRODUCT)
-    if op == "reciprocal":
-        return Expr(f"{one} / {args[0].at(PRODUCT + 1)}", PRODUCT)
-    if op == "abs":
-        return Expr(f"std::{'fabs' if held in ('float32', 'float64') else 'abs'}({args[0].text})")
-    if op in ("floor", "ceil", "trunc", "round") and held not in ("float32", "float64"):
-        return args[0]
-    if op in ("maximum", "minimum") and constants[1].op == "const":
-        args = args[::-1]  # of two zeros eager's vectorised relu and clamp take the element's, and the helpers take the second
-    if op in _OWN:
-        return prelude.call(_OWN[op], *args)
-    if op in _OWN_FOR_FLOAT and held == "float32":
-        return prelude.call(f"fa_{op}", *args)
-    if op == "erfc":
-        if held == "float32" and value.constant:  # 1 + erf: erfc's own digits would make GELU 1.7 times as slow
-            return Expr(f"{one} - {prelude.call('fa_erf', *args).text}", SUM)
-        if held == "float32":
-            return prelude.call("fa_erfc", *args)
-        return Expr(f"std::erfc({args[0].text})")
-    if op in _STD or op in _OWN_FOR_FLOAT:
-        return Expr(f"std::{_STD.get(op, op)}({args[0].text})")
-    raise ValueError(f"the C++ backend has no word for the op {op!r}")
-
-
-def _power(held: str, args: Sequence[Expr], exponent: Value, prelude: Prelude) -> Expr:
-    base = args[0]
-    fixed = exponent.constant if exponent.op == "const" else None
-    if fixed in (2, 3) and not isinstance(fixed, bool):
-        if held in ("float32", "float64"):
-            return prelude.call("fa_square" if fixed == 2 else "fa_cube", base)
-        square = prelude.call("fa_wrapping_mul", base, base)
-        return square if fixed == 2 else prelude.call("fa_wrapping_mul", square, base)
-    if held not in ("float32", "float64"):
-        return prelude.call("fa_ipow", *args)
-    one = literal(1, held).text
-    if fixed == 0.5:
-        return Expr(f"std::sqrt({base.text})")
-    if fixed == -0.5:
-        return Expr(f"{one} / std::sqrt({base.text})", PRODUCT)
-    if fixed == -1:
-        return Expr(f"{one} / {base.at(PRODUCT + 1)}", PRODUCT)
-    return Expr(f"std::pow({base.text}, {args[1].text})")

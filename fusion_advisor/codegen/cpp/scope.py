@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from fusion_advisor.codegen.cpp.arguments import Layout, View
 from fusion_advisor.codegen.cpp.names import describe
-from fusion_advisor.codegen.cpp.ops import (
-    C_TYPES,
-    COMPARE,
-    PRODUCT,
-    TERNARY,
-    Expr,
-    Prelude,
-    computed_in,
-    convert,
-    literal,
-    operation,
-)
+from fusion_advisor.codegen.cpp.op_rows import Call, operation
+from fusion_advisor.codegen.cpp.ops import C_TYPES, COMPARE, PRODUCT, TERNARY, Expr, Prelude, computed_in, convert, literal
 from fusion_advisor.ir.integer_range import WORD
 from fusion_advisor.ir.program import Store, Value, dropout_constants
 
@@ -101,26 +91,27 @@ class Scope:
         self.lines += [*(f"  {line}" for line in lines), "}"]
 
     def _express(self, number: int, value: Value) -> Expr:
-        layout = self.layout
-        held = computed_in(value.dtype)
-        if value.op == "const":
-            return literal(value.constant, value.dtype)
-        if value.op == "index":
-            return convert(Expr(layout.loops[value.dim]), "int64", held, self.prelude)
-        if value.op == "size":
-            return convert(Expr(layout.sizes[value.dim]), "int64", held, self.prelude)
-        if value.op == "extent":
-            return Expr(layout.extents[number])
-        if value.op == "load":
-            return self._load(number, value, held)
-        if value.op == "dropout":
-            threshold, scale = dropout_constants(float(value.constant or 0))
-            kept = self.prelude.call("fa_is_kept", self.known[value.args[0]], Expr(layout.numbers[number]), Expr(f"{threshold}u"))
-            return Expr(f"{kept.text} ? {literal(scale, held).text} : {literal(0.0, held).text}", TERNARY)
-        if value.op == "inside":
-            number_of_check = Expr(str(layout.checks.index(number) + 1))
-            call = self.prelude.call("fa_inside", *(self.known[a] for a in value.args), number_of_check, Expr("wrong"))
-            return call if value.guard is None else Expr(f"{self.known[value.guard].at(COMPARE)} && {call.text}", TERNARY + 1)
+        row = PLACED.get(value.op)
+        return row(self, number, value) if row is not None else self._operation(number, value)
+
+    def _index(self, _number: int, value: Value) -> Expr:
+        return convert(Expr(self.layout.loops[value.dim]), "int64", computed_in(value.dtype), self.prelude)
+
+    def _size(self, _number: int, value: Value) -> Expr:
+        return convert(Expr(self.layout.sizes[value.dim]), "int64", computed_in(value.dtype), self.prelude)
+
+    def _dropout(self, number: int, value: Value) -> Expr:
+        held, (threshold, scale) = computed_in(value.dtype), dropout_constants(float(value.constant or 0))
+        element = Expr(self.layout.numbers[number])
+        kept = self.prelude.call("fa_is_kept", self.known[value.args[0]], element, Expr(f"{threshold}u"))
+        return Expr(f"{kept.text} ? {literal(scale, held).text} : {literal(0.0, held).text}", TERNARY)
+
+    def _inside(self, number: int, value: Value) -> Expr:
+        check = Expr(str(self.layout.checks.index(number) + 1))
+        call = self.prelude.call("fa_inside", *(self.known[a] for a in value.args), check, Expr("wrong"))
+        return call if value.guard is None else Expr(f"{self.known[value.guard].at(COMPARE)} && {call.text}", TERNARY + 1)
+
+    def _operation(self, number: int, value: Value) -> Expr:
         args = [self.known[a] for a in value.args]
         while sum(len(a.text) for a in args) > ARGUMENTS:
             longest = max(value.args, key=lambda a: 0 if self.known[a].text.isidentifier() else len(self.known[a].text))
@@ -128,13 +119,20 @@ class Scope:
                 break
             self.name(longest, self.known[longest])
             args = [self.known[a] for a in value.args]
-        values = layout.program.values
-        dtypes = [computed_in(values[a].dtype) for a in value.args]
-        may_wrap = value.dtype == "int64" and layout.bits[number] >= WORD
-        return operation(value, args, dtypes, [values[a] for a in value.args], self.prelude, may_wrap=may_wrap)
+        sources = [self.layout.program.values[a] for a in value.args]
+        return operation(
+            Call(
+                value=value,
+                args=args,
+                dtypes=[computed_in(source.dtype) for source in sources],
+                sources=sources,
+                prelude=self.prelude,
+                may_wrap=value.dtype == "int64" and self.layout.bits[number] >= WORD,
+            )
+        )
 
-    def _load(self, number: int, value: Value, held: str) -> Expr:
-        layout = self.layout
+    def _load(self, number: int, value: Value) -> Expr:
+        layout, held = self.layout, computed_in(value.dtype)
         moved = [self.known[arg].at(PRODUCT) for arg in value.args]
         text = layout.address(layout.load_views[number], is_inner=self._is_inner, moved=moved)
         dtype = layout.program.operands[value.operand].dtype
@@ -145,3 +143,21 @@ class Scope:
         guard = self.known[value.guard].at(TERNARY + 1)
         chosen = Expr(f"{guard} ? {text} : {C_TYPES[dtype]}{{{zero}}}" if zero == "0" else f"{guard} ? {text} : {zero}", TERNARY)
         return convert(chosen, dtype, held, self.prelude)
+
+    def _const(self, _number: int, value: Value) -> Expr:
+        return literal(value.constant, value.dtype)
+
+    def _extent(self, number: int, _value: Value) -> Expr:
+        return Expr(self.layout.extents[number])
+
+
+PLACED: Mapping[str, Callable[[Scope, int, Value], Expr]] = {
+    "const": Scope._const,
+    "index": Scope._index,
+    "size": Scope._size,
+    "extent": Scope._extent,
+    "load": Scope._load,
+    "dropout": Scope._dropout,
+    "inside": Scope._inside,
+}
+"""How C++ prints each op that stands for a constant, a loop, or a place in memory."""

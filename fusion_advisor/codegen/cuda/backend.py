@@ -22,11 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.common.arguments import late_loads, pointer_names
+from fusion_advisor.codegen.common.arguments import pointer_names
+from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts
 from fusion_advisor.codegen.common.interface import (
+    Form,
     Header,
     KernelBuildFailed,
     Launcher,
@@ -85,28 +87,7 @@ class CudaBackend:
         except Unsupported as error:
             raise KernelBuildFailed(kernel=entry, target="cuda", cause=str(error)) from error
         is_reduced = plan.kind == "rows"
-        macros = [("threads along a row" if plan.kind != "flat" else "threads of a block", "THREADS", BLOCK)]
-        if plan.kind == "tiled":
-            macros.append(("threads along a column", "ROWS", 1))
-        elif form.is_clustered:
-            macros.append(("blocks along a row, a cluster: compute capability 9.0 or later", "CLUSTER", tuning.cluster or 1))
-        elif is_reduced:
-            macros.append(("rows of a block; 1 when more than a warp shares a row", "ROWS", 1))
-        is_divisor = plan.kind == "tiled" and any(len(call.plan.sizes) > 2 for call in calls)
-        product = f"{'CLUSTER * ' * form.is_clustered}PACKS * THREADS * VEC"
-        covers = " at a time" if form.is_looped else f": {product} >= cols" if is_reduced else ""
-        covers = f": neighbouring rows{', a divisor of their count' * is_divisor}" if plan.kind == "tiled" else covers
-        macros.append((f"packs of a thread{covers}", "PACKS", 1 if is_divisor else 4))
-        if plan.kind == "tiled":
-            macros.append(("1 where the grid's second side holds all columns", "ONCE", 1))
-        divides = "" if form.is_shifted else ", a divisor of every row and stride"
-        macros.append((f"columns of a pack{divides}", "VEC", min(vector_width(c.plan) for c in calls)))
-        if is_reduced:
-            macros.append((f"1 where {product} divides cols", "FULL", 0))
-            if any(late_loads(call.plan) for call in calls) and not form.is_looped:
-                macros.append(("1 where what rows share is read after the reductions", "LATE", 1))
-        if any(context["is_staged"] for context in bodies):
-            macros.append(("columns that stay in dynamic shared memory, a multiple of 16", "STAGED", 0))
+        macros = _macros(calls, form, tuning, is_staged=any(context["is_staged"] for context in bodies))
         helpers = ordered({name for context in bodies for name in context["helpers"]})
         common = {
             "heading": heading(
@@ -141,6 +122,44 @@ class CudaBackend:
         """
         write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
         return CudaKernel(rendered)
+
+
+def _macros(calls: Sequence[Call], form: Form, tuning: Tuning, *, is_staged: bool) -> list[tuple[str, str, int]]:
+    """The macros of a launch: what each means, its name, and its value where none is given."""
+    kind = calls[0].plan.kind
+    threads = ("threads along a row" if kind != "flat" else "threads of a block", "THREADS", BLOCK)
+    width = min(vector_width(call.plan) for call in calls)
+    divides = "" if form.is_shifted else ", a divisor of every row and stride"
+    if kind == "flat":
+        return [
+            threads,
+            ("packs of a thread", "PACKS", 4),
+            (f"columns of a pack{divides}", "VEC", width),
+        ]
+    if kind == "tiled":
+        is_divisor = any(len(call.plan.sizes) > 2 for call in calls)
+        return [
+            threads,
+            ("threads along a column", "ROWS", 1),
+            (f"packs of a thread: neighbouring rows{', a divisor of their count' * is_divisor}", "PACKS", 1 if is_divisor else 4),
+            ("1 where the grid's second side holds all columns", "ONCE", 1),
+            (f"columns of a pack{divides}", "VEC", width),
+        ]
+    product = f"{'CLUSTER * ' * form.is_clustered}PACKS * THREADS * VEC"
+    rows = ("rows of a block; 1 when more than a warp shares a row", "ROWS", 1)
+    cluster = ("blocks along a row, a cluster: compute capability 9.0 or later", "CLUSTER", tuning.cluster or 1)
+    found = [
+        threads,
+        cluster if form.is_clustered else rows,
+        (f"packs of a thread{' at a time' if form.is_looped else f': {product} >= cols'}", "PACKS", 4),
+        (f"columns of a pack{divides}", "VEC", width),
+        (f"1 where {product} divides cols", "FULL", 0),
+    ]
+    if any(late_loads(call.plan) for call in calls) and not form.is_looped:
+        found.append(("1 where what rows share is read after the reductions", "LATE", 1))
+    if is_staged:
+        found.append(("columns that stay in dynamic shared memory, a multiple of 16", "STAGED", 0))
+    return found
 
 
 class CudaKernel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusion_advisor.codegen.common.arguments import FEW_ROWS, next_power, parts_of
+from fusion_advisor.codegen.common.arguments import FEW_ROWS, next_power
+from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.descriptor import Search
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
 from fusion_advisor.codegen.cuda.ops import vector_width

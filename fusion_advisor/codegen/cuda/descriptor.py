@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from fusion_advisor.codegen.common.descriptor import COMPILE, Backend, Search
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from fusion_advisor.codegen.common.interface import KernelMaker, Rendered
+    from fusion_advisor.codegen.common.site import Layout
     from fusion_advisor.ir.program import Program
 
 
@@ -47,6 +50,21 @@ class Cuda(Backend):
         from fusion_advisor.codegen.cuda.backend import compile_for
 
         return compile_for(rendered, arch, program=program)
+
+    def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
+        """Return a file that needs nvcc, with the launch shape for the GPU that is here, or for compute capability 9.0."""
+        del layouts
+        import torch
+
+        from fusion_advisor.codegen.cuda.launcher import with_launcher
+        from fusion_advisor.codegen.cuda.nvrtc import device_shared_memory, has_cuda_core
+        from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
+
+        is_here = torch.cuda.is_available()
+        major, minor = torch.cuda.get_device_capability() if is_here else (9, 0)
+        arch = 10 * major + minor
+        shared = device_shared_memory() if is_here and has_cuda_core() else shared_memory_of(arch)
+        return with_launcher(rendered, program, shared=shared, arch=arch, fast_math=fast_math)
 
     def limits(self, device: torch.device) -> object | None:
         """Return the device's shared memory: wide rows lie in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusion_advisor.codegen.common.cpp_check import check_context
+from fusion_advisor.codegen.common.cpp_reference import check_context
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, starts
 from fusion_advisor.codegen.common.interface import Rendered, environment
 from fusion_advisor.codegen.common.value_names import ValueNames

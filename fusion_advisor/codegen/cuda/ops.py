@@ -7,22 +7,12 @@ inside the lane loop; a load along contiguous columns is one access for the pack
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 from fusion_advisor.codegen.common.arguments import Access, Schedule
-from fusion_advisor.codegen.common.printer import (
-    ATOM,
-    COMPARE,
-    LOOSE,
-    PRODUCT,
-    ROUNDERS,
-    SUM,
-    UNARY,
-    Text,
-    Unsupported,
-    Writer,
-    has_inverse,
-    terms_of,
-)
+from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
+from fusion_advisor.codegen.cuda import wrapping
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 
@@ -30,10 +20,6 @@ SCALARS = {
     "float64": "double", "float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits", "int64": "long long",
     "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
 }  # fmt: skip
-COMPUTE = {"float32": "float", "float64": "double", "int64": "long long", "bool": "bool"}
-_MATH = {"exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "pow", "floor", "ceil", "trunc"}
-_FAST = {"exp": "__expf", "log": "__logf", "sin": "__sinf", "cos": "__cosf", "tanh": "fast_tanh", "sqrt": "fast_sqrt"}
-_HELPERS = {"maximum": "nan_max", "minimum": "nan_min", "sigmoid": "sigmoid", "remainder": "remainder_of", "sign": "sign_of"}
 _ORDERS = ("lt", "le", "gt", "ge")
 
 
@@ -117,16 +103,18 @@ class CudaWriter(Writer):
         is_split: whether a pack may lie across a border between channels: nothing is shared then.
         is_shifted: whether a row's packs start where addresses allow it, up to a pack before its first column.
         is_clustered: whether several blocks share a row.
+        may_wrap: the integer values that may not fit 64 bits.
     """
 
+    rows = ROWS
     helper_names = frozenset(
-        {*_MATH, *_HELPERS.values(), *_FAST.values(), "Pack", "Word", "word_t", "to_float32", "from_float32", "load_pack",
+        {"exp", *MATH, *HELPERS.values(), *FAST.values(), "Pack", "Word", "word_t", "to_float32", "from_float32", "load_pack",
          "store_pack",
          "checked", "normal_cdf_16bit", "tanh_cdf_16bit", "exp_16bit", "exp2_16bit", "sigmoid_16bit", "erfc", "row_reduce",
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
-         "round_bf16", "round_fp16"}
+         "round_bf16", "round_fp16", *wrapping.HELPERS}
     )  # fmt: skip
 
     def __init__(
@@ -140,7 +128,13 @@ class CudaWriter(Writer):
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         self.is_half = is_half and not plan.program.is_exact
+        self.may_wrap = wrapping.may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
+
+    @property
+    def shared_columns(self) -> Collection[int]:
+        """Values of a pack, where a cluster shares a row: kernels that walk rows in parts have no register left for them."""
+        return self.per_pack if self.is_clustered else ()
 
     def literal(self, value: Value) -> str:
         """A C++ literal."""
@@ -282,7 +276,7 @@ class CudaWriter(Writer):
             return code
         return f"{Text(code, LOOSE).at(ATOM)} != 0" if dtype == "bool" else f"({SCALARS[dtype]})({code})"
 
-    def inside(self, number: int, value: Value, args: list[Text]) -> Text:  # noqa: ARG002
+    def inside(self, number: int, value: Value, args: Sequence[Text]) -> Text:  # noqa: ARG002
         """A call of the helper; only where the position counts."""
         self.helpers.add("checked")
         call = f"checked({', '.join(arg.code for arg in args)})"
@@ -296,7 +290,7 @@ class CudaWriter(Writer):
         """An index as int64."""
         return f"(long long){name}"
 
-    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+    def rounded_product(self, value: Value, args: Sequence[Text]) -> Text:
         """The intrinsic that nvcc never contracts."""
         return Text(f"__{'f' if value.dtype == 'float32' else 'd'}mul_rn({args[0].code}, {args[1].code})")
 
@@ -311,112 +305,7 @@ class CudaWriter(Writer):
         is_chosen = value.op == "where" and order_of(self.plan.program, value.args[0]) is not None
         return not is_chosen and super()._is_folded(number, value, text)
 
-    def _is_below_maximum(self, number: int) -> bool:
+    def is_below_maximum(self, number: int) -> bool:
         """Whether a value is a difference from its row's maximum: some exponential is 1 then, and the smallest may be 0."""
         values = self.plan.program.values
         return values[number].op == "sub" and values[values[number].args[1]].op == "reduce_max"
-
-    def _expression(self, number: int, value: Value) -> Text:
-        order = order_of(self.plan.program, number)
-        if order is not None and order.column == self.plan.col_dim:  # with a number that the lanes share, not one for each
-            return Text(f"lane <= {self._texts[value.args[1]].at(SUM)} - first", LOOSE)
-        text = super()._expression(number, value)
-        if value.op == "load":
-            return Text(text.code, LOOSE)
-        if value.op == "quotient" and not self.is_only_addressed(number):
-            return Text(f"(long long)({text.code})", UNARY)
-        return text
-
-    def call(self, value: Value, args: list[Text]) -> Text:
-        """A function, a cast or a choice; empty for what is an infix operator."""
-        # Kernels that walk rows in parts have no register left for it: 512 threads would spill one.
-        if (
-            value.op == "mul"
-            and self.is_clustered
-            and not self.plan.program.is_exact
-            and (scaled := self.scaled(value, self.per_pack)) is not None
-        ):
-            return scaled
-        op, code = value.op, ", ".join(a.code for a in args)
-        is_float32, is_int = value.dtype == "float32", value.dtype == "int64"
-        suffix = "f" if is_float32 else ""
-        if op == "size":
-            return Text(f"({COMPUTE[value.dtype]}){self.plan.sizes[value.dim]}", UNARY)
-        if op == "cast":
-            source = self.plan.program.values[value.args[0]]
-            if source.dtype == value.dtype:
-                return args[0]
-            return (
-                Text(f"{args[0].at(SUM)} != 0", LOOSE)
-                if value.dtype == "bool"
-                else Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
-            )
-        if op in ROUNDERS:
-            kind = "half" if op == "round_float16" else "bfloat16"
-            self.helpers |= {kind, "from_float32", f"from_float32_{kind}", ROUNDERS[op]}
-            return Text(f"{ROUNDERS[op]}({code})")
-        if op == "quotient":
-            index = self.plan.program.values[value.args[0]]
-            is_col = index.op == "index" and index.dim == self.plan.col_dim
-            code, extent = "first" if is_col else args[0].at(SUM + 1), args[1].at(ATOM)
-            if is_col and self.is_split:  # one division for a pack: it is no wider than a channel, and meets one border at most
-                return Text(f"first / {extent} + (first % {extent} + lane >= {extent})", SUM)
-            return Text(f"{code} / {args[1].at(ATOM)}", PRODUCT)
-        if op == "where":
-            return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
-        if op == "not":
-            return Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY)
-        if op == "isnan":
-            return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
-        if op == "div" and is_float32 and self.is_half and has_inverse(self.plan.program.values[value.args[1]]):
-            return Text(f"{args[0].at(PRODUCT)} * (1.0f / {args[1].at(UNARY)})", PRODUCT)
-        if op == "div" and is_float32 and self.fast_math:
-            return Text(f"__fdividef({code})")
-        if op == "div" and is_float32 and self.plan.program.values[value.args[1]].op == "size":
-            self.helpers.add("mean_of")
-            return Text(f"mean_of({code})")
-        if op == "reciprocal":
-            one = "1.0f" if is_float32 else "1.0"
-            return (
-                Text(f"__fdividef({one}, {code})")
-                if is_float32 and self.fast_math
-                else Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
-            )
-        if op == "erfc":
-            if is_float32 and self.is_half:
-                return Text(f"2.0f * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
-            return Text(f"erfc{suffix}({code})")
-        if op == "normal_cdf":
-            return Text(self.normal_cdf(code))
-        if op == "tanh_cdf":
-            self.helpers.add("tanh_cdf_16bit")
-            return Text(f"tanh_cdf_16bit({code})")
-        if op in ("sigmoid", "exp") and is_float32 and self.is_half:
-            if op == "exp" and not self._is_below_maximum(value.args[0]):
-                return Text(f"__expf({code})")
-            if op == "exp":
-                self.helpers.add("exp_16bit")
-                return Text(f"exp_16bit({code})")
-            self.helpers.add("sigmoid_16bit")
-            return Text(f"sigmoid_16bit({code})")
-        if op in _HELPERS:
-            self.helpers.add(_HELPERS[op])
-            # A literal is an int where it fits one: two types would leave the template's argument open.
-            of_type = "<long long>" if is_int and op in ("maximum", "minimum") else ""
-            return Text(f"{_HELPERS[op]}{of_type}({code})")
-        if op == "abs":
-            return (
-                Text(f"({args[0].at(SUM)} < 0 ? -{args[0].at(ATOM)} : {args[0].at(SUM)})")
-                if is_int
-                else Text(f"fabs{suffix}({code})")
-            )
-        if op == "round":
-            return Text(f"rint{suffix}({code})")
-        if op in _MATH:
-            if is_int:
-                raise Unsupported(f"{op} of int64")
-            if is_float32 and self.fast_math and op in _FAST:
-                self.helpers.add(_FAST[op])
-                return Text(f"{_FAST[op]}({code})")
-            return Text(f"{op}{suffix}({code})")
-        return Text("")

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.common.arguments import Pass, Schedule
+from fusion_advisor.codegen.common.arguments import Schedule
+from fusion_advisor.codegen.common.column_passes import Pass
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED
 

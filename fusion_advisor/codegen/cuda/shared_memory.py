@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes
+from fusion_advisor.codegen.common.arguments import Schedule
+from fusion_advisor.codegen.common.column_passes import Pass, column_passes
 from fusion_advisor.codegen.common.online_softmax import online_sums
 from fusion_advisor.codegen.common.welford import moments
 from fusion_advisor.codegen.cuda.ops import CudaWriter

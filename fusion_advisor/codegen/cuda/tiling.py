@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, late_loads, next_power
+from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Access, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.column_passes import late_loads
 from fusion_advisor.codegen.common.interface import Form
 from fusion_advisor.codegen.cuda.ops import shared_by_rows, vector_width
 from fusion_advisor.codegen.cuda.shared_memory import SharedMemory, pack_bytes, staged_cols
-from fusion_advisor.ir.program import ITEM_BYTES
+from fusion_advisor.ir.program import ITEM_BYTES, Store, Value
 from fusion_advisor.records import Tuning
 
 BLOCK = 256
@@ -82,41 +84,60 @@ def pack_width(plan: Schedule, form: Form = _PLAIN) -> tuple[int, int]:
         plan: the schedule.
         form: of the kernel.
     """
-    program, width = plan.program, vector_width(plan)
-    places: list[tuple[Access, tuple[int, ...], tuple[int, ...]]] = [
-        (access, program.values[n].strides, (program.values[n].offset, *program.values[n].steps))
-        for n, access in plan.loads.items()
-        if n == plan.load_pair(n)[0]
-    ]
-    places += [
-        (access, program.stores[n].strides, (program.stores[n].offset, *program.stores[n].steps))
-        for n, access in enumerate(plan.stores)
-        if n == plan.store_pair(n)[0]
-    ]
-    borders = [int(program.values[v.args[1]].constant or 0) for v in program.values if v.op == "quotient"]
-    along = [place for place in places if place[0].is_vector]
+    width = vector_width(plan)
+    along = [access for access in _addresses(plan) if access.access.is_vector]
     while width > 1:
-        moves = [
-            (access, move)
-            for access, strides, moves in along
-            for move in (*moves, *(s for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1))
-        ]
-        # A pack's elements take whole calls of the random numbers, which make four.
-        is_whole = all(base_is_multiple(program, n, min(width, 4)) for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
-        is_whole = is_whole and all(border % width == 0 or (form.is_split and border >= width) for border in borders)
-        is_aligned = program.dims[-1] % width == 0 and all(
-            move * ITEM_BYTES[access.operand.dtype] % min(16, access.col_bytes * width) == 0 for access, move in moves
-        )
-        if form.is_shifted:  # every address may miss a pack's border by as much as all others do
-            phases = {
-                (*(s % width for s, size in zip(strides[:-1], program.dims[:-1], strict=True) if size > 1), own[0] % width)
-                for _, strides, own in along
-            }
-            is_aligned = len(phases) == 1
-        if is_whole and is_aligned:
-            return width, max(min(16, access.col_bytes * width) for access, _, _ in along)
+        if _is_whole(plan, width, form) and _is_aligned(plan, along, width, form):
+            return width, max(min(16, one.access.col_bytes * width) for one in along)
         width //= 2
     return 1, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Address:
+    """An access with how far it moves, in elements: by row dims, and by its offset and steps."""
+
+    access: Access
+    row_strides: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+def _addresses(plan: Schedule) -> list[_Address]:
+    """The addresses of loads and stores, those of pairs once; strides of dims with one row are left out."""
+    program = plan.program
+    found: list[tuple[Access, Value | Store]] = [
+        (access, program.values[n]) for n, access in plan.loads.items() if n == plan.load_pair(n)[0]
+    ]
+    found += [(access, program.stores[n]) for n, access in enumerate(plan.stores) if n == plan.store_pair(n)[0]]
+    return [
+        _Address(
+            access=access,
+            row_strides=tuple(s for s, size in zip(place.strides[:-1], program.dims[:-1], strict=True) if size > 1),
+            others=(place.offset, *place.steps),
+        )
+        for access, place in found
+    ]
+
+
+def _is_whole(plan: Schedule, width: int, form: Form) -> bool:
+    """Whether packs take whole calls of the random numbers, which make four, and lie across no border between channels."""
+    values = plan.program.values
+    borders = [int(values[v.args[1]].constant or 0) for v in values if v.op == "quotient"]
+    along = (n for n in plan.numbers if plan.numbers[n].strides[-1] == "1")
+    return all(base_is_multiple(plan.program, n, min(width, 4)) for n in along) and all(
+        border % width == 0 or (form.is_split and border >= width) for border in borders
+    )
+
+
+def _is_aligned(plan: Schedule, along: Sequence[_Address], width: int, form: Form) -> bool:
+    """Whether all packs lie where one access may read them."""
+    if form.is_shifted:  # every address may miss a pack's border by as much as all others do
+        return len({(*(stride % width for stride in one.row_strides), one.others[0] % width) for one in along}) == 1
+    return plan.program.dims[-1] % width == 0 and all(
+        move * ITEM_BYTES[one.access.operand.dtype] % min(16, one.access.col_bytes * width) == 0
+        for one in along
+        for move in (*one.others, *one.row_strides)
+    )
 
 
 def launch_shape(
@@ -134,44 +155,70 @@ def launch_shape(
     """
     width = width or pack_width(plan, form)[0]
     width = min(width, 1 << (tuning.block_cols.bit_length() - 1)) if tuning.block_cols else width
-    cols, rows = max(plan.program.dims[-1], 1), max(plan.row_count, 1)
-    packs = -(-cols // width)
-    asked = 32 * tuning.num_warps if tuning.num_warps else 0
-    wide = {"WIDE_INDEX": 1} if plan.needs_int64 else {}
-    are_halves = plan.kind == "tiled" and len(plan.stores) > 1 and not plan.has_pairs
-    wanted = tuning.packs or (1 if are_halves else _packs(plan, width, _PACK_REGISTERS[plan.kind]))
-
-    def fewer_for(blocks: Callable[[int], int]) -> int:
-        """Packs of a thread that leave blocks for every SM."""
-        count = wanted
-        while not tuning.packs and count > 1 and blocks(count) < _MIN_BLOCKS:
-            count //= 2
-        return count
-
     if plan.kind == "flat":
-        threads = asked or BLOCK
-        each = fewer_for(lambda count: packs // (threads * count))
-        macros = {"THREADS": threads, "PACKS": each, "VEC": width, **wide}
-        return macros, _grid(plan, macros)
-    if plan.kind == "tiled":
-        block = asked or (_HALVES_BLOCK if are_halves else BLOCK)
-        threads = min(block, next_power(packs))
-        height = max(1, min(tuning.block_rows or block // threads, 1024 // threads, rows))
-        across = min(-(-packs // threads), _MOST_ACROSS)
-        each = min(fewer_for(lambda count: rows // (height * count) * across), rows)
-        while len(plan.sizes) > 2 and plan.program.dims[-2] % each:
-            each -= 1
-        height = min(height, -(-rows // each))
-        macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, **wide}
-        return macros, _grid(plan, macros)
-    if form.is_shifted:
-        cols += width - 1
-        packs = -(-cols // width)
-    if form.is_looped:
-        macros = {**_looped_shape(plan, tuning, width, shared, is_shifted=form.is_shifted), **wide}
-        return macros, _grid(plan, macros)
-    cluster = {"CLUSTER": tuning.cluster or 1} if form.is_clustered else {}
-    packs = -(-packs // cluster.get("CLUSTER", 1))
+        macros = _flat_shape(plan, tuning, width)
+    elif plan.kind == "tiled":
+        macros = _tiled_shape(plan, tuning, width)
+    elif form.is_looped:
+        macros = _looped_shape(plan, tuning, width, shared, is_shifted=form.is_shifted)
+    else:
+        macros = _resident_shape(plan, tuning, width, form)
+    if plan.needs_int64:
+        macros["WIDE_INDEX"] = 1
+    if plan.kind == "rows" and not form.is_looped and late_loads(plan):
+        # A third of the registers, and all that a block waits for again: too much where few rows are under way.
+        macros["LATE"] = int(max(plan.row_count, 1) >= _MIN_BLOCKS)
+    return macros, _grid(plan, macros)
+
+
+def _asked_threads(tuning: Tuning) -> int:
+    """Threads that a tuning asks for; 0 where it leaves the choice."""
+    return 32 * tuning.num_warps if tuning.num_warps else 0
+
+
+def _are_halves(plan: Schedule) -> bool:
+    """Whether a thread writes a pack of each half of a row, as in rope."""
+    return plan.kind == "tiled" and len(plan.stores) > 1 and not plan.has_pairs
+
+
+def _wanted_packs(plan: Schedule, tuning: Tuning, width: int) -> int:
+    """Packs of a thread that are asked for, or best while there are enough blocks."""
+    return tuning.packs or (1 if _are_halves(plan) else _packs(plan, width, _PACK_REGISTERS[plan.kind]))
+
+
+def _packs_for(wanted: int, tuning: Tuning, blocks: Callable[[int], int]) -> int:
+    """Packs of a thread that leave blocks for every SM; what a tuning asks for stays."""
+    count = wanted
+    while not tuning.packs and count > 1 and blocks(count) < _MIN_BLOCKS:
+        count //= 2
+    return count
+
+
+def _flat_shape(plan: Schedule, tuning: Tuning, width: int) -> dict[str, int]:
+    packs, threads = -(-max(plan.program.dims[-1], 1) // width), _asked_threads(tuning) or BLOCK
+    each = _packs_for(_wanted_packs(plan, tuning, width), tuning, lambda count: packs // (threads * count))
+    return {"THREADS": threads, "PACKS": each, "VEC": width}
+
+
+def _tiled_shape(plan: Schedule, tuning: Tuning, width: int) -> dict[str, int]:
+    packs, rows = -(-max(plan.program.dims[-1], 1) // width), max(plan.row_count, 1)
+    block = _asked_threads(tuning) or (_HALVES_BLOCK if _are_halves(plan) else BLOCK)
+    threads = min(block, next_power(packs))
+    height = max(1, min(tuning.block_rows or block // threads, 1024 // threads, rows))
+    across = min(-(-packs // threads), _MOST_ACROSS)
+    each = _packs_for(_wanted_packs(plan, tuning, width), tuning, lambda count: rows // (height * count) * across)
+    each = min(each, rows)
+    while len(plan.sizes) > 2 and plan.program.dims[-2] % each:
+        each -= 1
+    return {"THREADS": threads, "ROWS": min(height, -(-rows // each)), "PACKS": each, "VEC": width}
+
+
+def _resident_shape(plan: Schedule, tuning: Tuning, width: int, form: Form) -> dict[str, int]:
+    """Launch shape of rows that stay in the registers of a block, or of the blocks of a cluster."""
+    cols, rows = max(plan.program.dims[-1], 1) + (width - 1 if form.is_shifted else 0), max(plan.row_count, 1)
+    blocks, asked = (tuning.cluster or 1) if form.is_clustered else 1, _asked_threads(tuning)
+    packs_of_row = -(-cols // width)
+    packs = -(-packs_of_row // blocks)
     if packs <= _WARP // 2 and not (asked or form.is_clustered):
         # Several rows share a warp: its lanes would have nothing to do otherwise.
         threads = next_power(-(-packs // (tuning.packs or 1)))
@@ -179,20 +226,15 @@ def launch_shape(
         while not tuning.block_rows and height * threads > _WARP and rows // height < _MIN_BLOCKS:
             height //= 2
     else:
-        threads = asked or min(1024, -(-packs // (_WARP * wanted)) * _WARP)
+        threads = asked or min(1024, -(-packs // (_WARP * _wanted_packs(plan, tuning, width))) * _WARP)
         height = (tuning.block_rows or 4) if threads == _WARP and (tuning.block_rows or rows // 4 >= _MIN_BLOCKS) else 1
         height = min(height, 32)
     each = -(-packs // threads)
     if form.is_clustered:
-        is_full = cols == cluster["CLUSTER"] * threads * each * width and not form.is_shifted
-        macros = {"THREADS": threads, **cluster, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
-    else:
-        is_full = cols % (threads * each * width) == 0 and not form.is_shifted
-        macros = {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full), **wide}
-    if late_loads(plan):
-        # A third of the registers, and all that a block waits for again: too much where few rows are under way.
-        macros["LATE"] = int(rows >= _MIN_BLOCKS)
-    return macros, _grid(plan, macros)
+        is_full = cols == blocks * threads * each * width and not form.is_shifted
+        return {"THREADS": threads, "CLUSTER": blocks, "PACKS": each, "VEC": width, "FULL": int(is_full)}
+    is_full = cols % (threads * each * width) == 0 and not form.is_shifted
+    return {"THREADS": threads, "ROWS": height, "PACKS": each, "VEC": width, "FULL": int(is_full)}
 
 
 def fits_cluster(plan: Schedule, tuning: Tuning) -> bool:

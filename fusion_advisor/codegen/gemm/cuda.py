@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from fusion_advisor.codegen.cuda.backend import CudaLaunch, launcher_of
 from fusion_advisor.codegen.cuda.nvrtc import compile_cubin, compile_loaded, target_of
 from fusion_advisor.codegen.gemm import hopper_gated
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.launcher import cuda_file, cuda_type
 from fusion_advisor.codegen.gemm.problem import (
     FORMS,
     GemvConfig,
@@ -28,8 +30,6 @@ from fusion_advisor.codegen.gemm.problem import (
 )
 from fusion_advisor.ir.program import ITEM_BYTES
 from fusion_advisor.records.serialize import write_atomic
-
-_TYPES = {"float32": "float", "float16": "half_bits", "bfloat16": "bfloat16_bits"}
 
 
 class GemvCuda:
@@ -52,7 +52,7 @@ class GemvCuda:
             return hopper_gated.render(problem, header, config)
         is_mma = config.form == "cuda_mma"
         kind = {"float16": "half", "bfloat16": "bfloat16"}.get(problem.dtype, "")
-        type_name = _TYPES[problem.dtype]
+        type_name = cuda_type(problem.dtype)
         helpers = [kind, "from_float32", f"from_float32_{kind}"] if kind else []
         helpers += ["pack", "load_pack", "stream_policy", "stream_pack"]
         helpers += ["lanes_sum", *(["sigmoid"] if problem.is_gated else [])]
@@ -77,7 +77,8 @@ class GemvCuda:
             tokens=16 * token_tiles(problem) if is_mma else problem.m, eps=f"{problem.eps!r}f",
             norm_factor=f"({loaded} + {problem.norm_offset!r}f)" if problem.norm_offset else loaded,
         )  # fmt: skip
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")
+        rendered = Rendered(backend=self.name, entry=entry, source=source, suffix=".cu")
+        return replace(rendered, text=cuda_file(rendered, problem, config))
 
     def build(self, rendered: Rendered, path: Path) -> GemvCudaKernel:
         """Write the source to ``path`` and compile it for the current device.
@@ -85,7 +86,7 @@ class GemvCuda:
         Raises:
             KernelBuildFailed: NVRTC refuses it, or there is no cuda-core.
         """
-        write_atomic(path, rendered.source)  # a link that lies there is replaced, not followed
+        write_atomic(path, rendered.file_text)  # a link that lies there is replaced, not followed
         return GemvCudaKernel(rendered)
 
     def compile_for(self, problem: GemvProblem, rendered: Rendered, arch: int, *, config: GemvConfig | None = None) -> bytes:

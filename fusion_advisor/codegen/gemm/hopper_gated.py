@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fusion_advisor.codegen.common.header_comment import comment
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
 from fusion_advisor.codegen.cuda.nvrtc import allow_shared_memory
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
+from fusion_advisor.codegen.gemm.launcher import cuda_file
 from fusion_advisor.codegen.gemm.problem import (
     TILE_COLUMNS,
     TILE_TOKENS,
@@ -36,6 +38,12 @@ from fusion_advisor.codegen.gemm.problem import (
 _THREADS = 384
 _MOST_BOUND = 1024
 """Sets of addresses whose tensor maps are kept; a step in a CUDA graph has one, others as many as the allocator hands out."""
+_MAPS = (
+    {"name": "x", "rows": "M", "cols": "K", "tile": "TOKENS, DEPTH", "is_swizzled": "true"},
+    {"name": "weight", "rows": "2 * N", "cols": "K", "tile": "ROWS, DEPTH", "is_swizzled": "true"},
+    {"name": "out", "rows": "M", "cols": "N", "tile": "TOKENS / 2, ROWS", "is_swizzled": "false"},
+)
+"""Tensor maps in the words of the kernel's file, see :class:`_Arguments`."""
 _PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -57,7 +65,14 @@ def render(problem: GemvProblem, header: Header, config: GemvConfig) -> Rendered
         is_clustered=True, fast_math=False, bits=32, has_pairs=False, rows=config.rows, ptx=_PTX_TYPES[problem.dtype],
         registers=_lines(range(config.rows), 16, '"{}"', "%{}"), operands=_lines(range(config.rows), 6, "{}", '"+f"(sums[{}])'),
     )  # fmt: skip
-    return Rendered(backend="cuda", entry=entry, source=source, suffix=".cu", is_for_one_arch=True)
+    rendered = Rendered(backend="cuda", entry=entry, source=source, suffix=".cu", is_for_one_arch=True)
+    launch = {"tensor_maps": _MAPS, "threads": _THREADS, "shared_bytes": _shared_bytes(config)}
+    return replace(rendered, text=cuda_file(rendered, problem, config, tensor_maps=launch))
+
+
+def _shared_bytes(config: GemvConfig) -> int:
+    """Of the tiles under way, and of a tile of results."""
+    return config.stages * stage_bytes(config) + TILE_TOKENS * config.rows * 2
 
 
 def _lines(numbers: range, width: int, line: str, item: str) -> list[str]:
@@ -81,7 +96,7 @@ def launcher(kernel: Any, problem: GemvProblem, config: GemvConfig) -> Launcher:
     from cuda.bindings import driver
 
     fallback = torch_launcher(problem)
-    shared_bytes = config.stages * stage_bytes(config) + TILE_TOKENS * config.rows * 2
+    shared_bytes = _shared_bytes(config)
     functions: dict[int, tuple[Any, int]] = {}
     bound: dict[tuple[int, ...], _Arguments] = {}
     current_device = torch.cuda.current_device

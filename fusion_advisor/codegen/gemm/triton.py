@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fusion_advisor.codegen.common.header_comment import comment
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, Rendered, environment
+from fusion_advisor.codegen.gemm.launcher import triton_file
 from fusion_advisor.codegen.gemm.problem import (
     GemvConfig,
     GemvProblem,
@@ -46,7 +48,11 @@ class GemvTriton:
             halves=["value", "up"] if problem.is_gated else ["value"], eps=repr(problem.eps), exp="tl.exp", fast_math=False,
             bits=32, offset=f" + {problem.norm_offset!r}" if problem.norm_offset else "",
         )  # fmt: skip
-        return Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
+        rendered = Rendered(backend=self.name, entry=entry, source=source, suffix=".py")
+        options = compile_options(config.warps)
+        return replace(
+            rendered, text=triton_file(rendered, problem, config, constants=_constants(problem, config), options=options)
+        )
 
     def build(self, rendered: Rendered, path: Path) -> GemvTritonKernel:
         """Write the source to ``path`` and import it; machine code is made when a problem is bound.

@@ -22,11 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from fusion_advisor.codegen.common.arguments import (
-    Schedule,
-    parts_of,
-    pointer_names,
-)
+from fusion_advisor.codegen.common.arguments import Schedule, pointer_names
+from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.gelu_cdf import with_cdfs
 from fusion_advisor.codegen.common.header_comment import dropout_notes, heading, tuning_note
 from fusion_advisor.codegen.common.horizontal_fusion import Call, calls_of, functions_of, starts

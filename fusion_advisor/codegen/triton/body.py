@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import Pass, Schedule, column_passes, kept, late_loads, split_index
-from fusion_advisor.codegen.common.online_softmax import online_sums
-from fusion_advisor.codegen.common.welford import moments
+from fusion_advisor.codegen.common.arguments import Schedule, kept, split_index
+from fusion_advisor.codegen.common.column_passes import Pass, column_passes, late_loads
+from fusion_advisor.codegen.common.online_softmax import OnlineSum, online_sums
+from fusion_advisor.codegen.common.welford import Moments, moments
 from fusion_advisor.codegen.triton.ops import LOWEST, TritonWriter, identity
 from fusion_advisor.ir.program import REDUCTIONS
 
@@ -29,7 +31,7 @@ _CACHED_ROW_BYTES = 2**17
 def straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     """Body of a kernel that computes every value once: loads first, so that they are all under way before the first use.
 
-    What can wait for the last reduction (:func:`~fusion_advisor.codegen.common.arguments.late_loads`) is read then.
+    What can wait for the last reduction (:func:`~fusion_advisor.codegen.common.column_passes.late_loads`) is read then.
     """
     values, late = plan.program.values, late_loads(plan)
     last = max((n for n, v in enumerate(values) if v.op in REDUCTIONS), default=len(values))
@@ -44,73 +46,102 @@ def straight(plan: Schedule, writer: TritonWriter) -> dict[str, list[str]]:
     return {"place": _place(plan, writer, [*body, *stores]), "body": body, "stores": stores}
 
 
+@dataclass(slots=True)
+class _Walk:
+    """The lines of one walk over the columns: before it, for each tile, and after it."""
+
+    accumulators: list[str] = field(default_factory=list)
+    loop: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
 def looped(plan: Schedule, writer: TritonWriter, *, is_cached: bool) -> dict[str, Any]:
     """Body of a kernel that walks the columns once per reduction that waits for another."""
-    values = plan.program.values
     before, passes = walks(plan)
     steps = []
     for place, step in enumerate(passes):
         writer.policies = _policies(plan, passes, place) if is_cached else {}
-        loop = writer.definitions(step.values)
-        accumulators, after = [], []
-        for pair in step.online:
-            value, highest, total = values[pair.highest], writer.text(pair.highest).code, writer.text(pair.total).code
-            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], {{}}, tl.{value.dtype})"
-            accumulators += [f"{highest}_tile = {tile.format(LOWEST[value.dtype])}", f"{total}_tile = {tile.format('0.0')}"]
-            both = f"{highest}_tile, {total}_tile"
-            added = f"{both}, {writer.masked(value)}"
-            call = [f"{both} = add_exp({added})"]
-            loop += call if len(call[0]) <= 100 else [f"{both} = add_exp(", f"    {added}", ")"]
-            after.append(f"{highest}, {total} = merge_exp_sums({both})")
-            # What the exponentials of the whole row come to where its maximum is infinite.
-            edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
-            after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
-            writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
-        for sums in step.moments:
-            value = values[sums.total]
-            total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
-            both = f"{total}_tile, {squares}_tile"
-            tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.{value.dtype})"
-            accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
-            element = writer.text(sums.element).code
-            if not plan.has_col(sums.element):
-                one, element = element, writer.fresh(f"{total}_columns")
-                loop.append(f"{element} = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype}) + {one}")
-            added = f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL"
-            call = [f"{both} = add_moments({added})"]
-            loop += call if len(call[0]) <= 100 else [f"{both} = add_moments(", f"    {added}", ")"]
-            after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
-            after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
-            after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
-            after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
-            writer.helpers |= {"add_moments", "squares_about"}
-        for number in step.reductions:
-            value, name = values[number], writer.text(number).code
-            accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
-            tile = writer.masked(value)
-            combine = f"{name}_tile, {tile}, propagate_nan=tl.PropagateNan.ALL"
-            combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
-            loop.append(f"{name}_tile = {combined}")
-            after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
-        means = {sums.mean for sums in step.moments}
-        after += writer.definitions(n for n in step.after if n not in means)
-        loop += _stores(plan, writer, step.stores)
-        columns = [
-            "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
-            "item = (2 * start + tl.arange(0, 2 * BLOCK_COLS)[None, :]).to(INDEX)",
-            *_ROW_MASKS,
-        ]
-        steps.append({"accumulators": accumulators, "loop": kept(columns, loop) + loop, "after": after})
+        steps.append(_walk(plan, writer, step))
     rows = [p for p in range(len(plan.program.stores)) if not plan.stores_col(p)]
     stores = _stores(plan, writer, rows)
     first = writer.definitions(before)
-    everything = [*first, *stores, *(line for step in steps for line in (*step["loop"], *step["after"]))]
+    everything = [*first, *stores, *(line for walk in steps for line in (*walk.loop, *walk.after))]
     return {
         "place": _place(plan, writer, everything, has_columns=False), "before": first, "passes": steps, "stores": stores,
         # Where rows are read twice, two steps at once let loads of the second go ahead: group norm of 40,960 columns 51.6 µs,
         # one by one 64.5. One walk alone is as fast without.
         "walk": "range(0, cols, BLOCK_COLS)" if len(steps) == 1 else "tl.range(0, cols, BLOCK_COLS, loop_unroll_factor=2)",
     }  # fmt: skip
+
+
+def _walk(plan: Schedule, writer: TritonWriter, step: Pass) -> _Walk:
+    walk = _Walk(loop=writer.definitions(step.values))
+    for pair in step.online:
+        _add_online_sum(plan, writer, pair, walk)
+    for sums in step.moments:
+        _add_moments(plan, writer, sums, walk)
+    for number in step.reductions:
+        _add_reduction(plan, writer, number, walk)
+    means = {sums.mean for sums in step.moments}
+    walk.after += writer.definitions(n for n in step.after if n not in means)
+    walk.loop += _stores(plan, writer, step.stores)
+    columns = [
+        "col = (start + tl.arange(0, BLOCK_COLS)[None, :]).to(INDEX)",
+        "item = (2 * start + tl.arange(0, 2 * BLOCK_COLS)[None, :]).to(INDEX)",
+        *_ROW_MASKS,
+    ]
+    walk.loop = kept(columns, walk.loop) + walk.loop
+    return walk
+
+
+def _add_online_sum(plan: Schedule, writer: TritonWriter, pair: OnlineSum, walk: _Walk) -> None:
+    """A running maximum and the sum of exponentials under it, each an eighth of a tile wide."""
+    value = plan.program.values[pair.highest]
+    highest, total = writer.text(pair.highest).code, writer.text(pair.total).code
+    tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], {{}}, tl.{value.dtype})"
+    walk.accumulators += [f"{highest}_tile = {tile.format(LOWEST[value.dtype])}", f"{total}_tile = {tile.format('0.0')}"]
+    both = f"{highest}_tile, {total}_tile"
+    walk.loop += _call(both, "add_exp", f"{both}, {writer.masked(value)}")
+    walk.after.append(f"{highest}, {total} = merge_exp_sums({both})")
+    # What the exponentials of the whole row come to where its maximum is infinite.
+    edge, sum_there = ("inf", "inf") if pair.is_finite else ("-inf", "nan")
+    walk.after.append(f'{total} = tl.where({highest} == float("{edge}"), float("{sum_there}"), {total})')
+    writer.helpers |= {"add_exp", "merge_exp_sums", "maximum"}
+
+
+def _add_moments(plan: Schedule, writer: TritonWriter, sums: Moments, walk: _Walk) -> None:
+    """A sum and the squares about its mean, each an eighth of a tile wide."""
+    value = plan.program.values[sums.total]
+    total, mean, squares = (writer.text(n).code for n in (sums.total, sums.mean, sums.squares))
+    both = f"{total}_tile, {squares}_tile"
+    tile = f"tl.full([BLOCK_ROWS, BLOCK_COLS // 8], 0.0, tl.{value.dtype})"
+    walk.accumulators += [f"{total}_tile = {tile}", f"{squares}_tile = {tile}"]
+    element = writer.text(sums.element).code
+    if not plan.has_col(sums.element):
+        one, element = element, writer.fresh(f"{total}_columns")
+        walk.loop.append(f"{element} = tl.full([BLOCK_ROWS, BLOCK_COLS], 0.0, tl.{value.dtype}) + {one}")
+    walk.loop += _call(both, "add_moments", f"{both}, {element}, col_mask, start // BLOCK_COLS, FULL")
+    walk.after.append(f"{total} = {writer.reduce_tile(value, f'{total}_tile')}")
+    walk.after += [" = ".join(writer.statement(sums.mean))] if writer.is_named(sums.mean) else []
+    walk.after += [f"{squares}_tile = squares_about({mean}, {both}, cols, BLOCK_COLS)"]
+    walk.after.append(f"{squares} = {writer.reduce_tile(value, f'{squares}_tile')}")
+    writer.helpers |= {"add_moments", "squares_about"}
+
+
+def _add_reduction(plan: Schedule, writer: TritonWriter, number: int, walk: _Walk) -> None:
+    value, name = plan.program.values[number], writer.text(number).code
+    walk.accumulators.append(f"{name}_tile = tl.full([BLOCK_ROWS, BLOCK_COLS], {identity(value)}, tl.{value.dtype})")
+    tile = writer.masked(value)
+    combine = f"{name}_tile, {tile}, propagate_nan=tl.PropagateNan.ALL"
+    combined = f"{name}_tile + {tile}" if value.op == "reduce_sum" else f"tl.{value.op[7:]}imum({combine})"
+    walk.loop.append(f"{name}_tile = {combined}")
+    walk.after.append(f"{name} = {writer.reduce_tile(value, f'{name}_tile')}")
+
+
+def _call(results: str, function: str, arguments: str) -> list[str]:
+    """A helper's call, on three lines where one would be long."""
+    line = f"{results} = {function}({arguments})"
+    return [line] if len(line) <= 100 else [f"{results} = {function}(", f"    {arguments}", ")"]
 
 
 def walks(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from fusion_advisor.codegen.common.arguments import FEW_ROWS, column_passes
+from fusion_advisor.codegen.common.arguments import FEW_ROWS
+from fusion_advisor.codegen.common.column_passes import column_passes
 from fusion_advisor.codegen.common.descriptor import Search
 from fusion_advisor.codegen.common.horizontal_fusion import calls_of, largest
 from fusion_advisor.codegen.common.online_softmax import online_sums

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from fusion_advisor.codegen.common.descriptor import INTERPRET, RUN, Backend, Search
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fusion_advisor.codegen.common.interface import KernelMaker, Rendered
+    from fusion_advisor.codegen.common.site import Layout
     from fusion_advisor.ir.program import Program
 
 
@@ -43,6 +46,12 @@ class Triton(Backend):
         from fusion_advisor.codegen.triton.backend import compile_for
 
         return compile_for(program, rendered, arch)
+
+    def file_text(self, rendered: Rendered, program: Program, layouts: Sequence[Layout | None], *, fast_math: bool) -> str:
+        """Return a file that needs torch and Triton."""
+        from fusion_advisor.codegen.triton.launcher import with_launcher
+
+        return with_launcher(rendered, program, layouts=layouts, fast_math=fast_math)
 
     def search(self, program: Program, limits: object | None) -> Search:
         """Return block sizes and warps; they depend on the program alone."""

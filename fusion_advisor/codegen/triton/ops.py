@@ -8,29 +8,16 @@ GPU. Where ``tl`` lacks a function or its version is not accurate enough, the te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from fusion_advisor.codegen.common.arguments import Access, Schedule, parts_of
-from fusion_advisor.codegen.common.printer import (
-    ATOM,
-    LOOSE,
-    PRODUCT,
-    ROUNDERS,
-    SUM,
-    UNARY,
-    Text,
-    Unsupported,
-    Writer,
-    has_inverse,
-)
+from fusion_advisor.codegen.common.arguments import Access, Schedule
+from fusion_advisor.codegen.common.column_passes import parts_of
+from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, ROUNDERS, SUM, UNARY, Text, Writer
+from fusion_advisor.codegen.triton.op_rows import ROWS
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ITEM_BYTES, Value, dropout_constants
 
-_PLAIN = {"abs": "tl.abs", "log": "tl.log", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt",
-          "erf": "tl.erf", "sin": "tl.sin", "cos": "tl.cos",
-          "floor": "tl.floor", "ceil": "tl.ceil"}  # fmt: skip
-_HELPERS = {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign"}
 _IDENTITY = {"reduce_sum": {"float": "0.0", "int": "0"},
              "reduce_max": {"float": 'float("-inf")', "int": str(-(2**63))},
              "reduce_min": {"float": 'float("inf")', "int": str(2**63 - 1)}}  # fmt: skip
@@ -53,21 +40,12 @@ class TritonWriter(Writer):
         is_looped: whether the columns are walked in a loop: then reductions are accumulated by the skeleton.
     """
 
+    rows = ROWS
     helper_names = frozenset(
-        _HELPERS
-        | {
-            "exp",
-            "sigmoid_16bit",
-            "tanh_cdf_16bit",
-            "normal_cdf_16bit",
-            "to_float32",
-            "maximum",
-            "minimum",
-            "philox",
-            "dropout_factor",
-        }
-        | {"checked", "erfc", "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
-    )
+        {"tanh", "sigmoid", "expm1", "log1p", "pow", "round", "trunc", "remainder", "sign", "exp", "sigmoid_16bit",
+         "tanh_cdf_16bit", "normal_cdf_16bit", "to_float32", "maximum", "minimum", "philox", "dropout_factor", "checked", "erfc",
+         "round_bf16", "round_fp16", "add_exp", "merge_exp_sums", "add_moments", "squares_about"}
+    )  # fmt: skip
 
     def __init__(self, plan: Schedule, *, fast_math: bool, is_looped: bool) -> None:
         self.is_looped = is_looped
@@ -94,6 +72,11 @@ class TritonWriter(Writer):
         if value.constant_name and value.dtype == "float64":
             return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+    @property
+    def shared_columns(self) -> Collection[int]:
+        """What is one number for a tile inside a part of the row."""
+        return self.parts
 
     def mask(self, varies: frozenset[int]) -> str:
         """Name of the mask of a tile that varies over these dims; empty when it needs none."""
@@ -243,7 +226,7 @@ class TritonWriter(Writer):
         code = f"dropout_factor({seed}, {base}, {col}, {threshold}, {scale!r}, BY_FOUR)"
         return Text(f"{code}.to(tl.float32)" if self.is_float64 and value.dtype == "float32" else code)
 
-    def inside(self, number: int, value: Value, args: list[Text]) -> Text:
+    def inside(self, number: int, value: Value, args: Sequence[Text]) -> Text:
         """A call of the helper, which asserts where a lane is neither past the end nor unwanted."""
         self.helpers.add("checked")
         varies = self.plan.varies[number]
@@ -272,7 +255,7 @@ class TritonWriter(Writer):
         """An index as int64."""
         return f"{name}.to(tl.int64)"
 
-    def rounded_product(self, value: Value, args: list[Text]) -> Text:
+    def rounded_product(self, value: Value, args: Sequence[Text]) -> Text:
         """An FMA that adds 0: it cannot be contracted once more, whatever Triton's options say.
 
         It makes 0 of -0, so that an exact kernel is compiled without contraction instead.
@@ -294,72 +277,3 @@ class TritonWriter(Writer):
         is_finer = any(o.dtype == "float16" for o in self.plan.program.operands if o.is_output)
         self.helpers.add("normal_cdf_half" if is_finer else "normal_cdf_bfloat16")
         return f"normal_cdf_16bit({code})"
-
-    def call(self, value: Value, args: list[Text]) -> Text:
-        """A ``tl`` function or a helper; empty for what is an infix operator."""
-        if value.op == "mul" and not self.plan.program.is_exact and (scaled := self.scaled(value, self.parts)) is not None:
-            return scaled
-        op, code = value.op, [a.code for a in args]
-        is_float32 = value.dtype == "float32"
-        if op == "size":
-            return Text(f"tl.cast({self.plan.sizes[value.dim]}, tl.{value.dtype})")
-        if op == "cast":
-            source = self.plan.program.values[value.args[0]]
-            if source.dtype == value.dtype:
-                return args[0]
-            return (
-                Text(f"{args[0].at(SUM)} != 0", LOOSE)
-                if value.dtype == "bool"
-                else Text(f"{args[0].at(ATOM)}.to(tl.{value.dtype})")
-            )
-        if op in ROUNDERS:
-            self.helpers.add(ROUNDERS[op])
-            return Text(f"{ROUNDERS[op]}({code[0]})")
-        if op == "quotient" and self.parts:
-            return Text(f"tl.cast((start if WHOLE else {code[0]}) // {args[1].at(ATOM)}, tl.int64)")
-        if op == "quotient":
-            return Text(f"({args[0].at(SUM + 1)} // {args[1].at(ATOM)}).to(tl.int64)")
-        if op == "where":
-            return Text(f"tl.where({', '.join(code)})")
-        if op in ("maximum", "minimum"):
-            return Text(f"tl.{op}({', '.join(code)}, propagate_nan=tl.PropagateNan.ALL)")
-        if op == "not":
-            return Text(f"~{args[0].at(ATOM)}", UNARY)
-        if op == "isnan":
-            return Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE)
-        if op == "div":
-            if is_float32 and self.is_half and has_inverse(self.plan.program.values[value.args[1]]):
-                return Text(f"{args[0].at(PRODUCT)} * (1.0 / {args[1].at(UNARY)})", PRODUCT)
-            exact = is_float32 and not self.fast_math
-            return Text(f"tl.div_rn({', '.join(code)})") if exact else Text("")
-        if op == "reciprocal":
-            return Text(
-                f"tl.div_rn(1.0, {code[0]})" if is_float32 and not self.fast_math else f"1.0 / {args[0].at(UNARY)}", UNARY - 1
-            )
-        if op == "sqrt":
-            return Text(f"tl.sqrt_rn({code[0]})" if is_float32 and not self.fast_math else f"tl.sqrt({code[0]})")
-        if op == "exp":
-            if is_float32 and not self.is_half and not self.fast_math:
-                self.helpers.add("exp")
-                return Text(f"exp({code[0]})")
-            return Text(f"tl.exp({code[0]})")
-        if op == "erfc":
-            if self.is_half and is_float32:
-                return Text(f"2.0 * {self.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951')}", PRODUCT)
-            if not is_float32:
-                return Text(f"1.0 - tl.erf({code[0]})", SUM)
-            self.helpers |= {"erfc", "exp"}
-            return Text(f"erfc({code[0]})")
-        if op == "normal_cdf":
-            return Text(self.normal_cdf(code[0]))
-        if op == "tanh_cdf" or (op == "sigmoid" and self.is_half and is_float32):
-            self.helpers.add(f"{op}_16bit")
-            return Text(f"{op}_16bit({code[0]})")
-        if op in _PLAIN:
-            return Text(f"{_PLAIN[op]}({', '.join(code)})")
-        if op in _HELPERS:
-            if value.dtype == "int64" and op not in ("remainder", "sign"):
-                raise Unsupported(f"{op} of int64")
-            self.helpers.add(op)
-            return Text(f"{op}({', '.join(code)})")
-        return Text("")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power, parts_of
+from fusion_advisor.codegen.common.arguments import MAX_RESIDENT_COLS, Schedule, base_is_multiple, next_power
+from fusion_advisor.codegen.common.column_passes import parts_of
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Tuning
 
 _FLAT_BLOCK = 1024

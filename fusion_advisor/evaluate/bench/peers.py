@@ -9,29 +9,16 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fusion_advisor.autotune.cache import TuningStore
-from fusion_advisor.autotune.select_gemm import choose, launcher_for
-from fusion_advisor.autotune.tune import best_tuning
-from fusion_advisor.codegen.common.interface import Launcher
-from fusion_advisor.codegen.gemm.cublas import torch_launcher
-from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, GemvProblem
-from fusion_advisor.codegen.gemm.registry import LINEAR_BACKENDS
-from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list
-from fusion_advisor.evaluate.render import header_of
-from fusion_advisor.ir.operand_names import with_names
-from fusion_advisor.library.patterns import manifest_names
+from fusion_advisor.evaluate.kinds import Place, Reference, Subject, Timed
 from fusion_advisor.library.spec import KernelSpec
-from fusion_advisor.lowering.lower import Lowered
 from fusion_advisor.timing.kernel_timer import Call
 
-Reference = Callable[..., Any]
 NO_LIGER = "liger-kernel is not installed: pip install liger-kernel"
 
 
@@ -52,7 +39,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One bench case: a reference, lowered at its sizes, with its tensors."""
+    """One bench case: a reference, what our kernels compute of it, and its tensors."""
 
     spec: KernelSpec
     variant: str
@@ -62,16 +49,12 @@ class Work:
     """With the manifest's constants bound."""
     baseline: Reference | None
     """What users run where that draws random numbers of its own."""
-    lowered: Lowered | None
+    subject: Subject | None
+    """What our kernels compute."""
     refusal: str
-    """Why it could not be lowered."""
-    problem: GemvProblem | None
-    """Of a linear layer, which takes the place of what would be lowered."""
+    """Why there is no subject."""
     sets: Sequence[TensorSet]
-    device: torch.device
-    folder: Path
-    """For rendered sources."""
-    store: TuningStore | None = field(default=None)
+    place: Place
 
 
 def eager(work: Work) -> Contender:
@@ -100,66 +83,30 @@ def compiled(work: Work) -> Contender:
     )
 
 
-def cublas(work: Work) -> Contender:
-    """Torch's fused ops around cuBLAS, what a careful user would write: ``F.rms_norm``, ``addmm``."""
-    assert work.problem is not None
-    return _linear(work, "cublas", torch_launcher(work.problem), "")
-
-
-def chosen(work: Work) -> Contender:
-    """What the library takes by itself, cuBLAS with or without our kernels around it too."""
-    return _chosen(work, "chosen", LINEAR_BACKENDS, with_cublas=True)
-
-
-def _chosen(work: Work, name: str, backends: tuple[str, ...], *, with_cublas: bool) -> Contender:
-    assert work.problem is not None
-    header = header_of(work.spec, work.variant)
-    choice = choose(work.problem, work.device, header=header, backends=backends, with_cublas=with_cublas, store=work.store)
-    if choice.config == CUBLAS and not with_cublas:
-        return Contender(name=name, note=f"no kernel of ours for these rows and dtype in {name}")
-    started = time.perf_counter_ns()
-    launch = launcher_for(work.problem, choice.config, header=header, folder=work.folder, store=work.store)
-    found = _linear(work, name, launch, choice.text, time.perf_counter_ns() - started)
-    if with_cublas:
-        taken = {CUBLAS.form: "cuBLAS", **dict.fromkeys(AROUND.values(), "our kernels around cuBLAS")}
-        found.note = f"takes {taken.get(choice.config.form, choice.config.form)}"
-    return found
-
-
-def _linear(work: Work, name: str, launch: Launcher, tuning: str, build_ns: int = 0) -> Contender:
-    operands = [(*s.inputs, *s.outputs) for s in work.sets]
-
-    def call(number: int) -> list[torch.Tensor]:
-        launch(*operands[number])
-        return work.sets[number].outputs
-
-    return Contender(name=name, call=call, tuning=tuning, build_ns=build_ns)
-
-
 def ours(work: Work, backend: str) -> Contender:
     """Our kernel, tuned for this shape."""
-    if work.problem is not None:
-        return _chosen(work, backend, (backend,), with_cublas=False)
-    if work.lowered is None:
+    if work.subject is None:
         return Contender(name=backend, note=work.refusal)
-    program = with_names(work.lowered.program, manifest_names(work.spec, work.lowered))
-    header = header_of(work.spec, work.variant)
-    tuned = best_tuning(program, work.spec.tunables, backend, work.device, header=header, store=work.store)
-    maker = backend_named(backend)
-    started = time.perf_counter_ns()
-    rendered = maker.render(program, header, tuning=tuned.tuning, fast_math=False)
-    built = maker.build(rendered, work.folder / f"{rendered.entry}{rendered.suffix}")
-    launch = built.bind(program)
-    took = time.perf_counter_ns() - started
-    order = work.lowered.inputs
-    operands = [(*(s.inputs[index] for index in order), *s.outputs) for s in work.sets]
+    return as_contender(work, backend, work.subject.tuned(backend, work.place))
+
+
+def peer(name: str, make: Callable[[Any, Place], Timed]) -> Callable[[Work], Contender]:
+    """Return what makes a contender of a kind's peer, which is built from the work's subject."""
+    return lambda work: as_contender(work, name, make(work.subject, work.place))
+
+
+def as_contender(work: Work, name: str, timed: Timed) -> Contender:
+    """Something that was built, as a contender that writes into preallocated outputs."""
+    if timed.launch is None:
+        return Contender(name=name, note=timed.note)
+    launch = timed.launch
+    operands = [(*(s.inputs[index] for index in timed.inputs), *s.outputs) for s in work.sets]
 
     def call(number: int) -> list[torch.Tensor]:
         launch(*operands[number])
         return work.sets[number].outputs
 
-    words = f"{built.tuning} ({tuned.text})" if built.tuning else ""
-    return Contender(name=backend, call=call, tuning=words, build_ns=took)
+    return Contender(name=name, call=call, tuning=timed.tuning, build_ns=timed.build_ns, note=timed.note)
 
 
 # -- liger-kernel ----------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from fusion_advisor.evaluate.bench import peers
 from fusion_advisor.evaluate.bench.inputs import TensorSet, as_list, bytes_of, make_inputs, outputs_like
 from fusion_advisor.evaluate.bench.records import BenchRow, Entrant, judged, limit_ns
 from fusion_advisor.evaluate.check_inputs import in_float64
+from fusion_advisor.evaluate.kinds import Place, kind_of
 from fusion_advisor.library.discover import load_references
-from fusion_advisor.library.linear import problem_of
-from fusion_advisor.library.patterns import example, lower_reference
+from fusion_advisor.library.patterns import example
 from fusion_advisor.library.spec import Case, KernelSpec
 from fusion_advisor.lowering.rules.tables import CannotLower
 from fusion_advisor.records import Bandwidth
@@ -128,10 +128,9 @@ def set_up(
     def reference(*tensors: torch.Tensor) -> Any:
         return function(*tensors, **constants)
 
-    lowered, refusal = None, ""
-    problem = problem_of(spec, variant, case, dtype) if spec.gemv is not None else None
+    subject, refusal = None, ""
     try:
-        lowered = next(lower_reference(spec, function, sizes, dtype=kind)) if problem is None else None
+        subject = next(kind_of(spec).subjects(spec, variant, function, case, dtype))
     except CannotLower as error:
         refusal = f"{error.code}: {error.reason}"
     first = make_inputs(spec, sizes, kind, options.device, seed=options.seed)
@@ -141,7 +140,7 @@ def set_up(
     oracle = in_float64(graph, first)
     errors = [error_of(result, truth) for result, truth in zip(results, oracle, strict=True)]
     in_bytes, out_bytes = bytes_of(first), bytes_of(results)
-    moved = lowered.program.moved_bytes if lowered is not None else in_bytes + out_bytes
+    moved = subject.moved_bytes if subject is not None else in_bytes + out_bytes
     limit = limit_ns(moved, ceilings.bandwidth)
     rotation = plan_rotation(in_bytes, out_bytes, ceilings.cache_bytes, limit, free_bytes(options.device))
     sets = [TensorSet(inputs=first, outputs=outputs_like(results, first, first))]
@@ -149,9 +148,8 @@ def set_up(
         inputs = make_inputs(spec, sizes, kind, options.device, seed=options.seed + number)
         sets.append(TensorSet(inputs=inputs, outputs=outputs_like(results, first, inputs)))
     work = peers.Work(
-        spec=spec, variant=variant, function=function, reference=reference, baseline=baseline, lowered=lowered, problem=problem,
-        refusal=refusal,
-        sets=sets, device=options.device, folder=folder, store=options.store,
+        spec=spec, variant=variant, function=function, reference=reference, baseline=baseline, subject=subject, refusal=refusal,
+        sets=sets, place=Place(device=options.device, folder=folder, store=options.store),
     )  # fmt: skip
     return Bed(
         work=work, rotation=rotation, moved_bytes=moved, limit_ns=limit, oracle=oracle,
@@ -161,20 +159,20 @@ def set_up(
 
 def makers(spec: KernelSpec, options: BenchOptions) -> list[tuple[str, Callable[[peers.Work], peers.Contender]]]:
     """Who takes part, in the order of the table."""
-    on_cuda = options.device.type == "cuda"
+    on_cuda, kind = options.device.type == "cuda", kind_of(spec)
     found: list[tuple[str, Callable[[peers.Work], peers.Contender]]] = [("eager", peers.eager)]
     if options.with_compile:
         found.append(("compile", peers.compiled))
-    if spec.gemv is not None and on_cuda:
-        found.append(("cublas", peers.cublas))
-    elif options.with_liger and on_cuda:
+    if on_cuda:
+        found += [(name, peers.peer(name, make)) for name, make in kind.peers_before.items()]
+    if options.with_liger and on_cuda and not kind.peers_before:
         found.append(("liger", peers.liger))
     wanted = options.backends or spec.backends
     for backend in (one.name for one in backends_for(options.device.type)):
         if backend in wanted and backend in spec.backends:
             found.append((backend, lambda work, backend=backend: peers.ours(work, backend)))  # type: ignore[misc]
-    if spec.gemv is not None and on_cuda:
-        found.append(("chosen", peers.chosen))
+    if on_cuda:
+        found += [(name, peers.peer(name, make)) for name, make in kind.peers_after.items()]
     return found
 
 

@@ -13,7 +13,7 @@ from fusion_advisor import units
 from fusion_advisor.codegen.registry import BACKENDS
 from fusion_advisor.evaluate.bench.records import BenchRow, BenchRun, Entrant
 from fusion_advisor.report.escape import plural
-from fusion_advisor.report.terminal.result import Column, column_table, plain
+from fusion_advisor.report.terminal.layout import Column, column_table, plain
 
 NAMES = {
     "eager": "eager",

@@ -32,6 +32,7 @@ from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
+from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import nothing
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -206,6 +207,7 @@ def measure_all(
     least_s: float = 0.0,
     traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
+    timer: HostTimer | None = None,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
 ) -> tuple[Baseline, ...]:
@@ -223,6 +225,7 @@ def measure_all(
         least_s: seconds for each contender at least, beyond ``runs``.
         traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
+        timer: times the runs; left out, the one of the device.
         progress: told about each.
         on_required: given the rows of those that the run needs, where there are others.
     """
@@ -232,8 +235,9 @@ def measure_all(
         calls, all_s = [one.call for one in ready], budget_s * len(ready)
         patience = _PATIENCE if is_last else 1.0
         timings = step_profile.walls(
-            calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, patience=patience, rewind=rewind
-        )
+            calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, patience=patience, rewind=rewind,
+            timer=timer,
+        )  # fmt: skip
         rested: Sequence[Timing | None] = [None] * len(ready)
         if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
             rested = step_profile.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much

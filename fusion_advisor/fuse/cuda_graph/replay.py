@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusion_advisor.errors import HalfWritten
 from fusion_advisor.fuse.cuda_graph.capturable import host_work, place_of, saved_inputs, writes_of
 from fusion_advisor.fuse.cuda_graph.recording import (
     Outputs,
@@ -50,10 +51,6 @@ _MOST_MOVES = 3
 """A step whose inputs' addresses changed this often in a row is not recorded again: recording costs more than it saves."""
 _UNDO_BYTES = 64 << 10
 """Of what a step writes to, as much is copied at each step so that it can be put back: a launch of two microseconds."""
-
-
-class HalfWritten(RuntimeError):
-    """A fused call stopped after it may have written to its cache; the cache is not what either call would have left."""
 
 
 @dataclass(slots=True)
@@ -165,9 +162,7 @@ class Graphs:
                 raise
             if under_way.launched is not None and not under_way.launched.is_pure:
                 self._may_run_ahead = False
-                raise HalfWritten(
-                    "the model's own ops ran after its CUDA graph had written to the cache: reset the cache and repeat"
-                )
+                raise HalfWritten(detail="the model's original ops ran after its CUDA graph had written to the cache")
             return result
         finally:
             self._call = None

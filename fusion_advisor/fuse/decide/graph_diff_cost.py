@@ -118,7 +118,9 @@ def _took_ns(runner: StepRunner, before: Step, after: Step, found: Mapping[int, 
         return call
 
     calls = runner.recorded([all_of(before, 0), all_of(after, 1)])
-    times = interleaving.interleave(calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls))
+    times = interleaving.interleave(
+        calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
+    )
     one_ns, other_ns = (median_interval(series)[0] for series in times)
     return one_ns, other_ns
 

@@ -12,7 +12,7 @@ shares of the step that the rewrite is put on, because clock drift moves a long 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,39 +20,19 @@ import torch
 
 from fusion_advisor import units
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
+from fusion_advisor.fuse.decide.alone import judged_alone
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
 """How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain; on a CPU more
 rounds make little difference."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the step's own time says of one rewrite."""
-
-    id: str
-    status: Status
-    reason: str
-    delta_ns: int
-    interval_ns: tuple[int, int]
-    is_timed: bool = True
-    """False: it stays because its numbers pass; the two figures say nothing."""
-
-    @property
-    def step_delta_ns(self) -> int | None:
-        """The difference for a report; None where nothing was timed."""
-        return self.delta_ns if self.is_timed else None
-
-    @property
-    def step_delta_ci_ns(self) -> tuple[int, int] | None:
-        """Its interval, likewise."""
-        return self.interval_ns if self.is_timed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +57,7 @@ class Candidate:
     fusion: BuiltFusion | None = None
 
 
+_LEAST_ROUNDS, _MOST_ROUNDS = 6, 200
 _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
 
@@ -97,7 +78,7 @@ def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
     runner = StepRunner(bench)
     times = interleaving.interleave(
         runner.calls([(), candidates]), rounds=_UNTIMED_ROUNDS, budget_s=0.0, on_cuda=bench.on_cuda,
-        before=bench.live.written.rewind,
+        before=bench.live.written.rewind, timer=runner.timer,
     )  # fmt: skip
     runner.forget()
     before, after = (as_timing(side, runner.method) for side in times)
@@ -115,6 +96,8 @@ def decide(
     confidence: float,
     budget_s: float,
     note: Callable[[str], None] = lambda _: None,
+    step: Callable[[int, int, str], None] = lambda *_: None,
+    alone: Mapping[str, interleaving.Difference] | None = None,
 ) -> Decision:
     """Time all candidates and decide.
 
@@ -126,6 +109,8 @@ def decide(
         budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
             than ``min_gain``; small gains take as long again, the confirmation a third.
         note: told how the step is timed.
+        step: given the rounds made, the rounds expected and what is timed.
+        alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
     """
     runner = StepRunner(bench)
     prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
@@ -136,6 +121,7 @@ def decide(
     times = interleaving.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
         rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
+        timer=runner.timer, after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
     control, stacked = times[0], times[1:]
     untouched_ns = median_interval(stacked[0])[0]
@@ -144,9 +130,9 @@ def decide(
     for number, candidate in enumerate(candidates):
         step_ns = median_interval(stacked[number])[0]
         change = interleaving.difference(stacked[number], stacked[number + 1], confidence)
-        verdicts[candidate.id] = verdict_of(
-            candidate.id, change, step_ns=step_ns, noise_ns=noise_share * step_ns, min_gain=min_gain
-        )
+        by_step = verdict_of(candidate.id, change, step_ns=step_ns, noise_ns=noise_share * step_ns, min_gain=min_gain)
+        own = (alone or {}).get(candidate.id)
+        verdicts[candidate.id] = judged_alone(by_step, own, step_ns=step_ns, min_gain=min_gain)
     del calls
     runner.forget()
     verdicts = _with_small_ones(
@@ -155,8 +141,9 @@ def decide(
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     confirm = interleaving.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind
-    )
+        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind,
+        timer=runner.timer,
+    )  # fmt: skip
     return Decision(
         verdicts=verdicts,
         noise_share=noise_share,
@@ -165,6 +152,23 @@ def decide(
         method=runner.method,
         untouched_ns=round(untouched_ns),
     )
+
+
+def _shown(
+    step: Callable[[int, int, str], None], candidates: Sequence[Candidate], budget_s: float, timer: HostTimer
+) -> Callable[[int, int, int], None]:
+    """Return what tells about each round that begins: what is timed, how many rounds remain."""
+    started, turns = timer.seconds(), len(candidates) + 2
+    names = ", ".join(candidate.id for candidate in candidates)
+    seen = [0]
+
+    def after(number: int, _position: int, _last_ns: int) -> None:
+        seen[0] += 1
+        taken_s = max(timer.seconds() - started, 1e-9)
+        rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round((number + 1) * budget_s / taken_s)))
+        step(seen[0], max(rounds, number + 1) * turns, f"{names}: round {number + 1} of about {max(rounds, number + 1)}")
+
+    return after
 
 
 def verdict_of(name: str, change: interleaving.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
@@ -287,7 +291,7 @@ def _once_on_top(
     control, without, together = interleaving.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
         rest=runner.rest(calls[-1:]), is_settled=interleaving.is_quiet(min_gain, confidence),
-        on_cuda=runner.on_cuda, before=runner.rewind,
+        on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
@@ -302,7 +306,9 @@ def confirmed(
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
     calls = runner.recorded([original, after])
     rest = runner.rest(calls)
-    times = interleaving.interleave(calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind)
+    times = interleaving.interleave(
+        calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
+    )
     return replace(
         decision,
         before=as_timing(times[0], runner.method, rest=rest),
@@ -315,7 +321,8 @@ class StepRunner:
     """Turns sets of rewrites into calls of the step: CUDA graph replays where the step can be recorded.
 
     Attributes:
-        method: ``cuda_graph``, ``cuda_events`` or ``wall``: how the calls made so far must be timed.
+        timer: for steps that are timed from the host's side.
+        method: ``cuda_graph``, ``cuda_events``, ``cpu_time`` or ``wall``: how the calls made so far must be timed.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -323,7 +330,8 @@ class StepRunner:
         self.on_cuda = bench.on_cuda
         self.rewind = bench.live.written.rewind
         self._pool = torch.cuda.graph_pool_handle() if bench.on_cuda else None
-        self.method = "cuda_graph" if bench.on_cuda else "wall"
+        self.timer = bench.timer
+        self.method = "cuda_graph" if bench.on_cuda else bench.timer.method
         self._rest: float | None = None
         self._memsets = Memsets()
 

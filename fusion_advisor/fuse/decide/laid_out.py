@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Verdict
+from fusion_advisor.fuse.decide.keep_rule import Candidate
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.records import Status
 

@@ -16,6 +16,7 @@ from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, fused_call, rewrite_region
 from fusion_advisor.records import OpNode, RenderedKernel
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.verify.subgraph_oracle import Observer, OriginalChain, original_chain
 
 
@@ -52,9 +53,10 @@ class Variant:
 class Bench:
     """Holds a live capture and what was observed of it; makes variants."""
 
-    def __init__(self, live: LiveCapture, *, on_cuda: bool) -> None:
+    def __init__(self, live: LiveCapture, *, on_cuda: bool, timer: HostTimer | None = None) -> None:
         self.live = live
         self.on_cuda = on_cuda
+        self.timer = timer or step_timer(on_cuda=on_cuda)
         self.ops: list[OpNode] = []
         self.index_of: list[dict[Node, int]] = []
         for region in live.regions:

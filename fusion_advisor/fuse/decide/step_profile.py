@@ -20,6 +20,7 @@ from fusion_advisor.capture.trace.kernels import kernel_class
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
 from fusion_advisor.timing.clock_sampler import is_held_down, watching
+from fusion_advisor.timing.host_timer import HostTimer, step_timer
 from fusion_advisor.timing.interleaving import REST, TURN_S, interleave, is_known
 from fusion_advisor.timing.wall_timer import as_timing, nothing
 
@@ -164,6 +165,7 @@ def walls(
     least_s: float = 0.0,
     patience: float = 1.0,
     rewind: Callable[[], object] = nothing,
+    timer: HostTimer | None = None,
 ) -> list[Timing]:
     """Time ways of calling the model against each other, from the host's side, interleaved; the clocks are read in between.
 
@@ -179,7 +181,9 @@ def walls(
         least_s: go on for so many seconds for each call, beyond ``runs`` and ``budget_s``.
         patience: go on for so many times ``budget_s`` at most, where the power limit lets the clock swing.
         rewind: called ahead of each run, untimed.
+        timer: times the runs; left out, the one of the device.
     """
+    timer = timer or step_timer(on_cuda=on_cuda)
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
 
     def queued(call: Callable[[], Any]) -> Callable[[], None]:
@@ -206,8 +210,9 @@ def walls(
             on_cuda=False,
             before=_then(rewind, wait),
             after=after,
+            timer=timer,
         )
-    return [as_timing(series, "wall", watch.clocks(position)) for position, series in enumerate(times)]
+    return [as_timing(series, timer.method, watch.clocks(position)) for position, series in enumerate(times)]
 
 
 def rested_walls(

@@ -184,7 +184,7 @@ def _timed(
 ) -> tuple[Fusion, str | None]:
     """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
     with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
-        before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda)
+        before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda, timer=bench.timer)
     saving_ns = max(0, planned.chain.device_ns - after.median_ns * planned.chain.runs)
     base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
     if after.ci_low_ns >= before.ci_high_ns:

@@ -13,12 +13,14 @@ import torch
 from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN
 from fusion_advisor.codegen.registry import backends_for
+from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, Verdict, decide, keep_all
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
 from fusion_advisor.fuse.decide.laid_out import layout_refusals
 from fusion_advisor.fuse.decide.result_bits import inexact_passes
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Variant, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import Plan
@@ -26,6 +28,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
+from fusion_advisor.timing.host_timer import CPU_TIME
 from fusion_advisor.workload.device import fault_of
 
 FASTEST = "fastest"
@@ -176,9 +179,13 @@ def choose(
     tried = [name for name in tried if name not in refused]
     candidates = [candidate for candidate in candidates if candidate.id not in refused]
     if options.is_timed:
+        chains = {item.planned.chain.id: item.planned.chain.runs for item in built}
+        timed = [fusion for fusion in fusions if fusion.chain_id in chains and bench.timer.method == CPU_TIME]
         decision = decide(
-            bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note
-        )
+            bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note,
+            step=progress.step, alone=savings_alone(timed, chains, options.confidence),
+        )  # fmt: skip
+        _tell(candidates, decision, fusions, progress)
     else:
         decision = keep_all(bench, candidates)
     decision = replace(decision, verdicts={**decision.verdicts, **refused})
@@ -189,6 +196,16 @@ def choose(
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _tell(candidates: Sequence[Candidate], decision: Decision, fusions: Sequence[Fusion], progress: Progress) -> None:
+    """Show each kept gain as soon as it is known."""
+    kernels = {fusion.id: fusion.kernel for fusion in fusions}
+    for candidate in candidates:
+        verdict = decision.verdicts[candidate.id]
+        if verdict.status is Status.KEPT:
+            name = f"{candidate.id} {kernels.get(candidate.id, '')}".rstrip()
+            progress.found(f"{name}: {units.delta(verdict.delta_ns)} {units.delta_interval(*verdict.interval_ns)} per step")
 
 
 def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, timed_ns: int | None) -> GraphRewrite:

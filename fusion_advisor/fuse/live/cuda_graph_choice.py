@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide.keep_rule import PATIENCE, Verdict, is_unclear, once_more, untimed, verdict_of
+from fusion_advisor.fuse.decide.keep_rule import PATIENCE, is_unclear, once_more, untimed, verdict_of
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import row_of
 from fusion_advisor.records import GraphBreak, GraphRewrite, Status
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer
 from fusion_advisor.timing.wall_timer import median_interval, nothing
 
 
@@ -54,6 +56,7 @@ def choose_graph(
     device_ns: int | None = None,
     rewind: Callable[[], object] = nothing,
     is_timed: bool = True,
+    timer: HostTimer | None = None,
 ) -> GraphRewrite:
     """Time the step with its graph against the step without, and switch the graph on or off for good.
 
@@ -71,6 +74,7 @@ def choose_graph(
         device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
+        timer: times the calls; left out, the wall clock.
     """
     graphs = fused.graphs
     assert graphs is not None
@@ -101,6 +105,7 @@ def choose_graph(
             control, before, after = interleaving.interleave(
                 [plain, plain, with_graph], rounds=rounds, budget_s=seconds, least_s=3 * least_s, most_s=PATIENCE * seconds,
                 rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
+                timer=timer or WallTimer(),
             )  # fmt: skip
         step_ns = median_interval(before)[0]
         change, noise_ns = interleaving.difference(before, after, confidence), interleaving.noise_ns(control, before, confidence)

@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
-from fusion_advisor.errors import AdvisorError, CannotCopy
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs, HalfWritten
+from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
+from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
 from fusion_advisor.fuse.live.code_guard import WatchedCode
@@ -201,8 +201,8 @@ class FusedModel:
             except LayoutChanged as change:
                 self._is_broken = True
                 if call.sharing is not None:
-                    reason = f"{change}; the call had begun to write to its cache: reset the cache and repeat"
-                    raise HalfWritten(reason) from change
+                    detail = f"a value inside the model was laid out differently than when it was verified ({change})"
+                    raise HalfWritten(detail=detail) from change
                 refusal = f"a value inside the model was laid out differently than when it was verified ({change})"
         if refusal is _UNSEEN and self._may_learn(key):
             result = self._original(*args, **kwargs)

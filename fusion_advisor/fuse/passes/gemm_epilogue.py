@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import first_reader, is_in_autocast, is_written_between
 from fusion_advisor.fuse.passes.linear_sites import MOST_ROWS
 from fusion_advisor.fuse.rewrite.record import EpilogueRewrite
+from fusion_advisor.records.op_facts import PRODUCT_OPERANDS, overload_free
 
 _ATEN = torch.ops.aten
 _LINEAR, _ADDMM = _ATEN.linear.default, _ATEN.addmm.default
@@ -56,8 +57,7 @@ class EpilogueSite:
     @property
     def operands(self) -> tuple[Node, Node, Node]:
         """What the call is given: x, the weight, the bias."""
-        args = self.product.args if self.product.target is _LINEAR else (*self.product.args[1:], self.product.args[0])
-        x, weight, bias = args
+        x, weight, bias = (self.product.args[place] for place in PRODUCT_OPERANDS[overload_free(str(self.product.target))])
         assert isinstance(x, Node) and isinstance(weight, Node) and isinstance(bias, Node)
         return x, weight, bias
 
@@ -155,7 +155,7 @@ def _product(members: tuple[Node, ...]) -> tuple[Node | None, set[Node]]:
 def _has_bias(node: Node) -> bool:
     if node.target not in (_LINEAR, _ADDMM) or len(node.args) != 3 or node.kwargs:
         return False
-    bias = node.args[2 if node.target is _LINEAR else 0]
+    bias = node.args[PRODUCT_OPERANDS[overload_free(str(node.target))][2]]
     return isinstance(bias, Node) and bias.meta["val"].shape == node.meta["val"].shape[-1:]
 
 

@@ -147,7 +147,10 @@ class ApplyOptions(ProfileOptions):
         for option, value in (("--rtol", self.rtol), ("--atol", self.atol)):
             if value is not None and not 0 <= value < math.inf:
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
-
+        if not 0.5 < self.confidence < 1:
+            raise UsageError(
+                detail=f"--confidence {self.confidence} is no level of an interval", help="use a value above 0.5 and below 1"
+            )
         if self.keep not in KEEP:
             raise UsageError(detail=f"--keep {self.keep} is not known", help=f"use {' or '.join(KEEP)}")
         if self.baseline not in BASELINES:

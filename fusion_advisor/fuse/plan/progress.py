@@ -19,6 +19,9 @@ class Progress:
     def step(self, done: int, total: int, text: str) -> None:
         """How far the phase has come."""
 
+    def found(self, text: str) -> None:
+        """A gain that stays; shown at once."""
+
     def warn(self, text: str) -> None:
         """Something the user should know, though the run goes on."""
 

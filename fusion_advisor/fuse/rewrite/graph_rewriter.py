@@ -72,61 +72,98 @@ def fused_call(
         LayoutChanged: (when called) an input has another shape, stride or dtype.
     """
     expected = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in inputs)
-    layouts = [(meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs]
+    layouts = tuple((meta.shape, meta.stride, getattr(torch, meta.dtype)) for meta in outputs)
     # A launch costs the host 4 to 6 µs, an allocation nearly as much: `empty_like` takes three quarters of `empty_strided`.
-    likes = [-1 if is_poisoned or not _is_dense(layout) else _position(layout, expected) for layout in layouts]
+    likes = tuple(-1 if is_poisoned or not _is_dense(layout) else _position(layout, expected) for layout in layouts)
     allocate = _Poisoned() if is_poisoned else torch.empty_strided
-    empty_like = torch.empty_like
+    verified = _Verified(name=name, launch=launch, inputs=expected, outputs=layouts, likes=likes, allocate=allocate)
     tally = Tally()
-
-    def refuse_other(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> None:
-        if tensor.shape != shape or tensor.dtype != dtype or not has_strides(tensor, stride):
-            found = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
-            raise LayoutChanged(f"{name}: expected {shape} with strides {stride} in {dtype}, got {found}")
-
     if in_place:
-        read = len(expected) - len(in_place)
-
-        def call(*tensors: torch.Tensor) -> Any:
-            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
-                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                    refuse_other(tensor, shape, stride, dtype)
-            device, given = tensors[0].device, iter(tensors[read:])
-            results = [
-                next(given) if position in in_place else allocate(shape, stride, dtype=dtype, device=device)
-                for position, (shape, stride, dtype) in enumerate(layouts)
-            ]
-            tally.launches += 1
-            launch(*tensors[:read], *results)
-            return results[0] if len(results) == 1 else results
-    elif len(layouts) == 1:
-        (only,), (like,) = layouts, likes
-
-        def call(*tensors: torch.Tensor) -> Any:
-            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
-                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                    refuse_other(tensor, shape, stride, dtype)
-            out = empty_like(tensors[like]) if like >= 0 else allocate(only[0], only[1], dtype=only[2], device=tensors[0].device)
-            tally.launches += 1
-            launch(*tensors, out)
-            return out
+        call = _writing_call(verified, frozenset(in_place), tally)
     else:
-
-        def call(*tensors: torch.Tensor) -> Any:
-            for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
-                if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
-                    refuse_other(tensor, shape, stride, dtype)
-            device = tensors[0].device
-            results = [
-                empty_like(tensors[like]) if like >= 0 else allocate(shape, stride, dtype=dtype, device=device)
-                for like, (shape, stride, dtype) in zip(likes, layouts, strict=True)
-            ]
-            tally.launches += 1
-            launch(*tensors, *results)
-            return results
-
+        call = _one_result_call(verified, tally) if len(layouts) == 1 else _many_results_call(verified, tally)
     call.__name__ = call.__qualname__ = name
     mark(call, tally)
+    return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    """A bound kernel with the layouts that were verified."""
+
+    name: str
+    launch: Launcher
+    inputs: tuple[_Layout, ...]
+    outputs: tuple[_Layout, ...]
+    likes: tuple[int, ...]
+    """For each output the input that it is allocated like; -1 where there is none."""
+    allocate: Callable[..., torch.Tensor]
+
+    def refuse(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise LayoutChanged for the first tensor that has another layout; ``has_strides`` lets dims of one element differ."""
+        for tensor, (shape, stride, dtype) in zip(tensors, self.inputs, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype or not has_strides(tensor, stride):
+                found = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
+                raise LayoutChanged(f"{self.name}: expected {shape} with strides {stride} in {dtype}, got {found}")
+
+
+# Each of the three calls holds its own loop over the inputs: a function call more costs the host as much as the comparisons.
+
+
+def _writing_call(verified: _Verified, in_place: frozenset[int], tally: Tally) -> Callable[..., Any]:
+    """A call that writes into its last tensors and returns them."""
+    expected, layouts, launch, allocate = verified.inputs, verified.outputs, verified.launch, verified.allocate
+    read = len(expected) - len(in_place)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+            if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                verified.refuse(tensors)
+        device, given = tensors[0].device, iter(tensors[read:])
+        results = [
+            next(given) if position in in_place else allocate(shape, stride, dtype=dtype, device=device)
+            for position, (shape, stride, dtype) in enumerate(layouts)
+        ]
+        tally.launches += 1
+        launch(*tensors[:read], *results)
+        return results[0] if len(results) == 1 else results
+
+    return call
+
+
+def _one_result_call(verified: _Verified, tally: Tally) -> Callable[..., Any]:
+    expected, launch, allocate, empty_like = verified.inputs, verified.launch, verified.allocate, torch.empty_like
+    (only,), (like,) = verified.outputs, verified.likes
+
+    def call(*tensors: torch.Tensor) -> Any:
+        for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+            if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                verified.refuse(tensors)
+        out = empty_like(tensors[like]) if like >= 0 else allocate(only[0], only[1], dtype=only[2], device=tensors[0].device)
+        tally.launches += 1
+        launch(*tensors, out)
+        return out
+
+    return call
+
+
+def _many_results_call(verified: _Verified, tally: Tally) -> Callable[..., Any]:
+    expected, launch, allocate, empty_like = verified.inputs, verified.launch, verified.allocate, torch.empty_like
+    likes, layouts = verified.likes, verified.outputs
+
+    def call(*tensors: torch.Tensor) -> Any:
+        for tensor, (shape, stride, dtype) in zip(tensors, expected, strict=True):
+            if tensor.stride() != stride or tensor.dtype != dtype or tensor.shape != shape:
+                verified.refuse(tensors)
+        device = tensors[0].device
+        results = [
+            empty_like(tensors[like]) if like >= 0 else allocate(shape, stride, dtype=dtype, device=device)
+            for like, (shape, stride, dtype) in zip(likes, layouts, strict=True)
+        ]
+        tally.launches += 1
+        launch(*tensors, *results)
+        return results
+
     return call
 
 

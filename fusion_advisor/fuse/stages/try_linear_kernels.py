@@ -21,10 +21,11 @@ from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvC
 from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY, LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
 from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, Verdict, confirmed, on_top
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import source_around
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.plan.options import ApplyOptions, fits
 from fusion_advisor.fuse.plan.progress import Progress
@@ -39,7 +40,7 @@ from fusion_advisor.fuse.stages.gemm_sites import (
     without_taken,
 )
 from fusion_advisor.fuse.stages.linear_kinds import Kind, find_kinds
-from fusion_advisor.library.spec import read_spec
+from fusion_advisor.library.spec import LINEAR, read_spec
 from fusion_advisor.records import Fusion, Numerics, OpClass, Receipt, RenderedKernel, Status, Timing, Tolerance
 from fusion_advisor.verify.check_chain import SCALES, check_calls, random_like, why_wrong, with_special_rows
 from fusion_advisor.verify.subgraph_oracle import OriginalChain
@@ -188,7 +189,7 @@ def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, 
         name=rendered.entry,
         backend=backend,
         path=f"kernels/{path.name}",
-        source=rendered.source,
+        source=rendered.file_text,
         origin=header.origin,
         build_ns=built.build_ns,
         tuning=tuning,
@@ -247,7 +248,7 @@ def header_of(title: str) -> Header:
     """Return what the head comment says: the library's words where the kernel is in it."""
     folder = content_dir("kernels") / title
     spec = read_spec(folder) if (folder / "kernel.toml").is_file() else None
-    if spec is None or spec.gemv is None:
+    if spec is None or spec.kind != LINEAR:
         return Header(title=title, summary="a linear layer and what stands around it", origin="generated from the graph")
     return Header(title=title, summary=spec.summary, origin=library_origin(title), source=spec.source)
 

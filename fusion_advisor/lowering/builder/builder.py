@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from fusion_advisor.chains.op_inputs import inputs_of
 from fusion_advisor.ir.affine_index import ORIGIN, CutLoop, Index, Place, reshaped, undivided
-from fusion_advisor.ir.dtypes import BITS, DTYPES, CannotLower, compute_dtype
+from fusion_advisor.ir.dtypes import DTYPES, CannotLower, compute_dtype
 from fusion_advisor.ir.loop_nest import Nest
 from fusion_advisor.ir.program import Value
-from fusion_advisor.lowering.builder.collapse_loops import Lowered, Result, assemble
+from fusion_advisor.lowering.builder.collapse_loops import assemble
+from fusion_advisor.lowering.builder.integers import refuse_too_wide, wrapped
+from fusion_advisor.lowering.builder.lowered import Lowered, Result
 from fusion_advisor.lowering.builder.rounding import before_store, narrows, rounded, rounded_ops
 from fusion_advisor.lowering.builder.values import Values
 from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
@@ -45,12 +47,6 @@ class RuleTables:
 
 _BY_ELEMENT = frozenset(["add", "sub", "mul", "div", "to", "_to_copy"])
 """Ops that use an index only to ask for their arguments' elements at it."""
-
-_STAYS_IN_RANGE = frozenset(
-    ["where", "masked_fill", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "relu", "sign", "remainder", "cat",
-     "amax", "amin", "max", "min", "floor", "ceil", "trunc", "round"]
-)  # fmt: skip
-"""Ops whose integer results are never wider than their arguments."""
 
 _MAKES_BOOL = frozenset(
     ["eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__xor__", "logical_and", "logical_or", "logical_not",
@@ -258,21 +254,12 @@ class Lowering(Values):
             raise CannotLower("FA601", f"{op.target} has no lowering")
         if op.outputs[0].dtype == "bool" and name not in _MAKES_BOOL:
             raise CannotLower("FA601", f"{op.target} on booleans has no lowering")
-        number = self._wrapped(rule(self, op, where), op.outputs[0].dtype, name)
+        number = wrapped(self, rule(self, op, where), op.outputs[0].dtype, name)
         return self.rounded(number, op.outputs[0].dtype) if index in self._rounded else number
 
     def rounded(self, number: int, dtype: str) -> int:
         """A value rounded to a 16-bit dtype; the value itself where ``dtype`` is none or holds it already."""
         return rounded(self, number, dtype)
-
-    def _wrapped(self, number: int, dtype: str, name: str) -> int:
-        """Integers are computed in 64 bits; a result that overflows a narrower dtype wraps around, as torch's does."""
-        if dtype not in BITS or name in _STAYS_IN_RANGE:
-            return number
-        low = 0 if dtype == "uint8" else -(2 ** (BITS[dtype] - 1))
-        shifted = self.make("sub", number, self.const(low, "int64"))
-        wrapped = self.make("remainder", shifted, self.const(2 ** BITS[dtype], "int64"))
-        return self.make("add", wrapped, self.const(low, "int64"))
 
     def _through_view(self, op: OpNode, name: str, where: Index) -> int:
         source = op.args[0]
@@ -346,25 +333,11 @@ class Lowering(Values):
             inner = tuple(ORIGIN if size == 1 else place for size, place in zip(shape, aligned, strict=True))
             number = self.at(value.index, inner)
         elif isinstance(value, bool | int | float):
-            self._refuse_too_wide(value, op)
+            refuse_too_wide(value, op, [self.meta(arg.index).dtype for arg in op.args if isinstance(arg, Ref)])
             return self.const(value, wanted)
         else:
             raise CannotLower("FA601", f"{op.target} has an argument {value!r} that no kernel takes")
         return self.cast(number, wanted)
-
-    def _refuse_too_wide(self, number: float, op: OpNode) -> None:
-        """Refuse a number that an integer tensor cannot hold: torch wraps it around, in some ops and not in others.
-
-        Raises:
-            CannotLower: the number is out of range.
-        """
-        dtypes = {self.meta(arg.index).dtype for arg in op.args if isinstance(arg, Ref)} - {"bool"}
-        if not dtypes or any(dtype not in BITS for dtype in dtypes) or not math.isfinite(number):
-            return
-        for dtype in dtypes:
-            low = 0 if dtype == "uint8" else -(2 ** (BITS[dtype] - 1))
-            if not low <= number < low + 2 ** BITS[dtype]:
-                raise CannotLower("FA601", f"{op.target} of {dtype} and {number!r}, which {dtype} cannot hold, has no lowering")
 
     # ------------------------------------------------------------------ reductions
 

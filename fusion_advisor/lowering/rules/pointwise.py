@@ -103,7 +103,9 @@ def _to(lowering: Lowering, op: OpNode, where: Index) -> int:
 def _through_int32(lowering: Lowering, number: int, *, on_cpu: bool) -> int:
     """A float converted to int64, as if to int32: eager's narrower integers are cut from that one, but for uint8's, from int64.
 
-    Where int32 cannot hold the number, x86 gives the lowest one, and CUDA the nearest one, and 0 for a float32's NaN.
+    Where int32 cannot hold the number, x86 gives the lowest one. CUDA gives the nearest one, and for a NaN 0 out of a float32 and
+    the lowest one out of a float64. The NaN is chosen by hand: LLVM makes one conversion of a conversion and two bounds, and that
+    one gives 0.
     """
     low, high = lowering.const(-(2**31), "int64"), lowering.const(2**31 - 1, "int64")
     if on_cpu:
@@ -113,10 +115,9 @@ def _through_int32(lowering: Lowering, number: int, *, on_cpu: bool) -> int:
         return lowering.make("where", fits, number, low, dtype="int64")
     nearest = lowering.make("minimum", lowering.make("maximum", number, low), high)
     source = lowering.values[number].args[0] if lowering.values[number].op == "cast" else number
-    if lowering.values[source].dtype != "float32":
-        return nearest
     is_nan = lowering.make("isnan", source, dtype="bool")
-    return lowering.make("where", is_nan, lowering.const(0, "int64"), nearest, dtype="int64")
+    of_nan = lowering.const(0, "int64") if lowering.values[source].dtype == "float32" else low
+    return lowering.make("where", is_nan, of_nan, nearest, dtype="int64")
 
 
 def _remainder(lowering: Lowering, op: OpNode, where: Index) -> int:

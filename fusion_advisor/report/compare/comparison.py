@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusion_advisor import units
-from fusion_advisor.records import COMPILED, Fusion, Gate, GraphRewrite, Report, Status, StepProfile, Timing
+from fusion_advisor.records import COMPILED, Gate, Report, Status, StepProfile, Timing
 from fusion_advisor.report import clocks, shared_rows
+from fusion_advisor.report.compare.rewrites import RewriteChange, rewrite_changes
 from fusion_advisor.report.headline import kept_count
 
 COMPARE_SCHEMA = "fusion-advisor-compare/1"
@@ -22,7 +23,8 @@ TRACE_TOLERANCE_SHARE = 0.02
 """A single traced step has no interval; below this share of the larger side its rows count as unchanged."""
 
 State = Literal["eager", "applied", "compile"]
-Verdict = Literal["faster", "slower", "unchanged", "only in A", "only in B", "not compared"]
+Verdict = Literal["faster", "slower", "less", "more", "unchanged", "only in A", "only in B", "not compared"]
+"""``less`` and ``more`` are of one traced step, which says nothing of the next: only what has an interval is faster or slower."""
 STATES: tuple[State, ...] = ("eager", "applied", "compile")
 
 
@@ -99,19 +101,6 @@ class Speedup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewriteChange:
-    """Status of one rewrite in each run."""
-
-    name: str
-    a_status: Status | None
-    b_status: Status | None
-    a_step_delta_ns: int | None
-    b_step_delta_ns: int | None
-    is_changed: bool | None
-    """None where the runs are not comparable."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Everything that the views of a comparison show."""
 
@@ -178,7 +167,7 @@ def compare(a: Report, b: Report, a_state: State, b_state: State) -> Comparison:
         b_speedup=speedup(b, b_state, clock),
         changes=tuple(changes),
         rewrites=tuple(
-            _rewrites(a if a_state == "applied" else None, b if b_state == "applied" else None, is_blocked=is_blocked)
+            rewrite_changes(a if a_state == "applied" else None, b if b_state == "applied" else None, is_blocked=is_blocked)
         ),
         caveats=tuple(
             dict.fromkeys(
@@ -352,7 +341,7 @@ def _change(group: str, name: str, a: tuple[int, int] | None, b: tuple[int, int]
     elif abs(delta_ns) <= tolerance_ns:
         verdict = "unchanged"
     else:
-        verdict = "faster" if delta_ns < 0 else "slower"
+        verdict = "less" if delta_ns < 0 else "more"
     return TimeChange(
         group=group, name=name, a_ns=a_ns, b_ns=b_ns, delta_ns=delta_ns, a_count=a_count, b_count=b_count, verdict=verdict
     )
@@ -368,44 +357,6 @@ def _delta_ns(row: TimeChange) -> int:
 
 def _larger_ns(row: TimeChange) -> int:
     return max(row.a_ns or 0, row.b_ns or 0)
-
-
-def _rewrites(a: Report | None, b: Report | None, *, is_blocked: bool) -> Iterable[RewriteChange]:
-    left, right = _named_rewrites(a), _named_rewrites(b)
-    rows = []
-    for name in dict.fromkeys((*left, *right)):
-        one, other = left.get(name), right.get(name)
-        is_changed = one is None or other is None or one.status is not other.status or _apart(one, other)
-        rows.append(
-            RewriteChange(
-                name=name,
-                a_status=one.status if one else None,
-                b_status=other.status if other else None,
-                a_step_delta_ns=one.step_delta_ns if one else None,
-                b_step_delta_ns=other.step_delta_ns if other else None,
-                is_changed=None if is_blocked else is_changed,
-            )
-        )
-    return sorted(rows, key=lambda row: -abs((row.b_step_delta_ns or 0) - (row.a_step_delta_ns or 0)))
-
-
-def _named_rewrites(report: Report | None) -> dict[str, Fusion | GraphRewrite]:
-    """Kernels by name and other rewrites by id; where a kernel fuses several chains, the later ones are numbered."""
-    found: dict[str, Fusion | GraphRewrite] = {}
-    rows: tuple[Fusion | GraphRewrite, ...] = () if report is None else (*report.rewrites, *report.fusions)
-    for row in rows:
-        name = base = row.kernel if isinstance(row, Fusion) else row.id
-        number = 1
-        while name in found:
-            number += 1
-            name = f"{base} ({number})"
-        found[name] = row
-    return found
-
-
-def _apart(a: Fusion | GraphRewrite, b: Fusion | GraphRewrite) -> bool:
-    x, y = a.step_delta_ci_ns, b.step_delta_ci_ns
-    return x is not None and y is not None and (x[1] < y[0] or y[1] < x[0])
 
 
 def _drift(a: Report, b: Report, noise: float) -> Iterable[str]:

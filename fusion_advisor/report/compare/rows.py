@@ -11,13 +11,13 @@ from fusion_advisor.report.compare.comparison import (
     TRACE_TOLERANCE_SHARE,
     Comparison,
     Difference,
-    RewriteChange,
     Side,
     Speedup,
     State,
     TimeChange,
     Verdict,
 )
+from fusion_advisor.report.compare.rewrites import RewriteChange
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import Headline
 
@@ -37,7 +37,7 @@ def headline(shown: Comparison) -> Headline:
     for label, side, ratio in (("A", shown.a, shown.a_speedup), ("B", shown.b, shown.b_speedup)):
         if ratio is not None and side.state != "eager":
             kept = f", {plural(side.kept, 'rewrite')} kept" if side.state == "applied" else ""
-            points.append(f"{label} runs at {_speed(ratio)} the speed of its own eager step{kept}")
+            points.append(f"{label} over its own eager step: {_speed(ratio)}{kept}")
         if side.numerics:
             points.append(f"{label} numerics {side.numerics}")
     if failed:
@@ -73,6 +73,8 @@ class Table:
 _VERDICTS: dict[Verdict, shared_rows.Verdict] = {
     "faster": shared_rows.Verdict("✓", "faster", "gain"),
     "slower": shared_rows.Verdict("✗", "slower", "loss"),
+    "less": shared_rows.Verdict("", "less in this trace", "plain"),
+    "more": shared_rows.Verdict("", "more in this trace", "plain"),
     "unchanged": shared_rows.Verdict("~", "no change", "plain"),
     "only in A": shared_rows.Verdict("–", "only in A", "plain"),
     "only in B": shared_rows.Verdict("+", "only in B", "plain"),
@@ -122,10 +124,10 @@ def method_line(shown: Comparison) -> str:
     """How the verdicts were reached, or why there are none."""
     if shown.obstacles:
         names = ", ".join(row.name for row in shown.obstacles)
-        return f"Nothing is judged across these runs and no gate passes: they differ in more than what was changed ({names})."
+        return f"Nothing is judged across these runs and no gate passes: they differ in {names}."
     noise = max(shown.a.noise_share or 0.0, shown.b.noise_share or 0.0)
     return (
-        "Ranges are the widest that both 95% intervals allow; a step counts as changed when the whole range is past the larger "
+        "Ranges are the widest that both 95% intervals allow; a step counts as changed when the whole range exceeds the larger "
         f"A/A noise ({units.share(noise)}). Rows of a single traced step have no interval: below "
         f"{units.share(max(noise, TRACE_TOLERANCE_SHARE))} they count as unchanged."
     )
@@ -191,9 +193,9 @@ def _result(shown: Comparison) -> tuple[str, str]:
     times = f"{units.duration(first.a_ns)} → {units.duration(first.b_ns)} per step ({shown.clock})"
     ratio = units.speedup(first.a_ns / max(first.b_ns, 1))
     if first.verdict == "faster":
-        return "gain", f"B is faster, {ratio} A's speed: {times}."
+        return "gain", f"B is {ratio} faster than A: {times}."
     if first.verdict == "slower":
-        return "loss", f"B is slower, {ratio} A's speed: {times}."
+        return "loss", f"B is {units.speedup(first.b_ns / max(first.a_ns, 1))} slower than A: {times}."
     return "plain", f"No change beyond the noise: {times}."
 
 
@@ -202,4 +204,4 @@ def _pair(row: Difference) -> str:
 
 
 def _speed(found: Speedup) -> str:
-    return f"{units.speedup(found.ratio)} {units.speedup_interval(found.low, found.high)}"
+    return f"{units.speedup(found.ratio)} (95% CI {units.speedup(found.low)[:-1]}–{units.speedup(found.high)[:-1]})"

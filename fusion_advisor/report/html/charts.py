@@ -14,16 +14,13 @@ from fusion_advisor import units
 from fusion_advisor.records import (
     COMPILED,
     Chain,
-    Fusion,
-    GraphRewrite,
     Report,
-    RewriteStage,
-    Status,
     StepProfile,
     Timing,
 )
 from fusion_advisor.report import shared_rows
-from fusion_advisor.report.escape import shortened, visible
+from fusion_advisor.report.escape import visible
+from fusion_advisor.report.html.text_width import text_width
 
 COLOURS = {
     "gemm": "#838ddf",
@@ -42,10 +39,8 @@ IDLE = "url(#idle)"
 
 WIDTH = 960
 _LEFT = 96
-_CHARACTER = 7.6
-"""Width of one at the size of a bar's name, in the widest of the page's fonts: names of kernels took 7.5 each in DejaVu Sans."""
-_LONGEST_NAME = 40
-"""Characters of a row's name in the waterfall: more would leave its bars too little room."""
+LABEL_SIZE, TICK_SIZE = 12.5, 11.5
+"""Of a chart's text, in its own units: names and figures, and marks of its axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +83,6 @@ class BarChart:
     bars: tuple[Bar, ...]
     ticks: tuple[Tick, ...]
     legend: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One row of the waterfall: a whole bar from zero, or the piece that a rewrite took off."""
-
-    y: float
-    name: str
-    title: str
-    """The name in full."""
-    x: float
-    width: float
-    colour: str
-    figure: str
-    figure_x: float
-    low: float
-    high: float
-    """Ends of the interval's whisker; equal where there is none."""
-    joint: float
-    """X of the line to the next row."""
-    note: str
-    """Why a removed rewrite took nothing; empty for the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waterfall:
-    """From the step without any rewrite to the step with all kept ones, closing exactly."""
-
-    height: int
-    left: int
-    rows: tuple[Stage, ...]
-    ticks: tuple[Tick, ...]
-    table: tuple[tuple[str, str, str, str], ...]
-    """(row, change, interval, step afterwards)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +138,7 @@ def where_time_went(report: Report) -> BarChart | None:
         bars.append(Bar(26 + at * 52, labels[at], figure, round(x + 8, 2), tuple(segments)))
     legend = tuple((name, colour) for name, colour in COLOURS.items() if name in used)
     if any(idle_ns(step) for step in steps):
-        legend += (("idle (wall time less kernel time)", IDLE),)
+        legend += (("idle (un-profiled step less traced kernel time)", IDLE),)
     return BarChart(26 + len(bars) * 52 + 24, left, tuple(bars), _ticks(longest, scale, left), legend)
 
 
@@ -219,86 +180,9 @@ def chain_floors(report: Report, limit: int = 12) -> BarChart | None:
     return BarChart(8 + len(bars) * 24 + 26, left, tuple(bars), _ticks(longest, scale, left), legend)
 
 
-def waterfall(report: Report) -> Waterfall | None:
-    """Stack the measured changes between the captured step without and with the kept rewrites.
-
-    Each change was measured on top of those before it, so they may be added; what the confirmation found beyond their sum is the
-    last row. A CUDA graph is no part of it: it changes the wall time, and both ends are replays of one. None where the two ends
-    were not timed.
-    """
-    before, after = report.step_before, report.step_after
-    timed = [row for row in _in_order(report) if row.step_delta_ns is not None]
-    if before is None or after is None or not timed:
-        return None
-    first, rest, last = "without rewrites", "all together, measured again", "with all kept"
-    titles = [f"{row.id} {visible(row.kernel if isinstance(row, Fusion) else row.name, 120)}" for row in timed]
-    left = _room_for([first, rest, last, *(shortened(title, _LONGEST_NAME) for title in titles)])
-    level, lowest, highest = before.median_ns, 0, max(before.ci_high_ns, after.ci_high_ns)
-    for row in timed:
-        if row.status in _COUNTED:
-            _, high = row.step_delta_ci_ns or (0, row.step_delta_ns or 0)
-            highest = max(highest, level + high)
-            level += row.step_delta_ns or 0
-            highest, lowest = max(highest, level), min(lowest, level)
-    level = before.median_ns
-    scale = (WIDTH - left - 250) / max(highest - lowest, 1)
-
-    def at(ns: float) -> float:
-        return round(left + (ns - lowest) * scale, 2)
-
-    rows: list[Stage] = []
-    table: list[tuple[str, str, str, str]] = []
-
-    def whole(name: str, timing: Timing) -> None:
-        x, end, low, high = at(0), at(timing.median_ns), at(timing.ci_low_ns), at(timing.ci_high_ns)
-        width, right, words = round(end - x, 2), max(end, high) + 8, units.duration(timing.median_ns)
-        rows.append(Stage(_row_y(rows), name, name, x, width, COLOURS["gemm"], words, right, low, high, end, ""))
-        table.append((name, "", units.duration_interval(timing.ci_low_ns, timing.ci_high_ns), words))
-
-    def change(full: str, delta_ns: int, ci: tuple[int, int] | None, colour: str, note: str = "", *, counts: bool = True) -> None:
-        nonlocal level
-        start = level
-        if counts:
-            level += delta_ns
-        x, width = min(at(start), at(level)), abs(at(start) - at(level))
-        low, high = (at(level - delta_ns + end) for end in ci) if ci and counts else (at(level), at(level))
-        figure = units.delta(delta_ns)
-        right = max(at(start), at(level), high) + 8
-        name = shortened(full, _LONGEST_NAME)
-        rows.append(Stage(_row_y(rows), name, full, x, round(width, 2), colour, figure, right, low, high, at(level), note))
-        table.append((full, figure, units.delta_interval(*ci) if ci else "", note or units.duration(level)))
-
-    whole(first, before)
-    for row, title in zip(timed, titles, strict=True):
-        counts, delta_ns = row.status in _COUNTED, row.step_delta_ns or 0
-        note = "" if row.status is Status.KEPT else shared_rows.VERDICTS[row.status].words
-        colour = COLOURS["other"] if not counts else COLOURS["fused"] if delta_ns <= 0 else COLOURS["pointwise"]
-        change(title, delta_ns, row.step_delta_ci_ns, colour, note, counts=counts)
-    change(rest, after.median_ns - level, None, COLOURS["memory"])
-    whole(last, after)
-    ticks = tuple(Tick(at(ns), units.duration(ns) if ns else "0") for ns in round_values(min(lowest, 0), highest))
-    return Waterfall(14 + len(rows) * 26 + 26, left, tuple(rows), ticks, tuple(table))
-
-
-_COUNTED = (Status.KEPT, Status.ABSORBED)
-"""What was in the step when the next row was timed: a fusion that a larger kernel took in later was."""
-
-
-def _in_order(report: Report) -> list[Fusion | GraphRewrite]:
-    """Rewrites and fusions in the order in which they were timed."""
-    passes = [row for row in report.rewrites if row.stage is RewriteStage.PASS]
-    chains = [row for row in report.fusions if row.chain_id]
-    on_top = [row for row in report.rewrites if row.stage is RewriteStage.ON_TOP]
-    return [*passes, *chains, *on_top, *(row for row in report.fusions if not row.chain_id)]
-
-
 def _room_for(names: Sequence[str]) -> int:
     """Where bars begin so that the longest of their names, which end ten units before, lies within the chart."""
-    return max(_LEFT, 20 + round(_CHARACTER * max(map(len, names))))
-
-
-def _row_y(rows: list[Stage]) -> float:
-    return 14 + len(rows) * 26
+    return max(_LEFT, 20 + round(max(text_width(name, LABEL_SIZE) for name in names)))
 
 
 def timing_strips(before: Timing | None, after: Timing | None) -> StripChart | None:

@@ -15,7 +15,7 @@ from fusion_advisor.records import Fusion, GraphRewrite, Report
 from fusion_advisor.report import baseline_rows, quality, shared_rows, tables
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import environment
-from fusion_advisor.report.terminal import result
+from fusion_advisor.report.terminal import layout, result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,14 +101,14 @@ def to_frame(report: Report, name: str | None = None) -> pandas.DataFrame:
     )
 
 
-def _place(column: result.Column) -> int:
+def _place(column: layout.Column) -> int:
     """The verdict follows the name directly, because a wide table scrolls and hides its last columns."""
     return 0 if column.head in ("ID", "#") else 1 if column.flex_min else 2 if column.head == "Verdict" else 3
 
 
-def _tone(column: result.Column, at: int) -> str:
+def _tone(column: layout.Column, at: int) -> str:
     style = column.cell_styles[at] if column.cell_styles else ""
-    return next((tone for tone, colour in result.TONES.items() if colour == style), "plain")
+    return next((tone for tone, colour in layout.TONES.items() if colour == style), "plain")
 
 
 def _dtype(cells: Sequence[tables.Cell]) -> str:

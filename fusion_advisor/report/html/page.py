@@ -20,14 +20,26 @@ from fusion_advisor import units
 from fusion_advisor.content import content_dir
 from fusion_advisor.records import Fusion, GraphRewrite, Report, StepProfile
 from fusion_advisor.records.serialize import dump_report
-from fusion_advisor.report import baseline_rows, quality, redact, shared_rows
+from fusion_advisor.report import (
+    background_rows,
+    baseline_rows,
+    first_screen,
+    kernel_rows,
+    quality,
+    redact,
+    shared_rows,
+    waterfall_rows,
+)
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html import charts, timeline
+from fusion_advisor.report.html.data_flow import data_flow
 from fusion_advisor.report.html.embed_traces import EmbeddedTrace
 from fusion_advisor.report.html.highlight import MAX_LINES, CodePanel, panel, stylesheet
+from fusion_advisor.report.html.icicle import icicle, layer_chart
 from fusion_advisor.report.html.launch_gaps import bin_names, gap_rows, histogram
 from fusion_advisor.report.html.roofline import roofline
+from fusion_advisor.report.html.waterfall import waterfall
 
 MAX_KERNELS = 500
 MAX_MODULES = 200
@@ -40,6 +52,7 @@ SECTIONS = (
     ("quality", "Data quality"),
     ("time", "Where the time went"),
     ("savings", "Saved by each rewrite"),
+    ("modules", "By module"),
     ("fusions", "Fusions"),
     ("chains", "Chains"),
     ("rewrites", "Other rewrites"),
@@ -66,78 +79,118 @@ def render_html(report: Report, *, top_kernels: int = MAX_KERNELS, traces: tuple
     scripts = [(source / name).read_text(encoding="utf-8") for name in used]
     shown = _without_long_timelines(report)
     data = embedded_json(shown)
-    gaps = gap_rows(report)
-    rows, kernels_left, kernels_left_ns = shared_rows.kernel_rows(report, top_kernels)
-    page = environment().get_template("report.html.jinja")
-    html = page.render(
-        report=report,
-        headline=headline(report),
-        generation=shared_rows.step_lines(report),
-        modules=shared_rows.module_rows(report, MAX_MODULES),
-        caveats=shared_rows.caveats(report),
-        context=shared_rows.context_line(report),
-        device=shared_rows.device_word(report),
-        quality=quality.verdict(report),
-        findings=shared_rows.finding_lines(report),
-        comparisons=shared_rows.comparisons(report),
-        launch_line=shared_rows.launch_line(report),
-        baselines=baseline_rows.baseline_rows(report),
-        has_rested=baseline_rows.has_rested(report),
-        run_lines=[
-            line
-            for line in (
-                baseline_rows.prediction_line(report),
-                baseline_rows.warm_up_line(report),
-                baseline_rows.cost_line(report),
-            )
-            if line
-        ],
-        predicted=baseline_rows.predicted,
-        steps=shared_rows.steps(report),
-        categories=shared_rows.category_rows(report),
-        time_chart=charts.where_time_went(report),
-        floor_chart=charts.chain_floors(report),
-        fall=charts.waterfall(report),
-        tiles=shared_rows.tiles(report),
-        groups=shared_rows.fusion_groups(report),
-        unmatched=shared_rows.unmatched(report),
-        traffic={fusion.id: shared_rows.traffic(report, fusion) for fusion in report.fusions},
-        reproduce={fusion.id: shared_rows.reproduce_one(report, fusion) for fusion in report.fusions},
-        strips=drawn,
-        strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
-        traces=traces,
-        trace_data=[Markup(_script_json(base64.b64encode(trace.data).decode())) if trace.data else None for trace in traces],
-        strip_size=(timeline.COLUMNS, timeline.HEIGHT),
-        gaps=gaps,
-        gap_chart=histogram(gaps),
-        gap_bins=bin_names(),
-        roof=roofline(report),
-        glossary=shared_rows.GLOSSARY,
-        sections=SECTIONS,
-        bits={fusion.id: shared_rows.bits_line(report, fusion) for fusion in report.fusions},
-        special={fusion.id: shared_rows.special_line(fusion) for fusion in report.fusions},
-        ulp_rows={fusion.id: shared_rows.ulp_rows(fusion) for fusion in report.fusions},
-        has_source=redact.has_source(report),
-        is_timeline_left_out=shown is not report,
-        fusions_by_chain=shared_rows.fusion_by_chain(report),
-        chains_by_id={chain.id: chain for chain in report.chains},
-        kernel_cell={chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
-        panels={fusion.id: _panels(fusion) for fusion in report.fusions},
-        rewrite_panels={row.id: _kernel_panels(row) for row in report.rewrites},
-        strips_of={fusion.id: charts.timing_strips(fusion.chain_before, fusion.chain_after) for fusion in report.fusions},
-        verdicts=shared_rows.VERDICTS,
-        kernels=rows,
-        kernels_left=kernels_left,
-        kernels_left_ns=kernels_left_ns,
-        environment_rows=shared_rows.environment_rows(report),
-        data=Markup(data) if len(data) <= MAX_EMBEDDED_BYTES else None,
-        max_sites=MAX_SITES,
-        max_lines=MAX_LINES,
-        css=Markup(css),
-        scripts=[Markup(script) for script in scripts],
-        policy=content_security_policy(css, scripts),
+    html = (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            report=report,
+            sections=SECTIONS,
+            **_first_screen(report),
+            **_charts(report),
+            **_tables(report, top_kernels),
+            **_by_fusion(report),
+            strips=drawn,
+            strip_data=Markup(_script_json(_strip_data(drawn))) if drawn else None,
+            strip_size=(timeline.COLUMNS, timeline.HEIGHT),
+            traces=traces,
+            trace_data=[Markup(_script_json(base64.b64encode(trace.data).decode())) if trace.data else None for trace in traces],
+            is_timeline_left_out=shown is not report,
+            data=Markup(data) if len(data) <= MAX_EMBEDDED_BYTES else None,
+            css=Markup(css),
+            scripts=[Markup(script) for script in scripts],
+            policy=content_security_policy(css, scripts),
+        )
     )
     return html.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _first_screen(report: Report) -> dict[str, object]:
+    """Values of the band at the top."""
+    return {
+        "headline": headline(report),
+        "context": shared_rows.context_line(report),
+        "sentence": first_screen.sentence,
+        "clock": _clock(report),
+        "ways": first_screen.ways(report),
+        "tiles": shared_rows.tiles(report),
+        "next_step": first_screen.next_step(report),
+        "generation": shared_rows.step_lines(report),
+        "caveats": shared_rows.caveats(report),
+        "quality": quality.verdict(report),
+        "bad_quality": quality.warnings(report),
+        "has_source": redact.has_source(report),
+    }
+
+
+def _clock(report: Report) -> str:
+    pair = shared_rows.step_pair(report)
+    name = "wall time" if pair is None or pair[0] == waterfall_rows.DEVICE_TIME else pair[0]
+    return f"{name[0].upper()}{name[1:]}"
+
+
+def _charts(report: Report) -> dict[str, object]:
+    """Drawings, and the sentences that stand with them."""
+    gaps = gap_rows(report)
+    return {
+        "time_chart": charts.where_time_went(report),
+        "floor_chart": charts.chain_floors(report),
+        "fall": waterfall(report),
+        "sum_line": waterfall_rows.sum_line(report),
+        "is_unchanged": shared_rows.is_unchanged(report),
+        "icicle": icicle(report),
+        "layer_chart": layer_chart(report),
+        "gaps": gaps,
+        "gap_chart": histogram(gaps),
+        "gap_bins": bin_names(),
+        "roof": roofline(report),
+    }
+
+
+def _tables(report: Report, top_kernels: int) -> dict[str, object]:
+    """Rows of the tables that are not a fusion's."""
+    rows, kernels_left, kernels_left_ns = kernel_rows.kernel_rows(report, top_kernels)
+    return {
+        "device": shared_rows.device_word(report),
+        "modules": shared_rows.module_rows(report, MAX_MODULES),
+        "findings": shared_rows.finding_lines(report),
+        "comparisons": shared_rows.comparisons(report),
+        "launch_line": shared_rows.launch_line(report),
+        "baselines": baseline_rows.baseline_rows(report),
+        "has_rested": baseline_rows.has_rested(report),
+        "run_lines": baseline_rows.run_lines(report),
+        "predicted": baseline_rows.predicted,
+        "steps": shared_rows.steps(report),
+        "categories": shared_rows.category_rows(report),
+        "unmatched": shared_rows.unmatched(report),
+        "verdicts": shared_rows.VERDICTS,
+        "kernels": rows,
+        "kernels_left": kernels_left,
+        "kernels_left_ns": kernels_left_ns,
+        "environment_rows": background_rows.environment_rows(report),
+        "glossary": background_rows.GLOSSARY,
+        "max_sites": MAX_SITES,
+        "max_lines": MAX_LINES,
+    }
+
+
+def _by_fusion(report: Report) -> dict[str, object]:
+    """The cards: everything that is looked up by a fusion's, a rewrite's or a chain's id."""
+    fusions = report.fusions
+    return {
+        "groups": shared_rows.fusion_groups(report),
+        "traffic": {fusion.id: kernel_rows.traffic(report, fusion) for fusion in fusions},
+        "reproduce": {fusion.id: kernel_rows.reproduce_one(report, fusion) for fusion in fusions},
+        "flows": {fusion.id: data_flow(report, fusion) for fusion in fusions},
+        "bits": {fusion.id: kernel_rows.bits_line(report, fusion) for fusion in fusions},
+        "special": {fusion.id: kernel_rows.special_line(fusion) for fusion in fusions},
+        "ulp_rows": {fusion.id: kernel_rows.ulp_rows(fusion) for fusion in fusions},
+        "panels": {fusion.id: _panels(fusion) for fusion in fusions},
+        "rewrite_panels": {row.id: _kernel_panels(row) for row in report.rewrites},
+        "strips_of": {fusion.id: charts.timing_strips(fusion.chain_before, fusion.chain_after) for fusion in fusions},
+        "fusions_by_chain": shared_rows.fusion_by_chain(report),
+        "chains_by_id": {chain.id: chain for chain in report.chains},
+        "kernel_cell": {chain.id: shared_rows.kernel_cell(report, chain) for chain in report.chains},
+    }
 
 
 def render_still(template: str, **values: object) -> str:
@@ -214,7 +267,7 @@ def _kernel_panels(row: Fusion | GraphRewrite) -> tuple[CodePanel, ...]:
 
 def _path(drawn: str) -> Markup:
     """Let an SVG path pass uncut: it may be long, and holds nothing but commands and numbers."""
-    if not re.fullmatch(r"[MHVhvz0-9 .-]*", drawn):
+    if not re.fullmatch(r"[MLHVhvz0-9 .-]*", drawn):
         raise ValueError("this is no path of ours")
     return Markup(drawn)
 

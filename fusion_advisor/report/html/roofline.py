@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_advisor import units
 from fusion_advisor.records import Bandwidth, Chain, Fusion, Report, Status
 from fusion_advisor.report.escape import visible
-from fusion_advisor.report.html.charts import COLOURS, WIDTH
+from fusion_advisor.report.html.charts import COLOURS, LABEL_SIZE, WIDTH
+from fusion_advisor.report.html.text_width import text_width
 
 DATASHEET_BYTES_PER_S = {
     "NVIDIA H200": 4_800_000_000_000,
@@ -78,6 +79,8 @@ class Arrow:
     label_y: float
     colour: str
     title: str
+    leader: str = ""
+    """Path from a label that had to move away to its arrow's head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def roofline(report: Report) -> Roofline | None:
     sheet = DATASHEET_BYTES_PER_S.get(report.environment.device_name)
     if sheet:
         lines.append(ceiling(sheet, "memory, datasheet:", is_measured=False))
-    arrows = tuple(_arrow(point, at) for point in shown)
+    arrows = _labelled([_arrow(point, at) for point in shown])
     drawn = {point.id for point in shown}
     return Roofline(
         height=_BASE + 40,
@@ -201,6 +204,37 @@ def _arrow(point: Point, at: Callable[[float, float], tuple[float, float]]) -> A
     colour = COLOURS["fused"] if point.is_kept else COLOURS["other"]
     mark = " ▲" if point.is_above else ""
     return Arrow(x1, y1, x2, y2, head, point.id + mark, x2 + 6, y2 + 16, colour, title)
+
+
+_PLACES = ((6, 16), (6, -6), (-1, -10), (-1, 26), (6, 30), (6, -20), (-1, 40), (-1, -24), (6, 44), (6, -34))
+"""Offsets of a label from its arrow's head, nearest first; -1 puts its end left of the head."""
+
+
+def _labelled(arrows: list[Arrow]) -> tuple[Arrow, ...]:
+    """Move each label to the nearest place that no other label or arrow's head covers; below all of them where none is free."""
+    taken = [(arrow.x2 - 7, arrow.y2 - 7, arrow.x2 + 7, arrow.y2 + 7) for arrow in arrows]
+    for arrow in arrows:
+        for part in range(13):
+            x, y = (start + (end - start) * part / 12 for start, end in ((arrow.x1, arrow.x2), (arrow.y1, arrow.y2)))
+            taken.append((x - 4, y - 4, x + 4, y + 4))
+    placed = []
+    for arrow in arrows:
+        wide = text_width(arrow.label, LABEL_SIZE, is_bold=True)
+        spots = [(arrow.x2 + right if right > 0 else arrow.x2 - 8 - wide, arrow.y2 + down) for right, down in _PLACES]
+        spots += [(arrow.x2 + right, arrow.y2 + 14 * step) for right in (30, 76, 122, -80, -126) for step in range(-12, 20)]
+        inside = [spot for spot in spots if _LEFT < spot[0] < WIDTH - _RIGHT - wide and _TOP + 10 < spot[1] < _BASE - 4]
+        boxes = [((x, y - 11, x + wide, y + 3), x, y) for x, y in inside or spots[:1]]
+        box, x, y = next((one for one in boxes if not any(_overlap(one[0], other) for other in taken)), boxes[-1])
+        taken.append(box)
+        near = min(max(arrow.x2, x), x + wide), min(max(arrow.y2, y - 9), y)
+        is_far = math.dist(near, (arrow.x2, arrow.y2)) > 24
+        leader = f"M{near[0]:.1f} {near[1]:.1f}L{arrow.x2:.1f} {arrow.y2:.1f}" if is_far else ""
+        placed.append(replace(arrow, label_x=round(x, 1), label_y=round(y, 1), leader=leader))
+    return tuple(placed)
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import itertools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from fusion_advisor.records import Report, StepProfile, Timeline
 from fusion_advisor.report import shared_rows
 from fusion_advisor.report.escape import plural, visible
 from fusion_advisor.report.html.charts import COLOURS, Tick, colour_name, round_values
+from fusion_advisor.report.html.module_lanes import Span, spans
 
 COLUMNS = 600
 HEIGHT = 48
@@ -41,6 +42,8 @@ class Side:
     """Columns that the step takes; the rest of the scale is empty."""
     paths: tuple[tuple[str, str], ...]
     """(colour, SVG path) of each category."""
+    spans: tuple[Span, ...]
+    """Modules by level; empty where the report does not tell them."""
     data: dict[str, object]
     """The canvas data: names, and the deflated planes in base64."""
 
@@ -60,7 +63,7 @@ class Strips:
 def strips(report: Report) -> Strips | None:
     """Draw every side whose timeline was kept; None where none was."""
     sides = [
-        (step, step.timeline)
+        (step, unprofiled(step, step.timeline))
         for step in shared_rows.steps(report)
         if step.timeline is not None and step.timeline.kernel and step is not report.captured
     ]
@@ -77,7 +80,9 @@ def strips(report: Report) -> Strips | None:
         else ""
     )
     return Strips(
-        sides=tuple(_side(step, timeline, span_ns) for step, timeline in sides),
+        sides=tuple(
+            _side(step, timeline, span_ns, spans(report, timeline) if step is report.after else ()) for step, timeline in sides
+        ),
         ticks=tuple(Tick(round(ns / span_ns * COLUMNS, 2), units.duration(ns) if ns else "0") for ns in round_values(0, span_ns)),
         legend=tuple((name, colour) for name, colour in COLOURS.items() if name in used),
         span_ns=span_ns,
@@ -85,7 +90,31 @@ def strips(report: Report) -> Strips | None:
     )
 
 
-def _side(step: StepProfile, timeline: Timeline, span_ns: int) -> Side:
+def unprofiled(step: StepProfile, timeline: Timeline) -> Timeline:
+    """Return the timeline with its idle time scaled, so that it is as long as the step without a profiler.
+
+    The profiler slows the host: traced, our step may end after torch.compile's where it ends first otherwise. Kernels keep their
+    durations unless they alone take longer than the whole step does; then everything is scaled. A step without a wall time stays
+    as traced.
+    """
+    traced_ns, wall_ns = _end_ns(timeline), step.wall.median_ns if step.wall is not None else 0
+    if wall_ns <= 0 or traced_ns <= 0:
+        return timeline
+    start, duration = _int64(timeline.start_ns), _int64(timeline.duration_ns)
+    reached = np.maximum.accumulate(np.concatenate(([0], (start + duration)[:-1])))
+    gap = np.maximum(start - reached, 0)
+    idle_ns = int(gap.sum())
+    busy_ns = traced_ns - idle_ns
+    if busy_ns < wall_ns and idle_ns:
+        factor = (wall_ns - busy_ns) / idle_ns
+        moved = start + np.rint((factor - 1) * np.cumsum(gap)).astype(np.int64)
+        return replace(timeline, start_ns=tuple(moved.tolist()))
+    factor = wall_ns / traced_ns
+    scaled = [tuple(np.rint(plane * factor).astype(np.int64).tolist()) for plane in (start, duration)]
+    return replace(timeline, start_ns=scaled[0], duration_ns=scaled[1])
+
+
+def _side(step: StepProfile, timeline: Timeline, span_ns: int, modules: tuple[Span, ...]) -> Side:
     start, duration = _int64(timeline.start_ns), _int64(timeline.duration_ns)
     categories = [colour_name(row[1]) for row in step.kernels]
     kinds = sorted(set(categories), key=list(COLOURS).index)
@@ -102,12 +131,19 @@ def _side(step: StepProfile, timeline: Timeline, span_ns: int) -> Side:
         planes = _planes(*_as_events(_busy(start, duration, kind, len(kinds), edges), edges))
     return Side(
         label=step.label,
-        caption=f"{step.label}: {plural(len(start), 'kernel')} in {units.duration(own_ns)}, "
-        f"{units.duration(step.device_ns)} of it in kernels",
+        caption=_caption(step, len(start), own_ns),
         width=round(own_ns / span_ns * COLUMNS, 2),
         paths=tuple((COLOURS[name], path) for name, path in zip(kinds, _paths(columns), strict=True) if path),
+        spans=modules,
         data={"label": step.label, "kernels": names, "planes": planes, "end_ns": own_ns},
     )
+
+
+def _caption(step: StepProfile, kernels: int, own_ns: int) -> str:
+    """Name the strip's length and how it was measured."""
+    traced_ns = _end_ns(step.timeline) if step.timeline is not None else own_ns
+    how = "as traced: its un-profiled time is not known" if step.wall is None else f"traced {units.duration(traced_ns)}, scaled"
+    return f"{step.label}: {plural(kernels, 'kernel')} in {units.duration(own_ns)} ({how})"
 
 
 def _busy(start: Numbers, duration: Numbers, kind: Numbers, kinds: int, edges: npt.NDArray[np.float64]) -> Numbers:

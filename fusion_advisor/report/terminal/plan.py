@@ -9,7 +9,7 @@ from fusion_advisor import units
 from fusion_advisor.records import PlanPreview
 from fusion_advisor.report import plan_view
 from fusion_advisor.report.escape import visible
-from fusion_advisor.report.terminal.result import Column, column_table, plain
+from fusion_advisor.report.terminal.layout import Column, column_table, plain
 
 
 def plan_table(plan: PlanPreview, console: Console) -> RenderableType:

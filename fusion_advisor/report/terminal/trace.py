@@ -8,7 +8,7 @@ from rich.text import Text
 from fusion_advisor import units
 from fusion_advisor.records import TraceChain, TraceReport
 from fusion_advisor.report.escape import plural, visible
-from fusion_advisor.report.terminal.result import Column, column_table, plain
+from fusion_advisor.report.terminal.layout import Column, column_table, plain
 
 
 def trace_table(report: TraceReport, console: Console) -> RenderableType:

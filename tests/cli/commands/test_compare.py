@@ -39,7 +39,7 @@ def test_a_profile_against_an_applied_run(run: Run) -> None:
     assert ran.code == 0, ran.err
     assert "A  20300101-000000-aaaaaa, the eager step" in ran.out
     assert "B  20300102-000000-bbbbbb, with its kept rewrites" in ran.out
-    assert "B is faster, 1.19× A's speed: 18.42 ms → 15.52 ms per step (wall time)." in ran.out
+    assert "B is 1.19× faster than A: 18.42 ms → 15.52 ms per step (wall time)." in ran.out
     assert "✓ kept in B" in ran.out
     assert ran.err == ""
     assert not list(Path("fusion-runs").rglob("compare.*"))
@@ -82,7 +82,7 @@ def test_views_are_written_where_asked(run: Run, monkeypatch: pytest.MonkeyPatch
     assert Path("fusion-runs/20300102-000000-bbbbbb/compare.md").is_file()
     printed = run("compare", "20300101", "20300102", "--json")
     assert json.loads(printed.out) == json.loads(Path("out/compare.json").read_text())
-    assert run("compare", "20300101", "20300102", "-q").out.startswith("B is faster, 1.19×")
+    assert run("compare", "20300101", "20300102", "-q").out.startswith("B is 1.19× faster than A")
 
 
 @pytest.mark.parametrize(

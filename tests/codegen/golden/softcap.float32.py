@@ -23,7 +23,9 @@ def tanh(x):
     poly = poly * z - 0.05381832378656157
     poly = poly * z + 0.13332457825460658
     poly = poly * z - 0.3333332129699339
-    return tl.where(magnitude < 0.6, x + x * (z * poly), tl.where(x < 0.0, -large, large))
+    result = tl.where(magnitude < 0.6, magnitude + magnitude * (z * poly), large)
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000  # put back as a bit: -0 stays -0
+    return (result.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 # ---- kernel ----
 

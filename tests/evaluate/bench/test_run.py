@@ -23,6 +23,7 @@ from fusion_advisor.evaluate.bench.records import BenchRow, BenchRun, Entrant, d
 from fusion_advisor.evaluate.bench.row import BenchOptions, Ceilings
 from fusion_advisor.evaluate.bench.run import bench, run_alone
 from fusion_advisor.evaluate.bench.view import bench_markdown, bench_tables, summary_line
+from fusion_advisor.evaluate.kinds import KINDS
 from fusion_advisor.library.discover import list_kernels, load_kernel
 from fusion_advisor.library.linear import problem_of
 from fusion_advisor.library.spec import Case
@@ -238,8 +239,10 @@ def test_who_takes_part_on_which_device():
 def test_linear_layers_against_torch_s_own_ops(ceilings, monkeypatch):
     """The contenders of a GPU, with cuBLAS's place taken by the CPU's GEMM: all of them call it, ours too."""
     options = BenchOptions(device=CPU, with_compile=False, rounds=3, budget_s=0.0)
+    kind = KINDS["linear"]
     monkeypatch.setattr(bench_row, "makers", lambda spec, options: [
-        ("eager", bench_peers.eager), ("cublas", bench_peers.cublas), ("chosen", bench_peers.chosen),
+        ("eager", bench_peers.eager),
+        *((name, bench_peers.peer(name, make)) for name, make in {**kind.peers_before, **kind.peers_after}.items()),
         ("triton", lambda work: bench_peers.ours(work, "triton")),
     ])  # fmt: skip
     for name in ("rmsnorm_linear", "rmsnorm_linear_bias", "rmsnorm_gate_up", "linear_residual"):

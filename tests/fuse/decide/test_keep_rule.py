@@ -13,7 +13,7 @@ from fusion_advisor.fuse.decide import keep_rule as decide_module
 from fusion_advisor.fuse.decide.keep_rule import Candidate, decide
 from fusion_advisor.records import Status
 from fusion_advisor.timing import interleaving
-from tests.timing.test_interleaving import Clock
+from tests.timing.planted import PlantedTimer
 
 STEP_NS = 1_000_000
 
@@ -25,6 +25,7 @@ class Machine:
 
     def __init__(self, clock, effects, *, noise=0.01, seed=0):
         self.clock, self.effects, self.noise = clock, effects, noise
+        self.timer = clock
         self.random = random.Random(seed)
         self.runs = 0
         self.live = LiveCapture()
@@ -47,10 +48,8 @@ def candidates(effects):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(interleaving, "time", found)
-    return found
+def clock():
+    return PlantedTimer()
 
 
 def decided(clock, effects, **options):
@@ -111,7 +110,7 @@ def test_noise_is_that_of_the_step_that_a_rewrite_is_put_on(clock):
 def test_where_the_power_limit_holds_a_step_down_all_is_timed_after_rests(clock, monkeypatch, is_held):
     rests = []
     monkeypatch.setattr(decide_module, "is_held_down", lambda calls, **_: is_held and len(calls) == 2)
-    monkeypatch.setattr(interleaving, "_rest", rests.append)
+    clock.rest = rests.append
     decision = decided(clock, {"gain": -50_000, "little": -4_000}, noise=0.001)
     assert decision.verdicts["gain"].status is Status.KEPT
     assert decision.before.rest == decision.after.rest == (interleaving.REST if is_held else 0.0)

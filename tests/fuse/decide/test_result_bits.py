@@ -14,7 +14,7 @@ from fusion_advisor.fuse.decide import exact
 from fusion_advisor.fuse.decide.result_bits import has_same_bits
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.report import shared_rows
+from fusion_advisor.report import kernel_rows
 from fusion_advisor.verify.accuracy import count_bit_equal
 
 
@@ -92,7 +92,7 @@ def test_an_exact_run_says_by_measurement_which_kernels_have_eagers_bits():
     fused = fa.apply(Chains().eval().to(torch.bfloat16), (x,), exact=True, dry_run=True, runs=3, warmup=1, min_share=0.0)
     report = fused.report
     assert report.is_exact
-    lines = {fusion.kernel: shared_rows.bits_line(report, fusion) for fusion in report.fusions}
+    lines = {fusion.kernel: kernel_rows.bits_line(report, fusion) for fusion in report.fusions}
     exactly = [fusion for fusion in report.fusions if "relu" in fusion.kernel]
     assert exactly
     assert exactly[0].numerics.is_bit_equal

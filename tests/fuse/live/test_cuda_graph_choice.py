@@ -17,15 +17,14 @@ from fusion_advisor.timing.interleaving import CannotRecord
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.cuda_graph.test_replay import graphed_model
 from tests.fuse.test_pipeline import keep_all, keep_none, loaded, quick, verdicts  # noqa: F401
-from tests.timing.test_interleaving import Clock
+from tests.timing.planted import PlantedTimer
 from tests.tiny import toy
 
 
 @pytest.fixture
-def chosen(monkeypatch):
+def chosen():
     """Decide on a simulated clock: a step takes ``plain_ns``, a replay ``graph_ns``."""
-    clock = Clock()
-    monkeypatch.setattr(interleaving, "time", clock)
+    clock = PlantedTimer()
 
     def choose(plain_ns, graph_ns, recorder=None, device_ns=None):
         model, args = toy()
@@ -51,6 +50,7 @@ def chosen(monkeypatch):
             wait=lambda: None,
             on_cuda=False,
             device_ns=device_ns,
+            timer=clock,
         )
         return fused, row
 

@@ -13,9 +13,10 @@ import torch
 import fusion_advisor
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import writes_to_inputs
+from fusion_advisor.errors import HalfWritten
 from fusion_advisor.fuse.cuda_graph.capturable import saved_inputs
 from fusion_advisor.fuse.decide import trial
-from fusion_advisor.fuse.live.fused_model import FusedModel, HalfWritten
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan

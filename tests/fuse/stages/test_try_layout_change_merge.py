@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.decide.keep_rule import Verdict
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.pipeline import apply_workload

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
-from fusion_advisor.fuse.decide.keep_rule import Verdict
 from fusion_advisor.fuse.decide.rebind import CannotMove
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes import slice_pushdown

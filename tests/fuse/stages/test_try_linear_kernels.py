@@ -23,10 +23,11 @@ from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
 from fusion_advisor.errors import CannotCapture, PlanMismatch
-from fusion_advisor.fuse.decide.keep_rule import Decision, Verdict
+from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
+from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes.merge_gemms import merge_all

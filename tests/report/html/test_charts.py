@@ -5,69 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor import units
-from fusion_advisor.records import GraphRewrite, Report, RewriteStage, Status, Timing
+from fusion_advisor.records import Timing
 from fusion_advisor.report.escape import shortened
 from fusion_advisor.report.html import charts
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.html.roofline import points, roofline
+from fusion_advisor.report.html.text_width import text_width
+from fusion_advisor.report.html.waterfall import waterfall
 from tests.report.fixtures import applied, profiled, real
-
-
-@pytest.mark.parametrize("report", [applied(), real()], ids=["applied", "real"])
-def test_the_waterfall_closes(report: Report) -> None:
-    fall = charts.waterfall(report)
-    assert fall is not None
-    assert report.step_before is not None
-    assert report.step_after is not None
-    tried = (*report.rewrites, *report.fusions)
-    kept = [row for row in tried if row.status is Status.KEPT]
-    removed = [row for row in tried if row.status is not Status.KEPT and row.step_delta_ns is not None]
-    first, *middle, rest, last = fall.rows
-    assert len(middle) == len(kept) + len(removed)
-    assert all(row.width == 0 for row in middle if row.note)
-    assert sum(bool(row.note) for row in middle) == len(removed)
-    # each bar begins where the one before it ended, and the last piece ends at the final bar's end
-    for above, below in zip(fall.rows, [*middle, rest], strict=False):
-        assert above.joint == pytest.approx(below.x if below.joint != below.x else below.x + below.width, abs=0.1)
-    assert rest.joint == pytest.approx(last.x + last.width, abs=0.1)
-    scale = first.width / report.step_before.median_ns
-    assert last.width == pytest.approx(report.step_after.median_ns * scale, abs=0.1)
-    sum_ns = sum(row.step_delta_ns or 0 for row in kept)
-    left_ns = report.step_after.median_ns - report.step_before.median_ns - sum_ns
-    assert fall.table[-2][1] == units.delta(left_ns)
-
-
-def test_the_waterfall_stacks_what_was_timed_in_the_order_in_which_it_was() -> None:
-    report = applied()
-    assert report.step_before is not None
-
-    def rewrite(number: int, name: str, stage: RewriteStage) -> GraphRewrite:
-        delta_ns = -1000 * number
-        return GraphRewrite(
-            id=name, name=f"the {name}", status=Status.KEPT, reason="", sites=1, step_delta_ns=delta_ns, stage=stage
-        )
-
-    chain = replace(report.fusions[0], id="F1", status=Status.ABSORBED, step_delta_ns=-50_000, step_delta_ci_ns=None)
-    gemv = replace(chain, id="G1", chain_id="", status=Status.KEPT, step_delta_ns=-20_000)
-    named = (("a-pass", RewriteStage.PASS), ("a-merge", RewriteStage.ON_TOP), ("a-graph", RewriteStage.CALL))
-    rewrites = tuple(rewrite(number, *one) for number, one in enumerate(named, start=1))
-    fall = charts.waterfall(replace(report, rewrites=rewrites, fusions=(chain, gemv)))
-    assert fall is not None
-    assert [row.name.split()[0] for row in fall.rows[1:-2]] == [
-        "a-pass",
-        "F1",
-        "a-merge",
-        "G1",
-    ]  # a graph changes the wall time alone
-    assert [bool(row.width) for row in fall.rows[1:-2]] == [True] * 4
-    absorbed = fall.rows[2]
-    assert absorbed.note == "part of a larger kernel"
-    page = render_html(replace(report, rewrites=rewrites, fusions=(chain, gemv)))
-    assert f'<rect x="{absorbed.x}" y="{absorbed.y}" width="{absorbed.width}"' in page  # it was in the step, so it has a bar
-    assert report.step_after is not None
-    rest = report.step_after.median_ns - report.step_before.median_ns + 73_000
-    assert fall.table[-2][1] == units.delta(rest)
 
 
 def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_chart() -> None:
@@ -79,14 +24,15 @@ def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_cha
     fusions = tuple(
         replace(row, step_delta_ci_ns=(-9_000_000, 30_000_000)) if row.step_delta_ns else row for row in report.fusions
     )
-    noisy = replace(report, step_before=wide(report.step_before), step_after=wide(report.step_after), fusions=fusions)
+    assert report.after is not None
+    before, after = (replace(step, wall=wide(step.wall)) for step in (report.before, report.after))
+    noisy = replace(report, before=before, after=after, fusions=fusions)
     for shown in (report, noisy):
-        fall = charts.waterfall(shown)
+        fall = waterfall(shown)
         assert fall is not None
         for row in fall.rows:
             assert row.figure_x >= row.high + 4
-            words = f"{row.figure} · {row.note}" if row.note else row.figure
-            assert row.figure_x + 6.8 * len(words) <= charts.WIDTH, words
+            assert row.figure_x + text_width(row.figure, charts.LABEL_SIZE, is_bold=True) <= charts.WIDTH, row.figure
 
 
 @pytest.mark.parametrize("kernel", ["gelu", "embedding_embedding_add_layer_norm_8d2f", "add_" * 90, "\u202e" * 60],
@@ -94,9 +40,9 @@ def test_no_figure_of_the_waterfall_is_struck_out_by_a_whisker_or_leaves_the_cha
 def test_every_name_of_the_waterfall_has_room_and_is_told_in_full(kernel: str) -> None:
     report = applied()
     longest = replace(report.fusions[0], id="F12", kernel=kernel)
-    fall = charts.waterfall(replace(report, fusions=(longest, *report.fusions[1:])))
+    fall = waterfall(replace(report, fusions=(longest, *report.fusions[1:])))
     assert fall is not None
-    assert all(7.5 * len(row.name) + 10 <= fall.left for row in fall.rows)
+    assert all(text_width(row.name, charts.LABEL_SIZE) + 10 <= fall.left for row in fall.rows)
     assert fall.left < charts.WIDTH / 2
     row = next(row for row in fall.rows if row.title.startswith("F12 "))
     assert row.name.startswith(row.title[:15]) and row.name.endswith(row.title[-15:])
@@ -117,12 +63,12 @@ def test_every_bar_has_room_for_its_name() -> None:
     chart = charts.where_time_went(report)
     assert chart is not None
     assert any("compile reduce-overhead" in bar.name for bar in chart.bars)
-    assert all(7 * len(bar.name) + 10 <= chart.left for bar in chart.bars)
+    assert all(text_width(bar.name, charts.LABEL_SIZE) + 10 <= chart.left for bar in chart.bars)
 
 
 def test_no_waterfall_without_both_ends() -> None:
-    assert charts.waterfall(profiled()) is None
-    assert charts.waterfall(replace(applied(), step_after=None)) is None
+    assert waterfall(profiled()) is None
+    assert waterfall(replace(applied(), after=None)) is None
 
 
 def test_idle_is_what_no_kernel_filled() -> None:

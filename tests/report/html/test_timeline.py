@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import zlib
 from dataclasses import replace
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from fusion_advisor.records import Report, StepProfile, Timeline
+from fusion_advisor.records.serialize import read_report
+from fusion_advisor.report import shared_rows
 from fusion_advisor.report.html import timeline as strip
-from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips
-from tests.report.fixtures import applied
+from fusion_advisor.report.html.module_lanes import spans
+from fusion_advisor.report.html.timeline import COLUMNS, HEIGHT, strips, unprofiled
+from tests.report.fixtures import EXAMPLES, applied, timing
 
 
 def with_timeline(timeline: Timeline, kernels: tuple[tuple[str, str, int, int], ...]) -> Report:
@@ -48,7 +52,7 @@ def test_the_canvas_gets_every_kernel() -> None:
         assert step is not None
         assert step.timeline is not None
         start, duration, names = unpacked(side.data["planes"])
-        assert tuple(start) == step.timeline.start_ns
+        assert tuple(start) == unprofiled(step, step.timeline).start_ns
         assert tuple(duration) == step.timeline.duration_ns
         assert tuple(names) == step.timeline.kernel
 
@@ -94,3 +98,49 @@ def test_no_timeline_no_strip() -> None:
     bare = replace(report, before=replace(report.before, timeline=None), after=replace(report.after, timeline=None))
     assert strips(bare) is None
     assert strips(with_timeline(Timeline(kernel=(), start_ns=(), duration_ns=()), TWO)) is None
+
+
+def test_a_strip_is_as_long_as_the_step_without_a_profiler() -> None:
+    traced = Timeline(kernel=(0, 1), start_ns=(0, 700), duration_ns=(300, 100))
+    wall = timing(600, spread=0.0, method="wall")
+    step = replace(applied().before, wall=wall)
+    shown = unprofiled(step, traced)
+    assert shown.duration_ns == traced.duration_ns and shown.start_ns == (0, 500)  # the gap of 400 ns is 200 ns
+    squeezed = unprofiled(replace(step, wall=timing(200, spread=0.0, method="wall")), traced)
+    assert max(start + long for start, long in zip(squeezed.start_ns, squeezed.duration_ns, strict=True)) == 200
+    assert unprofiled(replace(step, wall=None), traced) is traced
+
+
+@pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES])
+def test_the_shorter_step_has_the_shorter_strip(name: str) -> None:
+    report = read_report(next(path for path in EXAMPLES if path.parent.name == name))
+    drawn = strips(report)
+    assert drawn is not None
+    walls = {step.label: step.wall.median_ns for step in shared_rows.steps(report) if step.wall is not None}
+    sides = [(side.width, walls[side.label]) for side in drawn.sides]
+    assert len(sides) == 3
+    assert [width for width, _ in sorted(sides)] == [width for width, _ in sorted(sides, key=lambda row: row[1])]
+
+
+def test_modules_lie_under_our_strip_by_level() -> None:
+    report = read_report(next(path for path in EXAMPLES if "qwen2.5-7b-bf16-1x512" in str(path)))
+    assert report.after is not None and report.after.timeline is not None
+    found = spans(report, report.after.timeline)
+    layers = [span for span in found if span.level == 1 and span.name.startswith("layers.")]
+    assert [span.path for span in layers] == [f"model.layers.{number}" for number in range(28)]
+    attention = [span for span in found if span.path.endswith("self_attn")]
+    assert [span.path for span in attention] == [f"model.layers.{number}.self_attn" for number in range(28)]
+    for outer, inner in zip(layers, attention, strict=True):
+        assert outer.start_ns <= inner.start_ns < inner.end_ns <= outer.end_ns
+    for level in range(4):
+        row = sorted((span.start_ns, span.end_ns) for span in found if span.level == level)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(row))
+    drawn = strips(report)
+    assert drawn is not None and [bool(side.spans) for side in drawn.sides] == [False, True, False]
+
+
+def test_launches_that_no_site_explains_have_no_module() -> None:
+    report = read_report(next(path for path in EXAMPLES if "qwen2.5-7b-bf16-1x512" in str(path)))
+    assert report.after is not None and report.after.timeline is not None
+    fewer = replace(report.after.timeline, kernel=tuple(0 for _ in report.after.timeline.kernel))
+    assert spans(report, fewer) == ()

@@ -1,0 +1,105 @@
+"""Rows of the printer tables that Triton and CUDA C++ have in common, and what rows are made of.
+
+A language's table says how each op of the kernel IR is printed: one row for each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fusion_advisor.codegen.common.printer import (
+    ATOM,
+    COMPARE,
+    LOGIC,
+    LOOSE,
+    PRODUCT,
+    SUM,
+    UNARY,
+    Row,
+    Text,
+    Unsupported,
+    Writer,
+)
+from fusion_advisor.ir.program import REDUCTIONS, Value
+
+
+def infix(sign: str, rank: int) -> Row:
+    """Return the row of an operator. The right operand keeps its parentheses at equal rank."""
+    return lambda _writer, _number, _value, args: Text(f"{args[0].at(rank)} {sign} {args[1].at(rank + 1)}", rank)
+
+
+def call_of(function: str) -> Row:
+    """Return the row of a function that the language has."""
+    return lambda _writer, _number, _value, args: Text(f"{function}({', '.join(arg.code for arg in args)})")
+
+
+def helper(function: str, *needed: str) -> Row:
+    """Return the row of a function that the template defines.
+
+    Args:
+        function: its name.
+        needed: helpers that it calls.
+    """
+
+    def row(writer: Writer, _number: int, _value: Value, args: Sequence[Text]) -> Text:
+        writer.helpers |= {function, *needed}
+        return Text(f"{function}({', '.join(arg.code for arg in args)})")
+
+    return row
+
+
+def _const(writer: Writer, _number: int, value: Value, _args: Sequence[Text]) -> Text:
+    code = writer.literal(value)
+    return Text(code, UNARY if code.startswith("-") else ATOM)
+
+
+def _load(writer: Writer, number: int, value: Value, _args: Sequence[Text]) -> Text:
+    return Text(writer.load(number, value, writer.plan.loads[number]))
+
+
+def _reduction(writer: Writer, number: int, value: Value, _args: Sequence[Text]) -> Text:
+    if value.dtype == "bool":
+        raise Unsupported(f"{value.op} of bool")
+    return Text(writer.reduction(number, value))
+
+
+def product(writer: Writer, number: int, value: Value, args: Sequence[Text]) -> Text:
+    """Print a product: rounded by itself where several users must see one rounding, else as the operator."""
+    if writer.is_shared_product(number, value):
+        return writer.rounded_product(value, args)
+    return writer.scaled(value) or INFIX["mul"](writer, number, value, args)
+
+
+INFIX: Mapping[str, Row] = {
+    "add": infix("+", SUM),
+    "sub": infix("-", SUM),
+    "mul": infix("*", PRODUCT),
+    "div": infix("/", PRODUCT),
+}
+
+
+def comparison(sign: str) -> Row:
+    """Return the row of a comparison, which Python and C bind differently."""
+    return lambda _writer, _number, _value, args: Text(f"{args[0].at(SUM)} {sign} {args[1].at(SUM)}", LOOSE)
+
+
+def _logic(sign: str) -> Row:
+    return lambda _writer, _number, _value, args: Text(f"{args[0].at(ATOM)} {sign} {args[1].at(ATOM)}", LOOSE)
+
+
+SHARED: Mapping[str, Row] = {
+    **INFIX,
+    "mul": product,
+    "const": _const,
+    "load": _load,
+    "index": lambda writer, number, value, _args: writer.index(number, value),
+    "extent": lambda writer, number, _value, _args: Text(writer.plan.extents[number]),
+    "dropout": lambda writer, number, value, _args: writer.dropout(number, value),
+    "inside": lambda writer, number, value, args: writer.inside(number, value, args),
+    **dict.fromkeys(sorted(REDUCTIONS), _reduction),
+    **{op: comparison(sign) for op, sign in COMPARE.items()},
+    **{op: _logic(sign) for op, sign in LOGIC.items()},
+    "neg": lambda _writer, _number, _value, args: Text(f"-{args[0].at(ATOM)}", UNARY),
+    "isnan": lambda _writer, _number, _value, args: Text(f"{args[0].at(SUM)} != {args[0].at(SUM)}", LOOSE),
+}
+"""Rows that Triton and CUDA C++ have in common; each language's table adds its own."""

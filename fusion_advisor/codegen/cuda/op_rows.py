@@ -1,0 +1,195 @@
+"""The printer table of CUDA C++: one row for each op of the kernel IR."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fusion_advisor.codegen.common.printer import (
+    ATOM,
+    COMPARE,
+    LOOSE,
+    PRODUCT,
+    ROUNDERS,
+    SUM,
+    UNARY,
+    Row,
+    Text,
+    Unsupported,
+    has_inverse,
+)
+from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, comparison, helper
+from fusion_advisor.codegen.cuda import wrapping
+from fusion_advisor.ir.causal_mask import order_of
+from fusion_advisor.ir.program import Value
+
+if TYPE_CHECKING:
+    from fusion_advisor.codegen.cuda.ops import CudaWriter
+
+COMPUTE = {"float32": "float", "float64": "double", "int64": "long long", "bool": "bool"}
+MATH = ("exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "pow", "floor", "ceil", "trunc")
+"""Functions of CUDA's mathematics library that have the op's name."""
+FAST = {"exp": "__expf", "log": "__logf", "sin": "__sinf", "cos": "__cosf", "tanh": "fast_tanh", "sqrt": "fast_sqrt"}
+"""What stands in for them where approximations are allowed."""
+HELPERS = {"maximum": "nan_max", "minimum": "nan_min", "sigmoid": "sigmoid", "remainder": "remainder_of", "sign": "sign_of"}
+
+
+def _is_short(writer: CudaWriter, value: Value) -> bool:
+    """Whether a function need only be good to 16 bits."""
+    return value.dtype == "float32" and writer.is_half
+
+
+def _is_fast(writer: CudaWriter, value: Value) -> bool:
+    return value.dtype == "float32" and writer.fast_math
+
+
+def _suffixed(function: str, value: Value, args: Sequence[Text]) -> Text:
+    """A call of a function whose float32 version ends in f."""
+    return Text(f"{function}{'f' if value.dtype == 'float32' else ''}({', '.join(arg.code for arg in args)})")
+
+
+def _math(function: str) -> Row:
+    """Return the row of a function of the mathematics library."""
+
+    def row(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+        if value.dtype == "int64":
+            raise Unsupported(f"{value.op} of int64")
+        if _is_fast(writer, value) and function in FAST:
+            return helper(FAST[function])(writer, number, value, args)
+        return _suffixed(function, value, args)
+
+    return row
+
+
+def _load(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    return Text(SHARED["load"](writer, number, value, args).code, LOOSE)
+
+
+def _causal_comparison(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    """A comparison; of a causal mask's column with a number that the lanes share, not with one for each."""
+    order = order_of(writer.plan.program, number)
+    if order is not None and order.column == writer.plan.col_dim:
+        return Text(f"lane <= {args[1].at(SUM)} - first", LOOSE)
+    return comparison(COMPARE[value.op])(writer, number, value, args)
+
+
+def _size(writer: CudaWriter, number: int, value: Value, _args: Sequence[Text]) -> Text:
+    name = writer.plan.sizes[value.dim]
+    return Text(name) if writer.is_only_compared(number) else Text(f"({COMPUTE[value.dtype]}){name}", UNARY)
+
+
+def _cast(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    if writer.plan.program.values[value.args[0]].dtype == value.dtype:
+        return args[0]
+    if value.dtype == "bool":
+        return Text(f"{args[0].at(SUM)} != 0", LOOSE)
+    return Text(f"({COMPUTE[value.dtype]}){args[0].at(ATOM)}", UNARY)
+
+
+def _quotient(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    index = writer.plan.program.values[value.args[0]]
+    is_col = index.op == "index" and index.dim == writer.plan.col_dim
+    extent = args[1].at(ATOM)
+    if is_col and writer.is_split:  # one division for a pack: it is no wider than a channel, and meets one border at most
+        text = Text(f"first / {extent} + (first % {extent} + lane >= {extent})", SUM)
+    else:
+        text = Text(f"{'first' if is_col else args[0].at(SUM + 1)} / {extent}", PRODUCT)
+    return text if writer.is_only_addressed(number) else Text(f"(long long)({text.code})", UNARY)
+
+
+def _where(_writer: CudaWriter, _number: int, _value: Value, args: Sequence[Text]) -> Text:
+    return Text(f"{args[0].at(ATOM)} ? {args[1].at(SUM)} : {args[2].at(SUM)}", LOOSE)
+
+
+def _div(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    divisor = writer.plan.program.values[value.args[1]]
+    if _is_short(writer, value) and has_inverse(divisor):
+        return Text(f"{args[0].at(PRODUCT)} * (1.0f / {args[1].at(UNARY)})", PRODUCT)
+    if _is_fast(writer, value):
+        return Text(f"__fdividef({args[0].code}, {args[1].code})")
+    if value.dtype == "float32" and divisor.op == "size":
+        return helper("mean_of")(writer, number, value, args)
+    return INFIX["div"](writer, number, value, args)
+
+
+def _reciprocal(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    one = "1.0f" if value.dtype == "float32" else "1.0"
+    if _is_fast(writer, value):
+        return Text(f"__fdividef({one}, {args[0].code})")
+    return Text(f"{one} / {args[0].at(UNARY)}", UNARY - 1)
+
+
+def _exp(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    if not _is_short(writer, value):
+        return _math("exp")(writer, number, value, args)
+    if not writer.is_below_maximum(value.args[0]):
+        return Text(f"__expf({args[0].code})")
+    return helper("exp_16bit")(writer, number, value, args)
+
+
+def _erfc(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    if _is_short(writer, value):
+        return Text(f"2.0f * {writer.normal_cdf(f'{args[0].at(PRODUCT)} * -1.4142135623730951f')}", PRODUCT)
+    return _suffixed("erfc", value, args)
+
+
+def _sigmoid(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+    return helper("sigmoid_16bit" if _is_short(writer, value) else HELPERS["sigmoid"])(writer, number, value, args)
+
+
+def _larger_or_smaller(writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    function = HELPERS[value.op]
+    writer.helpers.add(function)
+    # A literal is an int where it fits one: two types would leave the template's argument open.
+    of_type = "<long long>" if value.dtype == "int64" else ""
+    return Text(f"{function}{of_type}({args[0].code}, {args[1].code})")
+
+
+def _abs(_writer: CudaWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    if value.dtype == "int64":
+        return Text(f"({args[0].at(SUM)} < 0 ? -{args[0].at(ATOM)} : {args[0].at(SUM)})")
+    return _suffixed("fabs", value, args)
+
+
+def _wrapping(op: str, row: Row) -> Row:
+    """Return the row of an integer op that may overflow 64 bits: torch's wraps around, and C++ leaves a signed one undefined."""
+
+    def wrapped(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
+        if number in writer.may_wrap:
+            return wrapping.call(op, args, writer.helpers)
+        return row(writer, number, value, args)
+
+    return wrapped
+
+
+def _rounder(op: str) -> Row:
+    kind = "half" if op == "round_float16" else "bfloat16"
+    return helper(ROUNDERS[op], kind, "from_float32", f"from_float32_{kind}")
+
+
+ROWS: Mapping[str, Row] = {
+    **SHARED,
+    **dict.fromkeys(COMPARE, _causal_comparison),
+    "load": _load,
+    "size": _size,
+    "cast": _cast,
+    "quotient": _quotient,
+    "where": _where,
+    "div": _div,
+    "reciprocal": _reciprocal,
+    "exp": _exp,
+    "erfc": _erfc,
+    "sigmoid": _sigmoid,
+    "maximum": _larger_or_smaller,
+    "minimum": _larger_or_smaller,
+    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in wrapping.OPS},
+    "not": lambda _writer, _number, value, args: Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY),
+    "round": lambda _writer, _number, value, args: _suffixed("rint", value, args),
+    "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),
+    "tanh_cdf": helper("tanh_cdf_16bit"),
+    "remainder": helper(HELPERS["remainder"]),
+    "sign": helper(HELPERS["sign"]),
+    **{op: _rounder(op) for op in ROUNDERS},
+    **{op: _math(op) for op in MATH},
+}
+"""How CUDA C++ prints each op."""

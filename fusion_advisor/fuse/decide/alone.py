@@ -1,0 +1,54 @@
+"""On a CPU a step's noise may hide a gain that the chain shows by itself, in many short runs that no neighbour disturbs.
+
+A chain of a millisecond is timed between two of the scheduler's slices; a step of 300 ms never is. So a rewrite that the step
+can neither confirm nor refute is judged by its chain's own times, once for each run in the step. Figures:
+``docs/measurements/cpu_clock.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fusion_advisor import units
+from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.records import Fusion, Status
+from fusion_advisor.timing.interleaving import Difference, difference
+
+
+def savings_alone(fusions: Iterable[Fusion], runs: Mapping[str, int], confidence: float) -> dict[str, Difference]:
+    """Return what each fusion changes by its chain's own times, in all its runs of a step.
+
+    Args:
+        fusions: those that were timed alone are judged.
+        runs: how often a step runs each chain, by the chain's id.
+        confidence: level of the intervals.
+    """
+    found = {}
+    for fusion in fusions:
+        if fusion.chain_before is None or fusion.chain_after is None:
+            continue
+        times, once = runs[fusion.chain_id], difference(fusion.chain_before.times_ns, fusion.chain_after.times_ns, confidence)
+        found[fusion.id] = Difference(median_ns=once.median_ns * times, low_ns=once.low_ns * times, high_ns=once.high_ns * times)
+    return found
+
+
+def judged_alone(verdict: Verdict, alone: Difference | None, *, step_ns: float, min_gain: float) -> Verdict:
+    """Return the verdict on a rewrite that the step left open, by its chain's own times; any other verdict stays.
+
+    Args:
+        verdict: from the step.
+        alone: what the chain's own times say; None where it was not timed.
+        step_ns: the step without the rewrite.
+        min_gain: share of the step that it must save.
+    """
+    is_open = verdict.status in (Status.WITHIN_NOISE, Status.TOO_LITTLE) and verdict.interval_ns[0] < 0
+    if alone is None or not is_open or alone.high_ns >= -min_gain * step_ns:
+        return verdict
+    reason = (
+        f"by its chain's own times {units.delta(alone.median_ns)} {units.delta_interval(alone.low_ns, alone.high_ns)} per step, "
+        f"past the threshold of {units.delta(-min_gain * step_ns)}; the step's noise hides it ({verdict.reason})"
+    )
+    return replace(
+        verdict, status=Status.KEPT, reason=reason, delta_ns=alone.median_ns, interval_ns=(alone.low_ns, alone.high_ns)
+    )

@@ -1,0 +1,218 @@
+"""Inputs that random numbers never are: rows of NaN, infinities, zeros, huge and tiny numbers, other masks, other indices.
+
+Many classes lie in one set of inputs, each in rows of its own, so that large tensors need few further runs. All numbers are made
+on the device that reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from fusion_advisor.verify.subgraph_oracle import extent
+
+CLASSES = (
+    "zeros", "negative zeros", "one NaN", "all NaN", "one +Inf", "one -Inf", "all +Inf", "all -Inf", "largest finite numbers",
+    "smallest normal numbers", "subnormal numbers", "a constant", "the first column alone", "the last column alone",
+    "alternating signs", "numbers near the square root of the largest",
+)  # fmt: skip
+ROW_CLASSES = (
+    "one NaN", "zeros", "alternating signs", "one -Inf", "all NaN", "a constant", "the last column alone", "one +Inf",
+    "smallest normal numbers", "negative zeros", "the first column alone", "large numbers",
+)  # fmt: skip
+"""For activations that are multiplied by weights: no numbers so large that the order of a sum decides whether it overflows."""
+_OVERFLOWING = ("largest numbers of any sign", "two of the largest numbers")
+_MOST_RUNS = 4
+
+
+def special_inputs(
+    roots: Sequence[torch.Tensor], seed: int, *, is_in_place: bool, has_sums: bool = False
+) -> list[tuple[str, list[torch.Tensor]]]:
+    """Return sets of inputs laid out like a site's own: (what they hold, one tensor for each root).
+
+    Args:
+        roots: the site's tensors.
+        seed: of the ordinary numbers around special ones.
+        is_in_place: the chain writes into a root at indices that it is given: those stay, as two writes to one place have no
+            order.
+        has_sums: the ops add numbers up: the largest numbers are then so small that no order of the terms overflows. For those
+            that are not: :func:`overflowing_sums`.
+    """
+    found = []
+    widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
+    rows = max((_rows(root) for root in roots if root.is_floating_point() and root.numel() == widest), default=0)
+    if widest:
+        runs = min(_MOST_RUNS, math.ceil(len(CLASSES) / max(rows, 1)))
+        step = math.ceil(len(CLASSES) / runs)
+        for run in range(runs):
+            made = [
+                _rows_of_classes(root, seed + run, run * step, is_main=root.numel() == widest, has_sums=has_sums)
+                for root in roots
+            ]
+            found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
+        found.append(("NaN at the end of each operand", [_nan_at_end(root) for root in roots]))
+    kinds = {root.dtype for root in roots if not root.is_floating_point() and root.numel() > 1}
+    if torch.bool in kinds:
+        for title in ("all true", "all false", "another mask", "one row all false"):
+            made = [_mask(root, title, seed) if root.dtype == torch.bool else root for root in roots]
+            found.append((f"mask {title}", made))
+    if kinds - {torch.bool} and not is_in_place:
+        for title in ("smallest", "largest", "reversed"):
+            found.append((f"{title} indices", [_indices(root, title) for root in roots]))
+    return found
+
+
+def overflowing_sums(roots: Sequence[torch.Tensor], seed: int) -> list[tuple[str, list[torch.Tensor]]]:
+    """Return a set of inputs whose row sums overflow in some orders of their terms, or none where no root is floating point.
+
+    Args:
+        roots: the site's tensors.
+        seed: of the signs.
+    """
+    widest = max((root.numel() for root in roots if root.is_floating_point()), default=0)
+    made = [_rows_of_classes(root, seed, 0, is_main=root.numel() == widest, classes=_OVERFLOWING) for root in roots]
+    return [("rows whose sums overflow", made)] if widest else []
+
+
+def special_rows(
+    roots: Sequence[torch.Tensor], seed: int, *, rows: Collection[int], most_runs: int = _MOST_RUNS
+) -> list[tuple[str, list[torch.Tensor]]]:
+    """Return sets of inputs of which some hold special rows, and the others what the site has: weights are as they are.
+
+    Args:
+        roots: the site's tensors.
+        seed: of the ordinary numbers.
+        rows: numbers of the roots that get special rows. With ``most_runs`` × rows fewer than :data:`ROW_CLASSES`, the classes
+            are spread over what there is.
+        most_runs: sets at most.
+    """
+    count = max((_rows(roots[number]) for number in rows if roots[number].is_floating_point()), default=0)
+    if not count:
+        return []
+    runs = min(most_runs, math.ceil(len(ROW_CLASSES) / count))
+    step = math.ceil(len(ROW_CLASSES) / runs)
+    found = []
+    for run in range(runs):
+        made = [
+            _rows_of_classes(root, seed + run, run * step, is_main=number in rows, classes=ROW_CLASSES)
+            for number, root in enumerate(roots)
+        ]
+        found.append((f"special rows {run + 1}" if runs > 1 else "special rows", made))
+    return found
+
+
+def perturbed(roots: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Return fp64 copies of the inputs, each number off by up to four roundings of fp32, in which kernels compute."""
+    found = []
+    for number, root in enumerate(roots):
+        if not root.is_floating_point():
+            found.append(root)
+            continue
+        memory = root.as_strided((extent(root),), (1,)).to(torch.float64, copy=True)
+        found.append(memory.mul_(_near_one(len(memory), seed + number, root.device)).as_strided(root.shape, root.stride()))
+    return found
+
+
+def _near_one(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Factors up to four roundings of fp32 from 1, made where they are used: an embedding has half a billion numbers."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    noise = torch.rand(count, generator=generator, device=device, dtype=torch.float32).sub_(0.5)
+    return noise.mul_(8 * torch.finfo(torch.float32).eps).to(torch.float64).add_(1.0)
+
+
+def _rows(root: torch.Tensor) -> int:
+    return root.numel() // max(root.shape[-1], 1) if root.dim() else 1
+
+
+def _copy(root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy with the same strides, and a view of its memory in which no two elements share a place."""
+    memory = root.as_strided((extent(root),), (1,)).clone()
+    made = memory.as_strided(root.shape, root.stride())
+    apart = made
+    for dim, step in enumerate(root.stride()):
+        if step == 0 and root.shape[dim] > 1:
+            apart = apart.narrow(dim, 0, 1)
+    return made, apart
+
+
+def _rows_of_classes(
+    root: torch.Tensor, seed: int, first: int, *, is_main: bool, classes: Sequence[str] = CLASSES, has_sums: bool = False
+) -> torch.Tensor:
+    """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
+    if not root.is_floating_point() or not is_main or not root.numel():
+        return root
+    made, apart = _copy(root)
+    generator = torch.Generator(device=root.device).manual_seed(seed)
+    columns = apart.shape[-1] if apart.dim() else 1
+    dtype = torch.float64 if root.dtype == torch.float64 else torch.float32
+    shape = (apart.numel() // max(columns, 1), columns)
+    rows = torch.randn(shape, generator=generator, device=root.device, dtype=dtype)
+    terms = 4 * root.numel() if has_sums else 1
+    for number in range(min(len(classes), len(rows))):
+        kind = classes[(number + first) % len(classes)]
+        rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed, terms=terms)
+    apart.copy_(rows.reshape(apart.shape))
+    return made
+
+
+def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int, *, terms: int) -> torch.Tensor:
+    places = torch.arange(rows.shape[-1], device=rows.device)
+    one, first, last = (places == place for place in (seed % max(len(places), 1), 0, len(places) - 1))
+    signs = (1 - 2 * (places % 2)).to(rows.dtype)
+    filled: dict[str, Callable[[], torch.Tensor]] = {
+        "zeros": lambda: torch.zeros_like(rows),
+        "negative zeros": lambda: -torch.zeros_like(rows),
+        "one NaN": lambda: rows.masked_fill(one, math.nan),
+        "all NaN": lambda: torch.full_like(rows, math.nan),
+        "one +Inf": lambda: rows.masked_fill(one, math.inf),
+        "one -Inf": lambda: rows.masked_fill(one, -math.inf),
+        "all +Inf": lambda: torch.full_like(rows, math.inf),
+        "all -Inf": lambda: torch.full_like(rows, -math.inf),
+        "largest finite numbers": lambda: rows.sign() * (info.max / terms),
+        "smallest normal numbers": lambda: rows.sign() * info.smallest_normal,
+        "subnormal numbers": lambda: rows * info.smallest_normal / 8,
+        "a constant": lambda: torch.full_like(rows, 0.7265625),
+        "the first column alone": lambda: rows.masked_fill(~first, 0.0),
+        "the last column alone": lambda: rows.masked_fill(~last, 0.0),
+        "alternating signs": lambda: rows.abs() * signs,
+        "largest numbers of any sign": lambda: rows.sign() * (info.max * 0.9),
+        "two of the largest numbers": lambda: rows.masked_fill(first | last, info.max * 0.9),
+        "large numbers": lambda: rows * 1024.0,
+        "numbers near the square root of the largest": lambda: rows * math.sqrt(info.max),
+    }
+    return filled[kind]()
+
+
+def _nan_at_end(root: torch.Tensor) -> torch.Tensor:
+    if not root.is_floating_point() or not root.numel():
+        return root
+    made, apart = _copy(root)
+    apart[(-1,) * apart.dim()] = math.nan
+    return made
+
+
+def _mask(root: torch.Tensor, title: str, seed: int) -> torch.Tensor:
+    made, apart = _copy(root)
+    if title in ("all true", "all false"):
+        apart.fill_(title == "all true")
+    elif title == "another mask":
+        generator = torch.Generator().manual_seed(seed)
+        apart.copy_(torch.randint(0, 2, apart.shape, generator=generator).bool().to(root.device))
+    else:
+        apart.fill_(True)
+        apart[(slice(0, 1),) * max(apart.dim() - 1, min(apart.dim(), 1))].fill_(False)
+    return made
+
+
+def _indices(root: torch.Tensor, title: str) -> torch.Tensor:
+    """Other indices, all of them among those that the site has: nothing is read out of range."""
+    if root.is_floating_point() or root.dtype == torch.bool or not root.numel():
+        return root
+    made, apart = _copy(root)
+    if title == "reversed":
+        apart.copy_(apart.flatten().flip(0).reshape(apart.shape).clone())
+    else:
+        apart.fill_(apart.min() if title == "smallest" else apart.max())
+    return made

@@ -1,0 +1,140 @@
+"""No giants: functions stay under 60 lines and 25 branches, modules under 400 lines. Larger ones are listed; the lists shrink."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "fusion_advisor"
+MOST_LINES, MOST_BRANCHES, MOST_MODULE_LINES = 60, 25, 400
+
+LARGE_MODULES = {
+    "capture/graph/dedupe.py",
+    "chains/find.py",
+    "cli/common/options.py",
+    "errors.py",
+    "fuse/live/fused_model.py",
+    "records/serialize.py",
+    "report/compare/comparison.py",
+    "report/shared_rows.py",
+    "report/terminal/result.py",
+    "runtime/torch_internals.py",
+    "verify/special_values.py",
+}
+LARGE_FUNCTIONS = {
+    "capture/graph/side_effects.py:written_by",
+    "capture/graph/tracer.py:capture_regions",
+    "capture/profile.py:profile_model",
+    "cli/commands/apply.py:apply",
+    "fuse/baselines/contenders.py:measure_all",
+    "fuse/cuda_graph/replay.py:GraphedRegion.record",
+    "fuse/live/cuda_graph_choice.py:choose_graph",
+    "fuse/modes/trace_profile.py:profile_trace",
+    "fuse/modes/training.py:profile_training",
+    "report/html/charts.py:waterfall",
+    "report/html/page.py:render_html",
+    "timing/interleaving.py:interleave",
+    "verify/check_chain.py:check_calls",
+    "verify/check_chain.py:check_model",
+    "verify/special_values.py:compare",
+    "workload/inputs.py:make_inputs",
+    "workload/load.py:_load_pretrained",
+}
+"""``path:Class.function``. Nothing is added to these two; a name goes when its giant is split."""
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
+
+
+def branches_of(function):
+    """Decisions of a function and of those inside it: statements, conditional expressions, ``and``/``or``, comprehensions."""
+    found = 0
+    for node in ast.walk(function):
+        found += isinstance(node, BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            found += len(node.values) - 1
+        if isinstance(node, ast.comprehension):
+            found += 1 + len(node.ifs)
+    return found
+
+
+def lines_of(function):
+    """Lines of a function; a command's options are its signature, which does not count."""
+    is_command = any(argument.annotation and "typer" in ast.unparse(argument.annotation) for argument in function.args.args
+                     + function.args.kwonlyargs)  # fmt: skip
+    start = function.body[0].lineno if is_command else function.lineno
+    return function.end_lineno - start + 1
+
+
+def large_functions(source):
+    """(qualified name, lines, branches) of every function over a limit."""
+    found = []
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            name = prefix + child.name if isinstance(child, (*FUNCTIONS, ast.ClassDef)) else ""
+            if isinstance(child, FUNCTIONS):
+                lines, branches = lines_of(child), branches_of(child)
+                if lines > MOST_LINES or branches > MOST_BRANCHES:
+                    found.append((name, lines, branches))
+            walk(child, f"{name}." if name else prefix)
+
+    walk(ast.parse(source), "")
+    return found
+
+
+def paths():
+    return [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def all_large():
+    """Every giant function of the package, with its size."""
+    return {
+        f"{short}:{name}": (lines, branches)
+        for path, short in paths()
+        for name, lines, branches in large_functions(path.read_text(encoding="utf-8"))
+    }
+
+
+def all_long():
+    """Every long module of the package, with its lines."""
+    lengths = {short: len(path.read_text(encoding="utf-8").splitlines()) for path, short in paths()}
+    return {short: lines for short, lines in lengths.items() if lines > MOST_MODULE_LINES}
+
+
+def test_functions_stay_small():
+    assert not {name: size for name, size in all_large().items() if name not in LARGE_FUNCTIONS}
+
+
+def test_modules_stay_short():
+    assert not {name: lines for name, lines in all_long().items() if name not in LARGE_MODULES}
+
+
+def test_what_was_split_leaves_the_lists():
+    assert not LARGE_FUNCTIONS - all_large().keys()
+    assert not LARGE_MODULES - all_long().keys()
+
+
+@pytest.mark.parametrize(
+    ("body", "is_large"),
+    [
+        ("x = 1\n" * (MOST_LINES - 1), False),
+        ("x = 1\n" * MOST_LINES, True),
+        ("x = a if b else c\n" * MOST_BRANCHES, False),
+        ("x = a if b else c\n" * (MOST_BRANCHES + 1), True),
+        ("x = " + " and ".join("a" * (MOST_BRANCHES + 2)), True),
+        ("def inner():\n" + "    x = 1\n" * MOST_LINES, True),
+    ],
+)
+def test_the_measure_sees_giants(body, is_large):
+    source = "class Some:\n    def method(self):\n" + textwrap.indent(body, " " * 8)
+    assert ("Some.method" in [name for name, _, _ in large_functions(source)]) is is_large
+
+
+def test_a_commands_options_do_not_count():
+    options = "".join(f"    option{n}: Annotated[int, typer.Option()] = 0,\n" for n in range(MOST_LINES))
+    assert not large_functions(f"def command(\n{options}) -> None:\n    return\n")
+    assert large_functions(f"def function(\n{options.replace('Annotated[int, typer.Option()]', 'int')}) -> None:\n    return\n")
