@@ -194,6 +194,16 @@ class NoCudaDevice(AdvisorError):
     exit_code = 3
 
 
+class NoCompiler(AdvisorError):
+    """apply on a CPU where there is no C++ compiler."""
+
+    code = "FA203"
+    message = "there is no C++ compiler, and kernels for a CPU are C++"
+    note = "nothing was measured"
+    hint = "install g++ (`apt install g++`) or clang++, or set CXX to a compiler; `fusion-advisor doctor` says what it finds"
+    exit_code = 3
+
+
 class OutOfMemory(AdvisorError):
     """The device's (or host's) memory does not hold the workload."""
 

@@ -1,4 +1,4 @@
-"""cuBLAS between kernels of the library: its RMSNorm in front of a linear layer, its gate behind it.
+"""cuBLAS between kernels of the library: its RMSNorm before a linear layer, its gate after it.
 
 Above the crossover a GEMM is best left to cuBLAS, but not what stands around it: ``F.rms_norm`` and the two ops of a gate take
 longer than the library's kernels for the same sizes. Those are the kernels ``rmsnorm`` and ``swiglu_packed``, tuned for these

@@ -1,6 +1,6 @@
 """Who computes a linear layer: one of our kernels or cuBLAS, with our kernels or torch's around it, by measurement.
 
-A choice is kept on disk beside the tuned launch parameters, by kernel, dtype, shape bucket and GPU. Where nothing can be measured
+A choice is stored on disk with the tuned launch parameters, by kernel, dtype, shape bucket and GPU. Where nothing can be measured
 the crossover that is declared in ``codegen.gemm.problem`` decides.
 """
 

@@ -30,7 +30,7 @@ from fusion_advisor.timing.kernel_timer import Clock, cache_bytes, free_bytes, i
 
 MOST_TRIALS = 6
 MUST_GAIN = 0.02
-"""A choice that is faster by less than this may be so by chance; the backend's own then stays, and runs stay alike."""
+"""A choice that is faster by less than this may be so by chance; the backend's own then stays, and runs make the same choice."""
 _BUDGET_S = 1.4
 """No further configuration is built after this; the last one may take another 0.3 s."""
 _TIMING_S = 0.2

@@ -1,6 +1,6 @@
 """Copies to plain strides.
 
-:func:`rows_copy` takes rows that lie further apart than they are long: what is left of a padded GEMM's result once its padding is
+:func:`rows_copy` takes rows whose stride is larger than their length: what is left of a padded GEMM's result once its padding is
 cut off. Rows of 50,257 16-bit elements start at odd places, so that no vector store fits a row: ATen's copy of 4,096 of them
 takes 474 µs on an H200, whose memory would move them in 195 µs. All rows together are one run, though. A kernel that walks the
 result by one index writes it in whole 16-byte packs, wherever rows begin, and only its reads are element by element.

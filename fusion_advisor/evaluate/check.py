@@ -78,7 +78,7 @@ def check_kernel(
 
     Args:
         name: the kernel's name.
-        progress: told about every case.
+        progress: gets a step for every case.
         kernel_dirs: folders of a user's own kernels. Their ``reference.py`` is run.
         backends: only these; all that the manifest names by default.
 

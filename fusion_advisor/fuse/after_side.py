@@ -16,6 +16,7 @@ from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
+_LEAST_LIMIT_S = 20.0
 WALL_S = 3.0
 """Seconds spent on each wall-time comparison."""
 
@@ -50,7 +51,9 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     others = _others(job)
     with job.clock.phase("baselines"):
         rest = (
-            [ours_compiled(job.loaded, job.bench, installed.variant, is_graphed=installed.is_graphed)] if job.with_peers else []
+            [ours_compiled(job.loaded, job.bench, installed.variant, is_graphed=installed.is_graphed)]
+            if job.with_peers and (job.bench.on_cuda or job.options.is_peer_asked_for)
+            else []
         )
         rows = measure_all([_eager(installed), *others, ours, *rest], **_how(job), on_required=early)
     return Measured(check=check, after_step=after_step, baselines=rows, warm_up=warm_up, warnings=warnings)
@@ -79,10 +82,15 @@ def _others(job: Job) -> list[Contender]:
     """The other ways to run the step, where they are asked for."""
     if not job.with_peers:
         return []
-    return peers(
+    found = peers(
         job.loaded, job.eager_call, on_cuda=job.bench.on_cuda, max_autotune=job.options.max_autotune,
         rewind=job.bench.live.written.rewind,
     )  # fmt: skip
+    if job.bench.on_cuda or job.options.is_peer_asked_for:
+        return found
+    # Nobody asked for it: a compiler may take as long as the run took so far, never longer.
+    limit_s = max(_LEAST_LIMIT_S, sum(taken_s for _, taken_s in job.clock.durations_s))
+    return [replace(one, limit_s=limit_s) for one in found if one.is_compiled]
 
 
 def _how(job: Job) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Job:
     def with_peers(self) -> bool:
         """Whether other ways to run the step are measured."""
         asked = self.options.measures_compile
-        return self.bench.on_cuda if asked is None else asked
+        return self.bench.on_cuda or bool(self.options.command) if asked is None else asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.chains.launch_bound import judge_launches
-from fusion_advisor.errors import ModelInTraining, NoTensorOutput
+from fusion_advisor.codegen.cpp.backend import find_compiler
+from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
 from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
@@ -26,7 +27,7 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
-from fusion_advisor.fuse.live.fused_model import is_training
+from fusion_advisor.fuse.live.fused_model import FusedModel, is_training
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
@@ -80,12 +81,15 @@ def apply_workload(
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
         ModelInTraining: in which every call would run the original ops.
+        NoCompiler: on a CPU, where every kernel is C++.
         CannotCapture: dynamo captured nothing.
         OutOfMemory: with what to try instead.
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
     if is_training(loaded.model):
         raise ModelInTraining(model_id=loaded.record.model_id)
+    if loaded.record.device == "cpu" and find_compiler() is None:
+        raise NoCompiler
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with (
@@ -104,6 +108,8 @@ def apply_workload(
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
         with clock.phase("fusions"):
             fusions, built = try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
+        if options.dry_run:
+            return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
             budget_s = _DECIDE_S[capture.environment.device_kind]
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
@@ -124,6 +130,14 @@ def apply_workload(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
+
+
+def _dry_run(loaded: LoadedWorkload, capture: Capture, bench: Bench, report: Report, clock: PhaseClock) -> AppliedRun:
+    """End a run whose kernels were rendered, built and checked: the step is not timed, and the model is as it was."""
+    original = bench.build((), ())
+    fused = FusedModel(loaded.model, bench.live.regions, original.modules, loaded.args, loaded.kwargs, live=bench.live)
+    fused.report = replace(report, status="dry run", durations_s=tuple(clock.durations_s))
+    return AppliedRun(fused=fused, report=fused.report, capture=capture)
 
 
 def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:

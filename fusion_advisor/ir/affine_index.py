@@ -2,7 +2,7 @@
 
 A view never moves data here. It takes the places of its result and gives those of its source; only a reshape that cuts a dim in
 two at a point where no loop begins needs more: it asks for the loop to be cut there (:class:`CutLoop`) and the chain is lowered
-anew with the finer nest.
+again with the finer nest.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[list[int]
 def _digits(
     flat: Place, sizes: Sequence[int], extents: Sequence[int], shape: Sequence[int], source: Sequence[int]
 ) -> list[Place]:
-    """Take a flat position apart into one place per size, each term going to the one digit that it stays in."""
+    """Split a flat position into one place per size, each term going to the one digit that it stays in."""
     refusal = CannotLower("FA603", f"a reshape from {tuple(source)} to {tuple(shape)} cannot be folded into an address")
     if flat.gathered or flat.shift < 0:
         raise refusal

@@ -6,7 +6,7 @@ address tensors by one stride per dim plus an offset, all in elements, so every 
 already been folded into the address and no template needs to know what a view is. A load or a store may also be moved by int64
 values of the kernel itself, one step each: that is what an embedding, a gather or an ``index_copy_`` is.
 
-``lower`` makes Programs from captured op chains and from kernel references alike, ``match`` compares their :func:`structure`,
+``lower`` makes Programs from captured op chains and from kernel references, ``match`` compares their :func:`structure`,
 the backends print them. Rendered kernels take sizes and strides as arguments: two Programs with the same
 :func:`layout_key` share one compiled kernel.
 

@@ -101,7 +101,7 @@ def load_kernel(name: str, extra: Iterable[Path] = ()) -> Kernel:
 def nearest_names(asked: str, names: Iterable[str]) -> list[str]:
     """Return the names that a reader may have meant, at most four: ``gelu`` means ``gelu_erf`` or ``gelu_tanh``.
 
-    Names that start with the word come before names that contain it, and these before names that are spelled alike.
+    Names that start with the word come before names that contain it, and these before names with a similar spelling.
     """
     word, known = asked.lower().replace("-", "_"), sorted(names, key=lambda name: (len(name), name))
     starts = [name for name in known if name.startswith(f"{word}_")]

@@ -1,9 +1,9 @@
 """Match a chain against the library on what it computes, never on a class name.
 
 Both sides are Programs made by the same ``lower``, so they are compared in one canonical form: commutative arguments in a fixed
-order, operands told apart by how they vary over the loop nest, constants taken out into a list. Two texts that are equal compute
-the same thing up to those constants; the ones that a kernel's reference takes as keyword floats (``eps``) bind, every other one
-must be equal. A rounding to 16 bits is written alike for float16 and bfloat16, and a reference that casts is traced in a wide and
+order, operands distinguished by how they vary over the loop nest, constants moved into a list. Equal texts compute the same thing
+up to those constants. Constants that a kernel's reference takes as keyword floats (``eps``) bind; every other constant must be
+equal. A rounding to 16 bits is written the same way for float16 and bfloat16, and a reference that casts is traced in a wide and
 in a narrow dtype: its patterns serve every dtype that the manifest declares.
 """
 
@@ -216,7 +216,7 @@ class _Canonical:
         return f"{value.dtype}#"
 
     def _triangle(self, order: Order) -> str:
-        """A triangle is told by where it ends in the last row: there causal masks agree, with a cache of keys or without."""
+        """A triangle is identified by its end in the last row: there causal masks agree, with a cache of keys or without."""
         dims = self.program.dims
         side = "c" if order.column == len(dims) - 1 else "r"
         return f"triangle({side},{order.offset - (dims[order.column] - dims[order.row])})"

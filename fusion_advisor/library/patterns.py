@@ -2,8 +2,8 @@
 
 A reference is traced at a few example shapes, because a loop nest with one row collapses differently from one with many; and
 once more with its last output alone, because a model may not read the others (the last residual sum, say). Its keyword floats
-get values that occur nowhere else, so that they can be told from the constants that belong to the formula. A power of two that
-the lowering moved into such a float (0.5 · (x · scale) becomes x · (0.5 · scale)) is told by the quotient.
+get values that occur nowhere else, which distinguishes them from the constants that belong to the formula. A power of two that
+the lowering moved into such a float (0.5 · (x · scale) becomes x · (0.5 · scale)) is recognised by the quotient.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, .
     """Return the patterns of all kernels, and where each kernel's idea comes from.
 
     Args:
-        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
+        kernel_dirs: folders of a user's own kernels, searched in addition to the shipped ones.
     """
     specs = list_kernels(kernel_dirs)
     return tuple(itertools.chain.from_iterable(map(kernel_patterns, specs))), {spec.name: spec.source for spec in specs}
@@ -78,7 +78,7 @@ def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
                     continue
                 detail = f"reference_{variant} cannot be one kernel: {error.reason}"
                 raise BadReference(file=spec.folder / "reference.py", detail=detail) from error
-            # Query and key are made alike, also where the key has one head and its loop nest is another.
+            # Query and key are computed the same way, also where the key has one head and its loop nest is another.
             most = min(most, *map(len, found))
             for lowered in (lowered for width in found for lowered in width[:most]):
                 pattern = _pattern(spec, variant, lowered, marks)
@@ -132,7 +132,7 @@ def lower_reference(
 def lower_graph(graph: torch.fx.GraphModule, names: tuple[str, ...]) -> Iterator[Lowered]:
     """Lower a traced function: first with all its outputs, then, where there are several, with the last alone.
 
-    Outputs that are made alike (query, key and value of one projection) are not lowered alone: one of them is another kernel.
+    Outputs that are computed the same way (query, key, value) are not lowered alone: one of them is another kernel.
     """
     region = Region(index=0, graph=graph, original=graph, names=names, roles=("input",) * len(names))
     ops, _ = describe(region)

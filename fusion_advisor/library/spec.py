@@ -163,7 +163,7 @@ def read_spec(folder: Path) -> KernelSpec:
 
 
 class _Reader:
-    """Takes one manifest apart; every refusal names its key."""
+    """Parses one manifest; every refusal names its key."""
 
     def __init__(self, file: Path, data: dict[str, Any]) -> None:
         self.file = file

@@ -1,8 +1,8 @@
 """Which library kernel a sequence of op names looks like: a hint for where no data flow is known.
 
 The names come from running every reference on small CPU tensors under the profiler and reading that trace as any other, so both
-sides name an op alike. Once in fp32 and once in bf16, where models cast up and back. Where users run something else than the
-reference (torch's own dropout), that is what a trace shows, so that is run.
+sides give an op the same name. References run once in fp32 and once in bf16, where models cast up and back. Where users run
+something else than the reference (torch's own dropout), a trace shows that op, so the baseline runs as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def library_sequences(kernel_dirs: Sequence[Path] = ()) -> dict[tuple[str, ...],
     """Return the op names of every reference, in order, and its kernel; with dropout as on a CPU and as on a GPU.
 
     Args:
-        kernel_dirs: folders of a user's own kernels, searched beside the shipped ones.
+        kernel_dirs: folders of a user's own kernels, searched in addition to the shipped ones.
 
     Raises:
         BadReference: a reference does not import or does not run.

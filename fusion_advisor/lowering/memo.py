@@ -62,7 +62,7 @@ class _Site:
 
     def _inside(self, op: OpNode) -> tuple[Any, ...]:
         kwargs = tuple((name, self._code(value)) for name, value in op.kwargs)
-        # A piece is told by the op that splits, which may lie outside.
+        # The op that splits, which may lie outside, identifies a piece.
         source = op.args[0] if op.target == "getitem" else None
         splitter: tuple[Any, ...] = ()
         if isinstance(source, Ref) and source.index not in self._members:

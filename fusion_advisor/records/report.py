@@ -17,7 +17,7 @@ class Report:
     run_id: str
     config_hash: str
     status: str
-    """``profiled``, ``applied``, ``interrupted`` or ``failed``."""
+    """``profiled``, ``applied``, ``dry run``, ``interrupted`` or ``failed``."""
     command: str
     workload: Workload
     environment: Environment

@@ -31,7 +31,8 @@ def headline(report: Report) -> Headline:
     points = first_screen.against_others(report)
     if report.fusions or report.rewrites:
         tried = len(report.fusions) + len(report.rewrites)
-        points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
+        if report.status != "dry run":
+            points.append(f"{kept_count(report)} of {plural(tried, 'rewrite')} kept")
     if report.model_check is not None:
         passed = report.model_check.is_passed
         whose = "the limit" if report.tolerance is None else "--rtol and --atol"
@@ -44,6 +45,10 @@ def headline(report: Report) -> Headline:
         return Headline("loss", f"The numbers changed. {text}", tuple(points))
     if report.status == "failed":
         return Headline("loss", f"The run failed. {text}", tuple(points))
+    if report.status == "dry run":
+        built = sum(fusion.status is Status.PLANNED for fusion in report.fusions)
+        did = f"Dry run: {built} of {plural(len(report.fusions), 'kernel')} built and right in its numbers"
+        return Headline("plain", f"{did}; the step was not timed, and the model is as it was. {text}", tuple(points))
     if report.status == "interrupted":
         return Headline("warn", f"The run was interrupted. {text}", tuple(points))
     return Headline(tone, text, tuple(points))

@@ -24,7 +24,7 @@ from fusion_advisor.library.patterns import kernel_patterns, lower_reference
 ARCHITECTURES = (80, 90, 100)
 MIDDLE = ARCHITECTURES[1:2]
 pytestmark = pytest.mark.slow  # a compiler runs for each source
-SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: gemm/test_problem.py
 
 
 def is_wide(case):

@@ -30,7 +30,7 @@ BACKENDS = [
     "triton",
     pytest.param("cuda", marks=pytest.mark.nvrtc),
 ]
-SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: test_gemv.py
+SPECS = {spec.name: spec for spec in list_kernels() if spec.gemv is None}  # those: gemm/test_problem.py
 FUNCTIONS = {name: load_references(SPECS[name]).references[0][1] for name in ("swiglu", "gelu_tanh", "rmsnorm", "add_layernorm")}
 
 

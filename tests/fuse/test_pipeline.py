@@ -15,6 +15,7 @@ import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.errors import NoCompiler
 from fusion_advisor.fuse import after_side, finish, pipeline
 from fusion_advisor.fuse.decide import trial
 from fusion_advisor.fuse.decide.keep_rule import Decision
@@ -27,6 +28,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.records import Match, Status, Timing, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
+from fusion_advisor.report.headline import headline
 from fusion_advisor.report.shared_rows import caveats
 from fusion_advisor.runtime import torch_internals
 from fusion_advisor.workload.load import describe_live
@@ -335,12 +337,25 @@ def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
     assert all("would rise" in fusion.reason for fusion in report.fusions)
 
 
-def test_a_dry_run_leaves_the_model(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_a_dry_run_builds_and_checks_and_times_no_step(loaded, quick, monkeypatch):
+    monkeypatch.setattr(selection, "decide", lambda *_, **__: pytest.fail("the step was timed"))
     before = dict(loaded.model.__dict__)
     run = apply_workload(loaded, replace(quick, dry_run=True))
     assert loaded.model.__dict__ == before
-    assert run.report.model_check.is_passed
+    assert run.report.status == "dry run" and run.report.after is None
+    assert all(fusion.rendered and fusion.numerics.is_passed for fusion in run.report.fusions)
+    assert headline(run.report).text.startswith("Dry run: ")
+    assert "kept" not in headline(run.report).text
+    run.revert()
+
+
+def test_without_a_compiler_a_cpu_run_ends_before_anything_is_measured(loaded, quick, monkeypatch):
+    monkeypatch.setattr(pipeline, "find_compiler", lambda: None)
+    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: pytest.fail("something was measured"))
+    with pytest.raises(NoCompiler) as error:
+        apply_workload(loaded, quick)
+    assert (error.value.code, error.value.exit_code) == ("FA203", 3)
+    assert "install g++" in str(error.value.hint)
 
 
 def test_with_real_timing_the_report_is_consistent_whatever_is_kept(loaded, quick):

@@ -1,4 +1,4 @@
-"""Run the Triton GEMV kernels in the interpreter and print name → complaint as JSON; a process of its own, see test_gemv.py."""
+"""Run the Triton GEMV kernels in the interpreter, in a process of its own; print name → complaint as JSON."""
 
 from __future__ import annotations
 

@@ -65,6 +65,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "FA202": (
         "Triton kernels are built by the triton package that belongs to the installed torch; another version may not import.",
     ),
+    "FA203": (
+        "On a CPU every kernel is rendered as C++ and compiled on the spot by g++, clang++ or the compiler that CXX names. "
+        "Without a compiler no kernel can be built, so `apply` ends before it measures anything. `profile` needs none.",
+    ),
     "FA301": (
         "The step did not fit. Besides the model, a run holds a second copy of the outputs for the check and, where "
         "it fits, a higher-precision copy of the model. A smaller batch or shorter sequence changes the shares, so "

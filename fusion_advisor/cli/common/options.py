@@ -240,7 +240,9 @@ AtolOpt = Annotated[
 StrictOpt = Annotated[
     bool, typer.Option("--strict", help="Wrong numbers (exit 7) or a failed build (exit 8) are errors.", rich_help_panel=_KEEP)
 ]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Render and build; leave the model as it is.", rich_help_panel=_KEEP)]
+DryRunOpt = Annotated[
+    bool, typer.Option("--dry-run", help="Render, build and check kernels; time no step, change no model.", rich_help_panel=_KEEP)
+]
 
 GraphOpt = Annotated[
     bool,
@@ -250,7 +252,7 @@ CompileOpt = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Also time torch.compile, eager in a CUDA graph and Liger; on a GPU by default.",
+        help="Also time torch.compile and, on a GPU, eager in a CUDA graph and Liger; the default.",
         rich_help_panel=_MEASURE,
     ),
 ]

@@ -331,7 +331,7 @@ def next_power(number: int) -> int:
 
 
 def split_index(flat: str, indices: tuple[str, ...], sizes: tuple[str, ...]) -> list[str]:
-    """Statements ``i1 = row % size1`` that take a flattened index apart, innermost dim first."""
+    """Statements ``i1 = row % size1`` that split a flattened index into one index per dim, innermost first."""
     lines = []
     for index, size in zip(reversed(indices[1:]), reversed(sizes[1:]), strict=True):
         lines.append(f"{index} = {flat} % {size}")

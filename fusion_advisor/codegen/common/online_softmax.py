@@ -1,4 +1,4 @@
-"""Find sums of exponentials that can be accumulated beside the maximum that they are shifted by.
+"""Find sums of exponentials that can be accumulated together with the maximum that they are shifted by.
 
 ``reduce_sum(exp(v - reduce_max(v)))`` reads a row twice when it is done as it is written. With a running maximum the sum so far
 is rescaled whenever the maximum grows, and one read is enough: Milakov and Gimelshein, *Online normalizer calculation for

@@ -1,4 +1,4 @@
-"""Find sums of squared distances from a mean that can be accumulated beside the sum that the mean is made of.
+"""Find sums of squared distances from a mean that can be accumulated together with the sum that the mean is made of.
 
 ``reduce_sum((v - reduce_sum(v) / n)²)`` reads a row twice when it is done as it is written. Instead each thread takes the squares
 about the mean of what it has seen itself, and what two sets of numbers come to together follows from their counts, sums and
@@ -39,7 +39,7 @@ class Moments:
 
 
 def moments(program: Program) -> tuple[Moments, ...]:
-    """Return the sums of a reduced Program whose squares can be accumulated beside them, each sum once.
+    """Return the sums of a reduced Program whose squares can be accumulated with them, each sum once.
 
     Only a mean over the row's size itself counts, not over a constant: another Program with the same layout key may have another
     size.

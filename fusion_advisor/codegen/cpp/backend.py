@@ -289,9 +289,9 @@ def _identity(compiler: tuple[str, ...]) -> str:
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        told = info.read_text(errors="replace").splitlines()
+        lines = info.read_text(errors="replace").splitlines()
         cpu += "".join(
-            next((line for line in told if line.startswith(field)), "") for field in ("model name", "flags", "Features")
+            next((line for line in lines if line.startswith(field)), "") for field in ("model name", "flags", "Features")
         )
     return " ".join((*compiler, version.partition("\n")[0], platform.machine(), cpu))
 

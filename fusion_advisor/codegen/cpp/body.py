@@ -4,7 +4,7 @@ Values fall into two levels. One that varies over the last dim lives in the inne
 the loop that uses it. A reduction ends a *pass* over the row and what depends on it belongs to a later one: layernorm takes
 three passes, softmax three. A later pass computes again what an earlier one had (the row is in cache by then) unless that costs
 more than reading it back from a per-thread buffer, which is the case for exponentials. Where nothing reads exponentials back
-(``logsumexp``, cross-entropy) their sum is taken beside their maximum, chunk by chunk, and the row is read once.
+(``logsumexp``, cross-entropy) their sum is accumulated together with their maximum, chunk by chunk, and the row is read once.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class Kernel:
                 scope.lines.append(f"const {c_type} {text} = {expr.text};")
             scope.lines.append(f"{name} = {text} {sign} {name} ? {text} : {name};")
             if is_float:
-                # Compares drop NaN, torch does not. A flag beside them costs a quarter of a NaN-aware reduction.
+                # Compares drop NaN, torch does not. A separate flag costs a quarter of a NaN-aware reduction.
                 flag = self.names.take(f"{name}_has_nan", is_kept=True)
                 starts.append(f"int {flag} = 0;")
                 clauses.append(f"reduction(| : {flag})")

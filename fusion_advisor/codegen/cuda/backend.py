@@ -3,7 +3,7 @@
 Every thread works on PACKS packs of VEC neighbouring columns and reads them all before it computes: that many independent
 16-byte loads under way are what keeps the memory busy. A launch takes the widest packs that sizes, strides and addresses
 allow, single columns in the end, so any stride, offset and width is served by one source. Reduced rows live in registers
-between passes up to 16384 columns, wider ones in shared memory (see ``staging.py``) or in the registers of a cluster of blocks
+between passes up to 16384 columns, wider ones in shared memory (``shared_memory.py``) or in the registers of a cluster of blocks
 (CLUSTER; compute capability 9.0), where tuning finds that faster: many blocks are then at different points of their rows, so that
 one's loads hide another's barriers and stores, and few rows still use many multiprocessors. The launch shape (THREADS, ROWS,
 PACKS, VEC, FULL, STAGED, CLUSTER) and 64-bit indices are macros: a bind that needs others compiles once more, in tens of
@@ -198,7 +198,7 @@ class CudaKernel:
         return launcher_of(first, functools.cache(lambda: launcher_of(self._launch_of(calls, tuning, 1))), alignment)
 
     def _launch_of(self, calls: Sequence[Call], tuning: Tuning, width: int) -> CudaLaunch:
-        import numpy  # cuda-core's own dependency; it takes numpy's integers apart faster than those of ctypes
+        import numpy  # cuda-core's own dependency; it converts numpy's integers faster than those of ctypes
         from cuda.core import LaunchConfig
 
         plans, form = [call.plan for call in calls], self._rendered.form

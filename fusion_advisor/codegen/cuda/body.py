@@ -7,9 +7,9 @@ from typing import Any
 
 from fusion_advisor.codegen.common.arguments import Schedule, kept
 from fusion_advisor.codegen.common.column_passes import Pass, column_passes
-from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.codegen.cuda.column_pass import Common, column_pass
 from fusion_advisor.codegen.cuda.loads import early_loads, pack_loads, staged_arrays, staged_name
+from fusion_advisor.codegen.cuda.op_rows import WRAPPING_HELPERS
 from fusion_advisor.codegen.cuda.ops import SCALARS, CudaWriter, moves_with_p, shared_loads
 from fusion_advisor.codegen.cuda.register_reuse import carried, hidden
 from fusion_advisor.codegen.cuda.shared_memory import looped_passes, packs_of, staged_packs
@@ -21,7 +21,7 @@ _HELPERS_IN_ORDER = (
     "pack", "wide_pack", "load_pack", "store_pack", "columns_inside", "load_part", "store_part",
     "nan_max", "nan_min", "exp2_16bit", "exp_16bit", "sigmoid_16bit", "tanh_cdf_16bit", "normal_cdf_half", "normal_cdf_bfloat16",
     "sigmoid", "remainder_of", "sign_of", "fast_tanh", "fast_sqrt", "mean_of", "philox", "kept_bits", "is_kept", "cluster",
-    "row_reduce", "moments", *wrapping.HELPERS,
+    "row_reduce", "moments", *WRAPPING_HELPERS,
 )  # fmt: skip
 
 

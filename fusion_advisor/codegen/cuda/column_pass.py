@@ -10,9 +10,8 @@ from fusion_advisor.codegen.common.column_passes import Pass, late_loads, needed
 from fusion_advisor.codegen.common.online_softmax import OnlineSum
 from fusion_advisor.codegen.common.printer import ATOM, PRODUCT, SUM, UNARY, Text
 from fusion_advisor.codegen.common.welford import Moments
-from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.codegen.cuda.loads import load_pack, of_side, pack_loads, staged_stores
-from fusion_advisor.codegen.cuda.op_rows import COMPUTE
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE, UNSIGNED
 from fusion_advisor.codegen.cuda.ops import CudaWriter
 from fusion_advisor.codegen.cuda.register_reuse import Carried, Hidden, hidden
 from fusion_advisor.codegen.cuda.shared_memory import packs_of
@@ -126,9 +125,9 @@ def _add_reduction(plan: Schedule, writer: CudaWriter, number: int, numbers: Ite
     part = writer.fresh(f"{name}_part")
     total = f"row_reduce<{_REDUCERS[value.op]}, {next(numbers)}>({part})"
     is_wrapped = value.op == "reduce_sum" and number in writer.may_wrap
-    lines.accumulators.append(f"{wrapping.UNSIGNED if is_wrapped else kind} {part} = {start};")
+    lines.accumulators.append(f"{UNSIGNED if is_wrapped else kind} {part} = {start};")
     if is_wrapped:  # a signed sum that overflows is undefined
-        arg, total = Text(f"({wrapping.UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
+        arg, total = Text(f"({UNSIGNED}){arg.at(ATOM)}", UNARY), f"({kind}){total}"
     if value.op == "reduce_sum":
         lines.lane.append(f"{part} += {arg.code};")
         lines.one_for_all.append(f"{part} += VEC * {arg.at(PRODUCT)};")

@@ -67,7 +67,7 @@ def _filled(plan: Schedule, writer: CudaWriter, number: int, code: str, arrays: 
 
 
 def early_loads(plan: Schedule, writer: CudaWriter, arrays: Mapping[int, str]) -> list[str]:
-    """Read what the columns of a pack share beside the packs: what waits for a cluster must not wait for memory after that."""
+    """Read values that the columns of a pack share together with the packs, so that no load follows a wait for the cluster."""
     if not arrays:
         return []
     values, sides = plan.program.values, "[2]" if writer.is_split else ""
@@ -103,7 +103,7 @@ def staged_name(writer: CudaWriter, number: int) -> str:
 
 
 def staged_arrays(plan: Schedule, arrays: Mapping[int, str]) -> list[str]:
-    """Where each pack that is needed again stays: arrays one behind another, indexed as the row is."""
+    """Declare the arrays in shared memory that keep packs for later passes: one after another, indexed like the row."""
     lines, start = [], "staged"
     for number, name in arrays.items():
         kind = "unsigned char" if number in plan.numbers else SCALARS[plan.loads[number].operand.dtype]

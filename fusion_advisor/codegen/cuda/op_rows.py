@@ -19,9 +19,9 @@ from fusion_advisor.codegen.common.printer import (
     has_inverse,
 )
 from fusion_advisor.codegen.common.printer_rows import INFIX, SHARED, comparison, helper
-from fusion_advisor.codegen.cuda import wrapping
 from fusion_advisor.ir.causal_mask import order_of
-from fusion_advisor.ir.program import Value
+from fusion_advisor.ir.integer_range import WORD, bits_of
+from fusion_advisor.ir.program import Program, Value
 
 if TYPE_CHECKING:
     from fusion_advisor.codegen.cuda.ops import CudaWriter
@@ -31,7 +31,17 @@ MATH = ("exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "tanh", "erf", "sin", 
 """Functions of CUDA's mathematics library that have the op's name."""
 FAST = {"exp": "__expf", "log": "__logf", "sin": "__sinf", "cos": "__cosf", "tanh": "fast_tanh", "sqrt": "fast_sqrt"}
 """What stands in for them where approximations are allowed."""
+UNSIGNED = "unsigned long long"
+"""The type in which integers that may overflow are computed: torch's wrap around, and a signed overflow is undefined in C++."""
+_WRAPPING = ("add", "sub", "mul", "neg", "abs")
+WRAPPING_HELPERS = tuple(f"wrapping_{op}" for op in _WRAPPING)
 HELPERS = {"maximum": "nan_max", "minimum": "nan_min", "sigmoid": "sigmoid", "remainder": "remainder_of", "sign": "sign_of"}
+
+
+def may_wrap(program: Program) -> frozenset[int]:
+    """Return the numbers of the integer values that may not fit 64 bits."""
+    bits = bits_of(program.values, [operand.dtype for operand in program.operands])
+    return frozenset(n for n, value in enumerate(program.values) if value.dtype == "int64" and bits[n] >= WORD)
 
 
 def _is_short(writer: CudaWriter, value: Value) -> bool:
@@ -156,7 +166,7 @@ def _wrapping(op: str, row: Row) -> Row:
 
     def wrapped(writer: CudaWriter, number: int, value: Value, args: Sequence[Text]) -> Text:
         if number in writer.may_wrap:
-            return wrapping.call(op, args, writer.helpers)
+            return helper(f"wrapping_{op}", *(["wrapping_neg"] if op == "abs" else []))(writer, number, value, args)
         return row(writer, number, value, args)
 
     return wrapped
@@ -182,7 +192,7 @@ ROWS: Mapping[str, Row] = {
     "sigmoid": _sigmoid,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
-    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in wrapping.OPS},
+    **{op: _wrapping(op, row) for op, row in {**SHARED, "abs": _abs}.items() if op in _WRAPPING},
     "not": lambda _writer, _number, value, args: Text(f"{'!' if value.dtype == 'bool' else '~'}{args[0].at(ATOM)}", UNARY),
     "round": lambda _writer, _number, value, args: _suffixed("rint", value, args),
     "normal_cdf": lambda writer, _number, _value, args: Text(writer.normal_cdf(args[0].code)),

@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 
 from fusion_advisor.codegen.common.arguments import Access, Schedule
 from fusion_advisor.codegen.common.printer import ATOM, COMPARE, LOOSE, SUM, Text, Writer, terms_of
-from fusion_advisor.codegen.cuda import wrapping
-from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS
+from fusion_advisor.codegen.cuda.op_rows import COMPUTE, FAST, HELPERS, MATH, ROWS, WRAPPING_HELPERS, may_wrap
 from fusion_advisor.ir.causal_mask import order_of
 from fusion_advisor.ir.program import ADDRESSED, REDUCTIONS, Value, dropout_constants
 
@@ -114,7 +113,7 @@ class CudaWriter(Writer):
          "LATE", "lane", "first", "start", "top", "is_inside", "p", "index_t", "fabs", "rint", "fmod", "signbit", "VEC", "PACKS",
          "THREADS", "ROWS", "FULL", "half_bits", "bfloat16_bits", "Words", "philox", "word_of", "kept_bits", "is_kept", "Moments",
          "merged", "staged", "STAGED", "shift", "inside", "columns_inside", "load_part", "store_part", "mean_of",
-         "round_bf16", "round_fp16", *wrapping.HELPERS}
+         "round_bf16", "round_fp16", *WRAPPING_HELPERS}
     )  # fmt: skip
 
     def __init__(
@@ -128,7 +127,7 @@ class CudaWriter(Writer):
         self.per_pack = frozenset() if is_split else _per_pack(plan)
         is_half = all(o.dtype in ("float16", "bfloat16") for o in plan.program.operands if o.is_output)
         self.is_half = is_half and not plan.program.is_exact
-        self.may_wrap = wrapping.may_wrap(plan.program)
+        self.may_wrap = may_wrap(plan.program)
         super().__init__(plan, fast_math=fast_math)
 
     @property

@@ -68,7 +68,7 @@ def carried(plan: Schedule, passes: Sequence[Pass]) -> tuple[Carried, ...]:
 
 
 def hidden(plan: Schedule, step: Pass) -> Hidden | None:
-    """Return how a pass looks where a causal mask hides a whole pack; None where other things tell its columns apart."""
+    """Return how a pass looks where a causal mask hides a whole pack; None where something else differs between its columns."""
     program = plan.program
     masks = {n: order_of(program, n) for n in {v.args[0] for v in program.values if v.op == "where"}}
     masks = {n: order for n, order in masks.items() if order is not None and order.column == plan.col_dim}
@@ -101,7 +101,7 @@ def targets(plan: Schedule, step: Pass) -> list[int]:
 
 
 def _reached(plan: Schedule, wanted: Sequence[int], is_end: Callable[[int], bool]) -> set[int]:
-    """The column-varying values that others are made of, themselves included, nothing behind an end."""
+    """The column-varying values that others are made of, themselves included; an end is not followed further."""
     found: set[int] = set()
     waiting = list(wanted)
     while waiting:

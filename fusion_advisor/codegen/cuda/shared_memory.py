@@ -49,7 +49,7 @@ def shared_memory_of(arch: int) -> SharedMemory:
 
 
 def looped_passes(plan: Schedule) -> tuple[tuple[int, ...], tuple[Pass, ...]]:
-    """The walks over columns that do not stay in registers: as few as possible, see ``online.py`` and ``moments.py``."""
+    """The walks over columns that do not stay in registers: as few as possible, see ``online_softmax.py`` and ``welford.py``."""
     return column_passes(plan, online_sums(plan.program), moments(plan.program))
 
 

@@ -319,10 +319,10 @@ def _blocks_across(plan: Schedule, macros: dict[str, int]) -> int:
 
 
 def divisors(plan: Schedule) -> dict[str, int]:
-    """Sizes that a tiled kernel takes its row apart by, which is most of what it does before its first load.
+    """Sizes by which a tiled kernel divides its row index, which is most of its work before its first load.
 
     With 32 heads for a constant, and without a loop over columns, the first load of rope is its 49th instruction, not the 86th,
-    and a thread of 16 elements has 159 instead of 204. Rows whose columns are taken apart too, as into the channels of a group
+    and a thread of 16 elements has 159 instead of 204. Rows whose columns are divided too, as into the channels of a group
     norm, have few sizes in a model, and a division for each pack.
     """
     values = plan.program.values

@@ -1,6 +1,6 @@
 """A gated linear layer on many rows in CUDA C++, for Hopper: ``silu(x @ gate.T) * (x @ up.T)`` in one kernel.
 
-The GEMM's result has twice the columns of what is kept of it. cuBLAS writes it to memory, and a kernel behind it reads it again:
+The GEMM's result has twice the columns of what is kept of it. cuBLAS writes it to memory, and the next kernel reads it again:
 44 MB for 512 tokens of Llama-3.1-8B, 10 of 168 µs on an H200, where this kernel takes 159. It multiplies as fast as cuBLAS does
 without the gate (158 µs; 183 to its 189 for Qwen2.5-7B's layer, whose tiles are cut to fill the multiprocessors).
 

@@ -5,7 +5,7 @@ reading the weight, so a kernel is as good as its loads; beyond, a GEMM is. A GE
 so no :class:`~fusion_advisor.ir.program.Program`; these records take its place between choosing, rendering and launching.
 
 The norm costs no pass of its own: a row's ``rsqrt(mean(x²) + eps)`` is one factor for all its results, so the kernels sum up
-``x²`` beside ``x * norm_weight`` and multiply at the end. Eager rounds the normed row twice, this rounds it once or never.
+``x²`` along with ``x * norm_weight`` and multiply at the end. Eager rounds the normed row twice, this rounds it once or never.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WGMMA_STAGES = 6
 _WGMMA_SHARED_BYTES = 227 * 1024 - 1024
 """Of a block on Hopper, less what barriers and alignment take."""
 _TILE_COST = 4
-"""What a tile costs beside its multiplications, in rows of the weight: its results' way out."""
+"""Cost of storing a tile's results, in rows of the weight that are multiplied in that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class GemvConfig:
     ``cuda_wgmma``  a GEMM on Hopper's tensor cores that computes the gate from its sums; see ``codegen.gemm.hopper_gated``
     ``triton_fma``, ``triton_dot``  the first two ideas in Triton
     ``cublas``  torch's own ops
-    ``cuda_cublas``, ``triton_cublas``  cuBLAS, with library kernels of that backend for the norm before it and the gate behind it
+    ``cuda_cublas``, ``triton_cublas``  cuBLAS, with library kernels of that backend for the norm before it and the gate after it
     """
 
     form: Form

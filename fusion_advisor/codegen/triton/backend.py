@@ -300,7 +300,7 @@ def _constants(plans: Sequence[Schedule], *, is_looped: bool) -> list[str]:
 def fixed_arguments(call: Call) -> frozenset[str]:
     """Integers that a kernel is compiled for: in tiles all but the outermost size, which is that of the batch or of its tokens.
 
-    A tile is taken apart by divisions, and its masks and addresses are most of what it does before its first load. Known sizes
+    A tile number is split by divisions, and its masks and addresses are most of what it does before its first load. Known sizes
     turn rope of one token from 1.19 into 1.09 µs and of 2,048 tokens from 10.42 into 9.90 µs (32 heads of 128, bfloat16, H200;
     torch.compile, which fixes them too, 1.19 and 9.91 µs). Rows that are reduced and flat runs gain 2 % or nothing, but for what
     their columns are divided by.

@@ -124,7 +124,7 @@ class TritonWriter(Writer):
         return lines
 
     def _pair(self, even: int, odd: int) -> list[str]:
-        """Both elements of every column are read as one run of neighbours, at full width, and then taken apart."""
+        """Both elements of every column are read as one run of neighbours, at full width, and then split."""
         value, access = self.plan.program.values[even], self.plan.loads[even]
         if even not in self._runs:
             self._runs[even] = self.fresh(f"{access.operand.name}_run")

@@ -1,7 +1,7 @@
 """One figure per kernel of ``kernels bench``: time against bytes moved, and below it the share of the limit reached.
 
-On logarithmic axes everything near the limit looks alike; the lower panel is where 0.90 and 0.98 differ. Colours are those of
-Okabe and Ito, told apart by every kind of colour vision; markers differ as well. Nothing in a file says when it was drawn.
+On logarithmic axes everything near the limit looks the same; the lower panel is where 0.90 and 0.98 differ. Colours are those of
+Okabe and Ito, distinguishable with every kind of colour vision; markers differ as well. Nothing in a file says when it was drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``kernels bench``: every contender of a kernel, side by side, against what the device's memory allows.
 
 A row is one reference at one shape and dtype. Its contenders compute it once, are compared with fp64, and only those whose
-numbers are right are timed, together: replays take turns, so a drift of clocks hits all alike.
+numbers are right are timed, together: replays take turns, so a drift of clocks affects all equally.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bench(
     Args:
         jobs: manifests with their cases.
         options: what takes part, and for how long.
-        progress: told about each row.
+        progress: gets a step for each row.
         on_progress: gets what is done so far after each row, so that a run that is cut short has left its rows.
     """
     with current_device(options.device):

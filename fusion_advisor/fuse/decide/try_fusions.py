@@ -71,7 +71,7 @@ def try_all(
                         kernel_dir=kernel_dir,
                         seed=number,
                         with_nvtx=options.nvtx,
-                        is_timed=options.is_timed,
+                        is_timed=options.is_timed and not options.dry_run,
                         log=progress.note,
                     )
                     for backend in backends

@@ -5,7 +5,7 @@ one launch. The merged weight is a view where the weights already lie one after 
 them so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a
 copy, which is made only under ``--freeze``: it stays in memory, and writes through ``tensor.data`` do not reach it.
 
-The slices have wider strides than the separate outputs had, so this pass makes a new region, on which chains are lowered anew.
+The slices have wider strides than the separate outputs had, so this pass makes a new region, on which chains are lowered again.
 """
 
 from __future__ import annotations

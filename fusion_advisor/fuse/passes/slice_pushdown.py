@@ -178,7 +178,7 @@ def _rows_of(node: Node) -> list[Node]:
 
 
 def _dim_before(node: Node, dim: int) -> int | None:
-    """Where a dim of an op's result lies in what it reads; None where the op computes along it or takes it apart."""
+    """Where a dim of an op's result lies in what it reads; None where the op computes along it or splits it."""
     target, after = node.target, node.meta["val"].shape
     before, count = node.all_input_nodes[0].meta["val"].shape, len(after)
     at = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)

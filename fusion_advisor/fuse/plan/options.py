@@ -108,11 +108,12 @@ class ApplyOptions(ProfileOptions):
             in place of the limit that eager's own error sets. One of the two alone makes the other 0.
         atol: See ``rtol``.
         strict: Whether wrong numbers, a failed build or a rewrite that replaced nothing end the run with an error.
-        dry_run: Render and build, but leave the model as it is.
+        dry_run: Render, build and check kernels; the step is not timed, and the model is left as it is.
         baseline: What the headline compares with: ``eager``, ``compile`` (torch.compile's fastest mode) or ``both``. The last two
             measure torch.compile, on a CPU too.
         compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
-            for the rest of ours. None: on a GPU only.
+            for the rest of ours. None: on a GPU; from the command line on a CPU
+            torch.compile's default mode too, for no longer than the run took so far.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
         freeze: Fold values that depend on weights and buffers, and let a merged GEMM hold a copy of weights that do not lie side
             by side. The contract: weights and buffers are not written while the fusion is in place, or ``fused.refresh()`` is
@@ -170,6 +171,11 @@ class ApplyOptions(ProfileOptions):
     def measures_compile(self) -> bool | None:
         """Whether torch.compile and its like are measured; None leaves it to the device."""
         return True if self.baseline != "eager" or self.max_autotune else self.compile
+
+    @property
+    def is_peer_asked_for(self) -> bool:
+        """Whether the user asked for other ways to run the step, rather than a default."""
+        return self.measures_compile is True
 
     @property
     def tolerance(self) -> Tolerance | None:

@@ -1,7 +1,7 @@
 """Device memory of one way to run a step: what it needs, what it holds between calls, and what one call allocates on top.
 
 The allocator's own peak cannot compare ways that live in one process: it counts what the others hold, and it does not count what
-a CUDA graph writes to inside its pool, for nothing is allocated when the graph is replayed. So the parts are measured apart.
+a CUDA graph writes to inside its pool, for nothing is allocated when the graph is replayed. So the parts are measured separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def held_bytes(*, on_cuda: bool) -> int:
 
 
 def transient_bytes(call: Callable[[], Any], *, on_cuda: bool) -> int:
-    """Return the most that one call allocates beside what is there before it; 0 on a CPU."""
+    """Return the most that one call allocates in addition to what is there before it; 0 on a CPU."""
     if not on_cuda:
         return 0
     torch.cuda.synchronize()

@@ -87,5 +87,5 @@ class OddRows:
 
 
 def period_of(columns: int) -> int:
-    """Return how many rows of this width begin differently: every so many they are aligned alike."""
+    """Return how many rows of this width begin differently: their alignment repeats after so many."""
     return GEMM_MULTIPLE // math.gcd(columns, GEMM_MULTIPLE)

@@ -1,4 +1,4 @@
-"""A copy of a captured region whose ops get other layouts or sizes: chains are lowered anew on it."""
+"""A copy of a captured region whose ops get other layouts or sizes: chains are lowered again on it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def device_of(bench: Bench) -> torch.device:
 
 
 def why_no_room(bench: Bench, places: Sequence[Place]) -> str | None:
-    """A reason why what the places read cannot be kept all together, with one of them in float64 beside it."""
+    """Why the sites' inputs plus one float64 copy do not fit in memory; None if they do."""
     free_bytes, _ = memory_bytes(device_of(bench))
     kept = {index for place in places for index in place.inputs if not _is_in_memory(bench, index)}
     kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)

@@ -39,13 +39,13 @@ class Placed:
 def compute_in_epilogues(
     kept: Kept, rewrite: EpilogueRewrite, options: ApplyOptions, progress: Progress, *, budget_s: float
 ) -> Kept:
-    """Let GEMMs compute the activations behind them where that pays on top of what was kept.
+    """Let GEMMs compute the activations after them where that pays on top of what was kept.
 
     Args:
         kept: what was decided so far.
         rewrite: its record.
         options: the keep rule's thresholds, and the user's limit on errors.
-        progress: told what is found.
+        progress: gets a note for each finding.
         budget_s: seconds for the timing.
 
     Returns:

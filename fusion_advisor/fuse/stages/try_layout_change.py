@@ -38,7 +38,7 @@ def try_layout_change(
         rewrite: what to change.
         options: the keep rule's thresholds; ``freeze`` allows copies of weights.
         kernel_dir: where kernels for the new layouts are built.
-        progress: told what is found.
+        progress: gets a note for each finding.
         budget_s: seconds for the timing.
         free_bytes: of the device, for copies.
 

@@ -67,7 +67,7 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
     Args:
         kept: what was decided without them.
         options: the keep rule's thresholds; ``only`` and ``skip`` name these kernels too.
-        progress: told what is found.
+        progress: gets a note for each finding.
         budget_s: seconds for the timing of all kinds.
         make: from :func:`maker`; None where there is no device for them.
 
@@ -149,7 +149,7 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
         kernel_dir: where sources go.
         device: where they will run.
         backend: one of ``LINEAR_BACKENDS``, None for the faster one. The others have no such kernels.
-        log: told of each choice.
+        log: gets a line for each choice.
     """
     backends = LINEAR_BACKENDS if backend is None else tuple(name for name in LINEAR_BACKENDS if name == backend)
     if device.type != "cuda" or not backends:
@@ -254,7 +254,7 @@ def header_of(title: str) -> Header:
 
 
 def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:
-    """Return for each kind why it does not fit into memory beside those before it, and the places of all that do."""
+    """Return for each kind why it does not fit into memory together with the kinds before it, and the places of all that do."""
     refusals: list[str | None] = []
     seen: list[Place] = []
     for kind in kinds:

@@ -29,7 +29,7 @@ class Trial:
     Attributes:
         options: the keep rule's thresholds.
         kernel_dir: where kernels are built.
-        progress: told what is found.
+        progress: gets a note for each finding.
         device: of the model.
         budget_s: seconds of timing for all kernels of linears; half as many for any other rewrite.
         free_bytes: of the device, for copies of weights.

@@ -287,14 +287,14 @@ class Lowering(Values):
         try:
             return reshaped(where, shape, source, self.nest.extents)
         except CannotLower:
-            # Behind a class token patches begin at place 1 of the merged dim, which no cut of its loop takes apart.
+            # After a class token patches begin at position 1 of the merged dim, and no split of its loop begins there.
             whole, runs = undivided(where, shape, source)
             if not all(self._is_read_by_strides(index, run) for run in runs):
                 raise
             return whole
 
     def _is_read_by_strides(self, index: int, run: Sequence[int]) -> bool:
-        """Whether every load behind an element takes a run of its dims as one: dense in memory, or not read at all."""
+        """Whether every load of an element takes a run of its dims as one: dense in memory, or not read at all."""
         meta = self.meta(index)
         if index not in self.members:
             sizes, strides = [meta.shape[dim] for dim in run], [meta.stride[dim] for dim in run]

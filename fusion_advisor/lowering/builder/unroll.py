@@ -139,7 +139,7 @@ def _runs(loops: Loops, row: list[int], strides: tuple[int, ...]) -> list[list[i
 
 
 def _at_quotients(lowering: Lowering, loops: Loops, row: list[int], value: Value, runs: list[list[int]]) -> Value:
-    """A load that is moved by the row's index taken apart, and by none of the row's loops."""
+    """Rewrite a load to address by quotient and remainder of the flattened row index instead of by the row's loop variables."""
     args, steps = list(value.args), list(value.steps)
     for run in runs:
         if not (step := value.strides[run[-1]]):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fusion_advisor.lowering.builder.builder import Lowering
 
 _EPSILON = {"float64": 2.220446049250313e-16, "float32": 1.1920928955078125e-07}
-"""What ``rms_norm`` adds when it is told nothing: the epsilon of the dtype that it computes in."""
+"""The epsilon of ``rms_norm`` where none is given: the one of the dtype that it computes in."""
 
 
 def _reduced_dims(op: OpNode, rank: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _softmax(lowering: Lowering, op: OpNode, where: Index) -> int:
 def _cat(lowering: Lowering, op: OpNode, where: Index) -> int:
     """A cat is a choice by index: piece k where the index lies in its range, each load guarded by that range.
 
-    Where the pieces are alike and a loop runs over all of them, the loop is cut and written out: every piece is then known.
+    Where all pieces have one shape and a loop runs over all of them, the loop is cut and written out: every piece is then known.
     """
     assert isinstance(op.args[0], tuple)
     rank = len(op.outputs[0].shape)

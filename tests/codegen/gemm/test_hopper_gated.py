@@ -1,4 +1,4 @@
-"""What the host does before a gated GEMM is launched, with a planted driver; the kernel itself is in test_gemv.py."""
+"""What the host does before a gated GEMM is launched, with a planted driver; the kernel itself is in test_problem.py."""
 
 from __future__ import annotations
 

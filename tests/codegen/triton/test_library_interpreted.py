@@ -17,7 +17,7 @@ import pytest
 from fusion_advisor.library.discover import list_kernels
 
 HERE = Path(__file__).parents[2] / "kernel_cases"
-NAMES = [spec.name for spec in list_kernels() if spec.gemv is None]  # those: test_gemv.py
+NAMES = [spec.name for spec in list_kernels() if spec.gemv is None]  # those: gemm/test_problem.py
 PARTS = 4
 """Processes: starting one takes two seconds, and workers of the test run share them."""
 
