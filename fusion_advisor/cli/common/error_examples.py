@@ -59,6 +59,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA413": {"kernel": "fa_add_layernorm_74231c", "target": "sm_90", "cause": "too much shared memory"},
     "FA414": {"kernel": "fa_add_layernorm_74231c", "target": "cpp", "cause": "was killed by SIGSEGV"},
     "FA415": {"kernel": "add_layernorm", "detail": "an illegal memory access was encountered"},
+    "FA416": {"detail": "a value inside the model was laid out differently than when it was verified"},
     "FA501": {"name": "report.json", "detail": "it ends in the middle of a value"},
     "FA502": {"kernels": "1,090", "launches": "1,204", "known": "the profiler dropped kernels"},
     "FA503": {"name": "report.json", "found": "fusion-advisor-report/2", "expected": "fusion-advisor-report/1"},
@@ -69,6 +70,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA508": {"run": "20260101-120000-7f3a9c", "state": "compile", "why": "torch.compile was not measured in it"},
     "FA509": {"tool": "nsys", "recorded": "the eager step was run for nsys to record"},
     "FA511": {"path": "results/capture.json.gz"},
+    "FA512": {"detail": "the same step timed twice differs by 34%, load average 9.1 on 2 cores"},
     "FA701": {"failed": "speedup<1.05", "command": "fusion-advisor apply gpt2 --fail-on 'speedup<1.05'"},
     "FA702": {"missing": "speedup: nothing was applied in this run"},
 }  # fmt: skip
