@@ -26,7 +26,6 @@ LARGE_FUNCTIONS = {
     "fuse/decide/keep_rule.py:decide",
     "fuse/decide/try_fusions.py:choose",
     "fuse/live/cuda_graph_choice.py:choose_graph",
-    "fuse/modes/trace_profile.py:profile_trace",
     "fuse/modes/training.py:profile_training",
     "fuse/pipeline.py:apply_workload",
     "timing/interleaving.py:interleave",

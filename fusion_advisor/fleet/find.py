@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 from fusion_advisor.errors import NoTraces
-from fusion_advisor.records.fleet import TraceSource
+from fusion_advisor.records.trace import TraceSource
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fusion_advisor.records.fleet import ClassTime, FleetChain, TracePart
+from fusion_advisor.records.trace import ClassTime, FleetChain, TracePart
 
 FORMAT = "fusion-advisor/fleet/1"
 _CLASS = pa.struct([("category", pa.string()), ("kernels", pa.int64()), ("device_ns", pa.int64())])

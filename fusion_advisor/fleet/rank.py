@@ -20,7 +20,7 @@ from fusion_advisor.fleet.identity import job_in
 from fusion_advisor.fleet.parts import part_path
 from fusion_advisor.fleet.skew import RankTimes, skewed
 from fusion_advisor.fleet.weights import Weight
-from fusion_advisor.records.fleet import ChainRow, FailedTrace, FleetReport, GroupRow, Interval, TraceLink
+from fusion_advisor.records.trace import ChainRow, FailedTrace, FleetReport, GroupRow, Interval, TraceLink
 
 IDLE_LIMIT_SHARE = 0.2
 """Above this share of idle time a job is called launch-bound, as a single step is."""

@@ -29,7 +29,7 @@ from fusion_advisor.fleet.window import read_window
 from fusion_advisor.fuse.modes.trace_profile import join_trace, rank_trace, span_ns
 from fusion_advisor.library.trace_hints import library_sequences
 from fusion_advisor.records import TraceChain, TraceReport
-from fusion_advisor.records.fleet import ClassTime, FleetChain, TracePart, TraceSource
+from fusion_advisor.records.trace import ClassTime, FleetChain, TracePart, TraceSource
 from fusion_advisor.runtime.gc_pause import collector_paused
 
 COMMUNICATION = "communication"

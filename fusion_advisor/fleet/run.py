@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion_advisor.errors import CannotWrite
-from fusion_advisor.fleet.engines import local, on_ray
+from fusion_advisor.fleet import local_engine, ray_engine
 from fusion_advisor.fleet.find import find_traces
 from fusion_advisor.fleet.parts import whole_parts
 from fusion_advisor.fleet.rank import Question, rank_fleet
 from fusion_advisor.fleet.reduce import reduce_trace
 from fusion_advisor.fleet.task import MOST_EVENTS, Reduced, Task
 from fusion_advisor.fleet.weights import read_weights
-from fusion_advisor.records.fleet import FailedTrace, FleetReport, TraceSource
+from fusion_advisor.records.trace import FailedTrace, FleetReport, TraceSource
 
 PARTS = "parts"
 
@@ -78,34 +78,7 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
     except OSError as error:
         raise CannotWrite(path=parts, detail=error.strerror or str(error)) from error
     digests, unread = _known(parts, sources)
-    failed: list[FailedTrace] = []
-    done_bytes = sum(source.size_bytes for source in sources) - sum(source.size_bytes for source in unread)
-    json_bytes = failures = cpu_ns = peak_bytes = 0
-    tasks = [
-        Task(source=source, parts=parts.absolute(), most_events=options.most_events, kernel_dirs=options.kernel_dirs)
-        for source in unread
-    ]
-    all_bytes = sum(source.size_bytes for source in sources)
-    for number, result in enumerate(_results(options, tasks), start=1):
-        done_bytes, json_bytes = done_bytes + result.source.size_bytes, json_bytes + result.json_bytes
-        cpu_ns, peak_bytes = cpu_ns + result.cpu_ns, max(peak_bytes, result.peak_bytes)
-        failures += bool(result.error_code)
-        if result.digest:
-            digests[result.source.url] = result.digest
-        else:
-            failed.append(FailedTrace(url=result.source.url, code=result.error_code, error=result.error))
-        say(
-            State(
-                done=len(sources) - len(tasks) + number,
-                traces=len(sources),
-                failed=failures,
-                json_bytes=json_bytes,
-                done_bytes=done_bytes,
-                all_bytes=all_bytes,
-                cpu_ns=cpu_ns,
-                peak_bytes=peak_bytes,
-            )
-        )
+    failed = _read(options, parts, sources, unread, digests, say)
     question = Question(
         parts=parts,
         digests=digests,
@@ -118,6 +91,49 @@ def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: No
         tool=options.tool,
     )
     return rank_fleet(question)
+
+
+def _read(
+    options: FleetOptions,
+    parts: Path,
+    sources: Sequence[TraceSource],
+    unread: Sequence[TraceSource],
+    digests: dict[str, str],
+    say: Callable[[State], None],
+) -> list[FailedTrace]:
+    """Reduce what is unread, add to ``digests`` what has a part, and return what has none."""
+    tasks = [
+        Task(source=source, parts=parts.absolute(), most_events=options.most_events, kernel_dirs=options.kernel_dirs)
+        for source in unread
+    ]
+    all_bytes = sum(source.size_bytes for source in sources)
+    failed: list[FailedTrace] = []
+    state = State(
+        done=len(sources) - len(tasks),
+        traces=len(sources),
+        failed=0,
+        json_bytes=0,
+        done_bytes=all_bytes - sum(source.size_bytes for source in unread),
+        all_bytes=all_bytes,
+        cpu_ns=0,
+        peak_bytes=0,
+    )
+    for result in _results(options, tasks):
+        if result.digest:
+            digests[result.source.url] = result.digest
+        else:
+            failed.append(FailedTrace(url=result.source.url, code=result.error_code, error=result.error))
+        state = replace(
+            state,
+            done=state.done + 1,
+            failed=state.failed + bool(result.error_code),
+            json_bytes=state.json_bytes + result.json_bytes,
+            done_bytes=state.done_bytes + result.source.size_bytes,
+            cpu_ns=state.cpu_ns + result.cpu_ns,
+            peak_bytes=max(state.peak_bytes, result.peak_bytes),
+        )
+        say(state)
+    return failed
 
 
 def _known(parts: Path, sources: Sequence[TraceSource]) -> tuple[dict[str, str], list[TraceSource]]:
@@ -138,5 +154,5 @@ def _results(options: FleetOptions, tasks: Sequence[Task]) -> Iterator[Reduced]:
     if not tasks:
         return iter(())
     if options.engine == "ray":
-        return on_ray.run(tasks, reduce_trace, address=options.address)
-    return local.run(tasks, reduce_trace, processes=options.processes)
+        return ray_engine.run(tasks, reduce_trace, address=options.address)
+    return local_engine.run(tasks, reduce_trace, processes=options.processes)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_advisor.records.fleet import RankRow
+from fusion_advisor.records.trace import RankRow
 
 _MOST_ROWS = 1000
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusion_advisor.records.fleet import TraceSource
+from fusion_advisor.records.trace import TraceSource
 
 MOST_EVENTS = 800_000
 """Events of a trace that a worker holds: about 700 MB as objects."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fusion_advisor.errors import CannotWrite, EngineLost
-from fusion_advisor.fleet.engines import local, on_ray
+from fusion_advisor.fleet import local_engine, ray_engine
 from fusion_advisor.fleet.task import WORKER_DIED, Task
-from fusion_advisor.records.fleet import TraceSource
+from fusion_advisor.records.trace import TraceSource
 from tests.fleet.reducers import FillsDisk, KillsWorker, mark
 
 
@@ -30,10 +30,10 @@ def cluster():
 
 
 def run_local(tasks, reduce):
-    return local.run(tasks, reduce, processes=2)
+    return local_engine.run(tasks, reduce, processes=2)
 
 
-ENGINES = {"local": run_local, "ray": on_ray.run}
+ENGINES = {"local": run_local, "ray": ray_engine.run}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -70,9 +70,9 @@ def test_a_cluster_that_is_gone_is_said(tasks, cluster, monkeypatch):
         yield reduce(tasks[0])
         raise cluster.exceptions.RaySystemError("the head is gone")
 
-    monkeypatch.setattr(on_ray, "_results", lost)
+    monkeypatch.setattr(ray_engine, "_results", lost)
     with pytest.raises(EngineLost, match="1 of 8"):
-        list(on_ray.run(tasks, mark))
+        list(ray_engine.run(tasks, mark))
     assert len(list(tasks[0].parts.iterdir())) == 1
 
 
@@ -83,4 +83,4 @@ def test_without_ray_the_extra_is_named(tasks, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match="ray"):
-        list(on_ray.run(tasks, mark))
+        list(ray_engine.run(tasks, mark))

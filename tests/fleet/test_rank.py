@@ -10,7 +10,7 @@ from fusion_advisor.errors import UsageError
 from fusion_advisor.fleet.parts import write_part
 from fusion_advisor.fleet.rank import Question, rank_fleet
 from fusion_advisor.fleet.weights import Weight
-from fusion_advisor.records.fleet import ClassTime, FleetChain, TracePart
+from fusion_advisor.records.trace import ClassTime, FleetChain, TracePart
 
 HOUR_NS = 3_600_000_000_000
 

@@ -59,6 +59,9 @@ def typed(event: dict[str, Any]) -> TraceEvent:
     Raises:
         ValueError: a field that is used has no usable type.
     """
+    name = event.get("name")
+    if isinstance(name, str):  # JSON may hold half a surrogate pair, and UTF-8 may not
+        event = event | {"name": name.encode("utf-8", "backslashreplace").decode()}
     try:
         return _decode_event(msgspec.json.encode(event))
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError, RecursionError, TypeError) as error:

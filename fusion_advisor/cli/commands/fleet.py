@@ -16,7 +16,7 @@ from fusion_advisor.errors import CannotWrite, UnreadableTrace, UsageError
 
 if TYPE_CHECKING:
     from fusion_advisor.fleet.run import State
-    from fusion_advisor.records.fleet import FleetReport
+    from fusion_advisor.records.trace import FleetReport
 
 FLEET_SCHEMA = "fusion-advisor-fleet/1"
 
@@ -39,12 +39,16 @@ def fleet(
         Path, typer.Option("-o", "--output", metavar="DIR", help="Reports, and one Parquet part for each trace.")
     ] = Path("fleet"),
     engine: Annotated[Engine, typer.Option("--engine", help="This machine's cores, or a Ray cluster.")] = Engine.LOCAL,
-    address: Annotated[str, typer.Option("--address", help="Of a running Ray cluster; one is started when left out.")] = "",
+    address: Annotated[
+        str | None, typer.Option("--address", help="Of a running Ray cluster; one is started when left out.")
+    ] = None,
     processes: Annotated[int, typer.Option("--processes", metavar="N", min=0, help="0: one for each core (local).")] = 0,
     weights: Annotated[
         Path | None, typer.Option("--weights", metavar="CSV", help="Columns job, gpu_hours and, if you like, model.")
     ] = None,
-    job: Annotated[str, typer.Option("--job", metavar="REGEX", help="Finds the job in a trace's path: 'runs/([^/]+)/'.")] = "",
+    job: Annotated[
+        str | None, typer.Option("--job", metavar="REGEX", help="Finds the job in a trace's path: 'runs/([^/]+)/'.")
+    ] = None,
     min_share: options.MinShareOpt = "0.1%",
     top: options.TopOpt = 20,
     kernels: options.KernelsOpt = None,
@@ -66,10 +70,10 @@ def fleet(
             patterns=tuple(patterns),
             output=output,
             engine=engine.value,
-            address=address,
+            address=address or "",
             processes=processes,
             weights=weights,
-            job_pattern=job,
+            job_pattern=job or "",
             min_share=options.parse_share(min_share),
             top=top,
             kernel_dirs=options.kernel_dirs(kernels),
@@ -120,7 +124,7 @@ def _said_to(progress: TerminalProgress) -> object:
 
 def _write(report: FleetReport, directory: Path) -> list[Path]:
     from fusion_advisor.records.serialize import dump_record, write_atomic
-    from fusion_advisor.report.fleet.pages import render_fleet_html, render_fleet_markdown
+    from fusion_advisor.report.html.fleet_page import render_fleet_html, render_fleet_markdown
 
     texts = {
         "fleet.json": dump_record(report, FLEET_SCHEMA),

@@ -54,6 +54,9 @@ LEFT_OUT = {
     "compare.format": "the terminal's table",
     "compare.output": "B's directory",
     "report.output": "the run's own directory",
+    "fleet.address": "Ray on this machine",
+    "fleet.weights": "the traces' own device time",
+    "fleet.job": "the trace's own job, or its folder",
 }
 """Options without one default value: what is taken where they are left out. ``compare.output`` is of that command alone."""
 

@@ -16,7 +16,7 @@ from fusion_advisor.errors import AdvisorError, MissingExtra
 if TYPE_CHECKING:
     from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
     from fusion_advisor.records import Capture, PlanPreview, Report, TraceReport, Workload
-    from fusion_advisor.records.fleet import FleetReport
+    from fusion_advisor.records.trace import FleetReport
 
 REQUEST_SCHEMA = "fusion-advisor-request/1"
 

@@ -23,6 +23,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA106": {"model_id": "org/new-model", "version": "5.10.0", "model_type": "new_model"},
     "FA107": {"model_id": "org/model", "class_name": "CustomModel", "wanted": "graph_edges"},
     "FA201": {"index": " 1", "reason": "this torch is a CPU build", "advice": "install a CUDA build of torch"},
+    "FA205": {"command": "fleet", "library": "duckdb", "extra": "fleet"},
     "FA301": {
         "kind": "GPU", "stage": "loading the model", "wanted": "14.2 GiB", "free": "9.8 GiB", "total": "24.0 GiB",
         "others": "other processes use 12.1 GiB of this GPU", "advice": "pass a smaller --batch",
@@ -71,6 +72,10 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA509": {"tool": "nsys", "recorded": "the eager step was run for nsys to record"},
     "FA511": {"path": "results/capture.json.gz"},
     "FA512": {"detail": "the same step timed twice differs by 34%, load average 9.1 on 2 cores"},
+    "FA513": {"name": "jobs.csv", "detail": "line 3: `many` is no number of hours above 0"},
+    "FA514": {"patterns": "`traces/*.json`"},
+    "FA515": {"done": "1,240", "all": "2,000", "detail": "the head node does not answer"},
+    "FA516": {"name": "rank0.json.gz", "events": "9,400,000"},
     "FA701": {"failed": "speedup<1.05", "command": "fusion-advisor apply gpt2 --fail-on 'speedup<1.05'"},
     "FA702": {"missing": "speedup: nothing was applied in this run"},
 }  # fmt: skip

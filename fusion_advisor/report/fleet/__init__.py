@@ -1,4 +1,4 @@
-"""The ranking over a fleet of traces, as the terminal, markdown and HTML show it.
+"""The sentences and rows of a fleet's ranking, which the terminal, markdown and HTML print alike.
 
-In: a :class:`fusion_advisor.records.fleet.FleetReport`. Out: text; every view prints the same sentences and rows.
+In: a :class:`fusion_advisor.records.trace.FleetReport`. Out: text and tables.
 """

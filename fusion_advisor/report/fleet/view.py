@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records.fleet import ChainRow, FleetReport, GroupRow, Interval, RankRow
+from fusion_advisor.records.trace import ChainRow, FleetReport, GroupRow, Interval, RankRow
 from fusion_advisor.report.escape import plural
 
 _NS_PER_HOUR = 3.6e12

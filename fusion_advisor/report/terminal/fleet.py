@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from fusion_advisor.records.fleet import FleetReport
+from fusion_advisor.records.trace import FleetReport
 from fusion_advisor.report.fleet import view
 from fusion_advisor.report.terminal.layout import Column, column_table, plain
 

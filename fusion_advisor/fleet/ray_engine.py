@@ -1,4 +1,4 @@
-"""A Ray cluster: tasks with Ray's retries and memory limits, and no more of them in flight than the cluster has cores for."""
+"""Runs a function over traces on a Ray cluster, with Ray's retries and memory limits, and two tasks for each core in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process pool over the cores of this machine.
+"""Runs a function over traces in a process pool on the cores of this machine.
 
 A worker that dies (killed for its memory, say) breaks the pool, and the pool does not tell which task it was. The tasks that were
 in flight are then run again, one at a time: the one that breaks the pool alone is given up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fusion_advisor.records.fleet import FleetReport
+from fusion_advisor.records.trace import FleetReport
 from fusion_advisor.report import markdown
 from fusion_advisor.report.fleet import view
 from fusion_advisor.report.html import page as html
