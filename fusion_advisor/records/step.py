@@ -124,6 +124,10 @@ class ModelCheck:
     """Share of positions where fused and eager choose the same token; None for non-logits."""
     top5_agreement: float | None = None
     """Share of positions where their five likeliest tokens are the same five, in any order; None as above."""
+    eager_argmax_agreement: float | None = None
+    """As ``argmax_agreement`` between eager and the oracle: what eager's own rounding changes; None where the oracle is eager."""
+    eager_top5_agreement: float | None = None
+    """As ``top5_agreement`` between eager and the oracle."""
     nonfinite_mismatches: int
     limit: str
     is_passed: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion_advisor import units
-from fusion_advisor.records import Match, Report, Status, Timing, TooBusy, Training
+from fusion_advisor.records import Fusion, GraphRewrite, Match, Report, Status, Timing, TooBusy, Training
 from fusion_advisor.report import baseline_rows, first_screen, shared_rows
 from fusion_advisor.report.escape import plural, visible
 
@@ -100,7 +100,7 @@ def _compared_with(report: Report) -> tuple[str, str]:
         return "warn", f"Could not tell: this machine is too busy. {why_busy(report.too_busy)}"
     if baseline_rows.is_unchanged(report):
         return "plain", f"Nothing paid, so the model was left as it was: {units.duration(before.median_ns)} per step ({what})."
-    against_eager = _against("eager", "", what, before, after)
+    against_eager = _kept_by_itself(report, _against("eager", "", what, before, after))
     if report.baseline == "eager":
         return against_eager
     compiled = baseline_rows.best_compile(report)
@@ -112,6 +112,21 @@ def _compared_with(report: Report) -> tuple[str, str]:
     tones = {against_eager[0], against_compile[0]}
     tone = next(tone for tone in ("loss", "warn", "gain") if tone in tones)
     return tone, f"{against_eager[1]} {against_compile[1]}"
+
+
+def _kept_by_itself(report: Report, found: tuple[str, str]) -> tuple[str, str]:
+    """Say what the kept rewrites save by their own times where the whole step's noise hides it: both statements are true."""
+    if found[0] != "warn" or not kept_count(report):
+        return found
+    rows: list[Fusion | GraphRewrite] = [*report.fusions, *report.rewrites]
+    saved_ns = -sum(row.step_delta_ns or 0 for row in rows if row.status is Status.KEPT)
+    if saved_ns <= 0:
+        return found
+    whole = found[1].removeprefix("No measurable difference from eager: ")
+    return "warn", (
+        f"The kept rewrites save {units.duration(saved_ns)} per step, each timed against the step without it; the whole step "
+        f"varies too much to show their sum: {whole}"
+    )
 
 
 def why_busy(found: TooBusy) -> str:

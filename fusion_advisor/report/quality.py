@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion_advisor import units
-from fusion_advisor.records import Report, Timing
+from fusion_advisor.records import ModelCheck, Report, Timing
 from fusion_advisor.report import baseline_rows, clocks, shared_rows
 from fusion_advisor.report.escape import plural, visible
 
@@ -66,3 +66,17 @@ def unsteady(report: Report) -> str:
         f"Unstable timings, uncertain by more than {MOST_SPREAD:.0%}: {', '.join(varied)}. Another run may find other medians. "
         "Rerun on an idle machine."
     )
+
+
+def likeliest_line(check: ModelCheck) -> str:
+    """Say how often the fused and the eager model call the same tokens likeliest, with eager's own figure where they differ."""
+    if check.argmax_agreement is None:
+        return ""
+    five = "" if check.top5_agreement is None else f", the same five {units.share(check.top5_agreement)}"
+    line = f"Same likeliest token as eager {units.share(check.argmax_agreement)}{five}"
+    if min(check.argmax_agreement, 1.0 if check.top5_agreement is None else check.top5_agreement) == 1:
+        return f"{line}."
+    if check.eager_argmax_agreement is None or check.eager_top5_agreement is None:
+        return f"{line}; tokens whose scores lie closer than the rounding change places, and eager's own figure was not recorded."
+    own = f"{units.share(check.eager_argmax_agreement)} and {units.share(check.eager_top5_agreement)}"
+    return f"{line}; eager's own against the oracle {own}: tokens whose scores lie closer than the rounding change places."

@@ -17,6 +17,7 @@ import torch
 from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
+from fusion_advisor.verify.likeliest import agreement
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
 _MODEL_FACTOR = 1.5
@@ -317,12 +318,15 @@ def check_model(
     if other:
         return _of_other_shapes(other, oracle_name)
     rows = []
+    logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     is_kept = True
     for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
         if ours.is_floating_point():
             if tolerance is not None and name not in exact:
                 is_kept = is_kept and is_inside(ours, truth, tolerance)
             rows.append((name, error_of(ours, truth), error_of(theirs, truth), error_of(ours, theirs), ours, theirs))
+            if logits is None and ours.dim() >= 2 and ours.shape[-1] > 1000:
+                logits = (ours, theirs, truth)
     if not rows:
         raise ValueError("the model returns no floating tensor")
 
@@ -345,9 +349,8 @@ def check_model(
         limit = f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"
     mismatches = sum(row[3].nonfinite for row in rows)
     flat_ours, flat_theirs = ours.flatten().to(torch.float64), theirs.flatten().to(torch.float64)
-    logits = next(((row[4], row[5]) for row in rows if row[4].dim() >= 2 and row[4].shape[-1] > 1000), None)
-    agreement = None if logits is None else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean())
-    same_five = None if logits is None else float((_top_five(logits[0]) == _top_five(logits[1])).all(-1).double().mean())
+    token, five = (None, None) if logits is None else agreement(logits[0], logits[1])
+    own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else agreement(logits[1], logits[2])
     return ModelCheck(
         oracle=oracle_name,
         outputs=tuple(row[0] for row in rows),
@@ -357,8 +360,10 @@ def check_model(
         eager_max_abs=theirs_error.max_abs,
         fused_vs_eager_max_abs=between.max_abs,
         cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
-        argmax_agreement=agreement,
-        top5_agreement=same_five,
+        argmax_agreement=token,
+        top5_agreement=five,
+        eager_argmax_agreement=own_token,
+        eager_top5_agreement=own_five,
         nonfinite_mismatches=mismatches,
         limit=limit,
         is_passed=(max(map(overrun, rows)) <= 1 if tolerance is None else is_kept) and mismatches == 0,
@@ -381,10 +386,6 @@ def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:
         limit="the shapes of eager's outputs, which a model that draws random numbers may not keep to itself",
         is_passed=False,
     )
-
-
-def _top_five(logits: torch.Tensor) -> torch.Tensor:
-    return logits.topk(5, dim=-1).indices.sort(dim=-1).values
 
 
 def layout_of(tensor: torch.Tensor) -> TensorMeta:

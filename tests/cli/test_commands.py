@@ -310,7 +310,7 @@ def test_an_unknown_code_is_answered_with_its_neighbours_by_meaning(run: Run, as
         (("profile", "m", "--phase", "training"), ("--phase cannot be `training`", "did you mean `train`?")),
         (("profile", "m", "--batch", "0"), ("--batch must be at least 1, not `0`",)),
         (("profile", "m", "--batch", "many"), ("--batch must be a whole number, not `many`",)),
-        (("apply", "m", "--confidence", "2"), ("--confidence must be at most 0.999, not `2`",)),
+        (("apply", "m", "--confidence", "2"), ("--confidence must be above 0.5 and below 1, not `2`",)),
         (("apply", "m", "--min-gain", "x"), ("`x` is not a share", "write 0.5% or 0.005")),
         (("apply", "m", "--min-time", "x"), ("`x` is not a time", "write 2s or 500ms")),
         (("kernels", "show", "swiglu", "--backend", "c++"), ("--backend cannot be `c++`", "did you mean `cpp`?")),

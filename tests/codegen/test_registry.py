@@ -17,7 +17,7 @@ from fusion_advisor.records import Tuning
 
 PACKAGE = Path(fusion_advisor.__file__).parent
 VERSIONS = {  # the installed package named "triton", whose version is shown; no backend
-    "runtime/environment.py", "cli/commands/doctor.py", "report/shared_rows.py", "report/compare/comparison.py",
+    "runtime/environment.py", "cli/commands/doctor.py", "report/background_rows.py", "report/compare/comparison.py",
 }  # fmt: skip
 
 

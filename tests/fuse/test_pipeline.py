@@ -87,7 +87,9 @@ def quick(monkeypatch, tmp_path):
     timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
     faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
     monkeypatch.setattr(trial.interleaving, "compare_alone", lambda *_, **__: (timing, faster))
-    return ApplyOptions(warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x")
+    return ApplyOptions(
+        warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x", compile=False
+    )
 
 
 def verdicts(monkeypatch, status_of):

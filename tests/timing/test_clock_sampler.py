@@ -223,9 +223,8 @@ def test_each_way_of_calling_the_model_gets_its_own_clocks(monkeypatch):
     )
     assert [len(side.clocks.samples) for side in (one, other)] == [4, 4]
     assert not {sample.sm_mhz for sample in one.clocks.samples} & {sample.sm_mhz for sample in other.clocks.samples}
-    assert (
-        len(rewound) == 2 + 2 * 12 + 8 * clock_sampler._MOST_QUEUED
-    )  # a step that moves its cache on is put back before queued runs too
+    # A step that moves its cache on is put back before queued runs too; on a CPU no run goes ahead of a timed one.
+    assert len(rewound) == 2 + 12 + 8 * clock_sampler._MOST_QUEUED
 
 
 @pytest.mark.gpu

@@ -6,12 +6,14 @@ import difflib
 import re
 from typing import Any
 
+from fusion_advisor.codegen.registry import BACKENDS
 from fusion_advisor.errors import UsageError
 
 _MEANT = {
     "float16": "fp16", "half": "fp16", "f16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "f32": "fp32",
-    "training": "train", "inference": "forward", "generation": "generate", "c++": "cpp", "cxx": "cpp", "cuda_cpp": "cuda",
+    "training": "train", "inference": "forward", "generation": "generate",
     "none": "eager", "inductor": "compile", "torch.compile": "compile",
+    **{name: backend.name for backend in BACKENDS for name in backend.other_names},
 }  # fmt: skip
 """Other tools' names of our options' values."""
 

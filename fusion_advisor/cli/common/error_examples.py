@@ -58,7 +58,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "FA411": {"name": "gelu", "near": "did you mean `gelu_erf` or `gelu_tanh`?"},
     "FA412": {"file": "kernels/mine/reference.py", "detail": "has no function whose name starts with reference_"},
     "FA413": {"kernel": "fa_add_layernorm_74231c", "target": "sm_90", "cause": "too much shared memory"},
-    "FA414": {"kernel": "fa_add_layernorm_74231c", "target": "cpp", "cause": "was killed by SIGSEGV"},
+    "FA414": {"kernel": "fa_add_layernorm_74231c", "target": "CPU", "cause": "was killed by SIGSEGV"},
     "FA415": {"kernel": "add_layernorm", "detail": "an illegal memory access was encountered"},
     "FA416": {"detail": "a value inside the model was laid out differently than when it was verified"},
     "FA501": {"name": "report.json", "detail": "it ends in the middle of a value"},

@@ -37,6 +37,8 @@ class Backend:
 
     name: ClassVar[str]
     """In manifests, reports and on the command line; also its folder in ``templates/``."""
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """What users may type for it, in lower case; the command line then names the right one."""
     title: ClassVar[str]
     """For readers: ``CUDA``."""
     suffix: ClassVar[str]

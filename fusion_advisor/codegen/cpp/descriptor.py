@@ -18,6 +18,7 @@ class Cpp(Backend):
     """C++ with OpenMP, on CPUs."""
 
     name = "cpp"
+    other_names = ("c++", "cxx")
     title = "C++"
     suffix = ".cpp"
     lexer = "cpp"

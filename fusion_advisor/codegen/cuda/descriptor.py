@@ -20,6 +20,7 @@ class Cuda(Backend):
     """CUDA C++, compiled by NVRTC and launched through cuda-core."""
 
     name = "cuda"
+    other_names = ("cuda_cpp", "nvcc")
     title = "CUDA"
     suffix = ".cu"
     lexer = "cuda"

@@ -150,7 +150,7 @@ class ApplyOptions(ProfileOptions):
                 raise UsageError(detail=f"{option} {value} is no limit", help=f"pass {option} 0 or more, or leave it out")
         if not 0.5 < self.confidence < 1:
             raise UsageError(
-                detail=f"--confidence {self.confidence} is no level of an interval", help="use a value above 0.5 and below 1"
+                detail=f"--confidence must be above 0.5 and below 1, not `{self.confidence:g}`", help="0.95 is usual"
             )
         if self.keep not in KEEP:
             raise UsageError(detail=f"--keep {self.keep} is not known", help=f"use {' or '.join(KEEP)}")

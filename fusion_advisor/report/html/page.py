@@ -156,6 +156,7 @@ def _tables(report: Report, top_kernels: int) -> dict[str, object]:
         "comparisons": shared_rows.comparisons(report),
         "launch_line": shared_rows.launch_line(report),
         "baselines": baseline_rows.baseline_rows(report),
+        "likeliest": quality.likeliest_line(report.model_check) if report.model_check else "",
         "has_rested": baseline_rows.has_rested(report),
         "run_lines": baseline_rows.run_lines(report),
         "predicted": baseline_rows.predicted,

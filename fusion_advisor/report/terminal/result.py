@@ -94,10 +94,9 @@ def _numerics(report: Report, console: Console) -> list[RenderableType]:
     if check is None:
         return []
     errors = f"relative L2 {units.error(check.fused_rel_l2)}, eager's own {units.error(check.eager_rel_l2)}"
-    agree = "" if check.argmax_agreement is None else f", same token {units.share(check.argmax_agreement)}"
-    agree += "" if check.top5_agreement is None else f", same top five {units.share(check.top5_agreement)}"
-    words = f"{'✓' if check.is_passed else '✗'} Error of the whole model against {check.oracle}: {errors}{agree}."
-    return [text_line(words, console, "" if check.is_passed else "red")]
+    words = f"{'✓' if check.is_passed else '✗'} Error of the whole model against {check.oracle}: {errors}."
+    likeliest = quality.likeliest_line(check)
+    return [text_line(f"{words} {likeliest}".rstrip(), console, "" if check.is_passed else "red")]
 
 
 def result_table(report: Report, console: Console) -> RenderableType:
