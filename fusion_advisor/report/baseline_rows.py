@@ -21,6 +21,7 @@ from fusion_advisor.records import (
     Timing,
 )
 from fusion_advisor.report.escape import plural, visible
+from fusion_advisor.timing.paired import compare_rounds
 
 UNCHANGED = "unchanged"
 """Label of the profile after a run that kept nothing."""
@@ -90,9 +91,11 @@ def _fastest(rows: Sequence[tuple[str, Timing | None]]) -> tuple[str, Timing] | 
 
 
 def cost_line(report: Report) -> str:
-    """If another way is faster than ours: the kind of kernel that loses the time, and its most expensive kernel."""
+    """If another way is measurably faster than ours: the kind of kernel that loses the time, and its most expensive kernel."""
     own, peer = own_wall(report), best_peer(report)
-    if own is None or peer is None or report.after is None or is_unchanged(report) or peer[1].median_ns >= own.median_ns:
+    if own is None or peer is None or report.after is None or is_unchanged(report):
+        return ""
+    if compare_rounds(peer[1].times_ns, own.times_ns).ratio_high >= 1:
         return ""
     theirs = next(row.step for row in report.baselines if row.name == peer[0])
     assert theirs is not None
