@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from fusion_advisor.errors import AdvisorError, EngineLost, MissingExtra
 from fusion_advisor.fleet.task import WORKER_DIED, Reduce, Reduced, Task
 
 _RETRIES = 2
+_PATCHES_PRINT = "RAY_TQDM_PATCH_PRINT"
+"""Unless it is 0, Ray replaces the built-in ``print`` of the whole process."""
 _PER_CORE = 2
 _BASE_BYTES = 500_000_000
 """torch alone takes half of it."""
@@ -39,6 +42,7 @@ def run(tasks: Sequence[Task], reduce: Reduce, *, address: str = "") -> Iterator
     done = 0
     try:
         if is_ours:
+            os.environ.setdefault(_PATCHES_PRINT, "0")
             ray.init(address=address or "local", log_to_driver=False, include_dashboard=False, logging_level="ERROR")
         for result in _results(ray, tasks, reduce):
             done += 1

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import resource
 import shutil
 import sys
@@ -46,8 +47,17 @@ def reduce_trace(task: Task) -> Reduced:
     """Read a trace, write its part, and say what that took; see :func:`_reduced`."""
     began = time.process_time_ns()
     result = _reduced(task)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return replace(result, cpu_ns=time.process_time_ns() - began, peak_bytes=peak)
+    return replace(result, cpu_ns=time.process_time_ns() - began, peak_bytes=_peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has held: ``ru_maxrss`` would count what its parent held when it was started."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _reduced(task: Task) -> Reduced:

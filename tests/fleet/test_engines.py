@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fusion_advisor.errors import CannotWrite, EngineLost
@@ -24,6 +26,7 @@ def tasks(tmp_path):
 def cluster():
     """One Ray for all tests here: it takes seconds to start."""
     ray = pytest.importorskip("ray")
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # as the engine does, or Ray would replace print for the tests to come
     ray.init(address="local", log_to_driver=False, include_dashboard=False, logging_level="ERROR", num_cpus=2)
     yield ray
     ray.shutdown()
@@ -84,3 +87,10 @@ def test_without_ray_the_extra_is_named(tasks, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match="ray"):
         list(ray_engine.run(tasks, mark))
+
+
+def test_print_stays_pythons_own(tasks):
+    pytest.importorskip("ray")
+    own = print
+    list(ray_engine.run(tasks[:1], mark))
+    assert print is own

@@ -304,6 +304,8 @@ def start_of(raw: TraceEvent | dict[str, Any]) -> int:
 
 def _typed(raw: dict[str, Any]) -> TraceEvent | None:
     """Return a decoded object as an event; None where its kind is not used."""
+    if raw.get("ph") == "X" and not isinstance(raw.get("cat", ""), str):
+        raise ValueError("a category that is no text")
     return typed(raw) if is_used(raw) else None
 
 

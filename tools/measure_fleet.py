@@ -1,0 +1,67 @@
+"""Measures ``fleet`` over growing numbers of traces: seconds, processor time, MB of JSON, memory of the largest worker.
+
+Run: ``python -m tools.make_fleet DIR --count 2000 --broken 20 --hostile 5 --launches 300``, then
+``python -m tools.measure_fleet DIR 10 50 200 1000 2000 --json figures.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from fusion_advisor.fleet.run import FleetOptions, State, run_fleet
+
+
+def measure(traces: list[Path], engine: str, processes: int) -> dict[str, Any]:
+    """Run a fleet into an empty folder and return its figures."""
+    states: list[State] = []
+    with tempfile.TemporaryDirectory() as folder:
+        patterns = tuple(str(path) for path in traces)
+        options = FleetOptions(patterns=patterns, output=Path(folder), engine=engine, processes=processes)
+        began = time.monotonic()
+        report = run_fleet(options, states.append)
+        seconds = time.monotonic() - began
+        began = time.monotonic()
+        run_fleet(options)
+        again = time.monotonic() - began
+        parts_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*.parquet"))
+    last = states[-1]
+    return {
+        "traces": len(traces),
+        "failed": len(report.failed),
+        "engine": engine,
+        "seconds": round(seconds, 1),
+        "cpu_s": round(last.cpu_ns / 1e9, 1),
+        "json_mb": round(last.json_bytes / 1e6, 1),
+        "mb_per_core_s": round(last.json_bytes / 1e6 / (last.cpu_ns / 1e9), 1),
+        "peak_worker_mb": round(last.peak_bytes / 1e6),
+        "parts_mb": round(parts_bytes / 1e6, 2),
+        "again_s": round(again, 1),
+    }
+
+
+def main() -> None:
+    """Measure each count of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("counts", type=int, nargs="+")
+    parser.add_argument("--engine", default="local")
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    found = sorted(asked.folder.rglob("*.json.gz"))
+    step = {count: max(1, len(found) // count) for count in asked.counts}
+    rows = []
+    for count in asked.counts:
+        rows.append(measure(found[:: step[count]][:count], asked.engine, asked.processes))
+        print(json.dumps(rows[-1]), flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
