@@ -250,7 +250,7 @@ def _coverage(db: duckdb.DuckDBPyConnection, hours: float, idle: float) -> tuple
     sums = {row["category"]: row["hours"] for row in _rows(db, _CLASSES)}
     chains = _rows(db, "select coalesce(sum(hours), 0) as hours from chains")[0]["hours"]
     small = sum(sums.pop(name, 0.0) for name in _CHAIN_CLASSES)
-    rows = [("chains", chains), ("other pointwise, reduction and memory kernels", small - chains), *sums.items(), ("idle", idle)]
+    rows = [("chains", chains), ("small kernels outside chains", small - chains), *sums.items(), ("idle", idle)]
     return tuple((name, value / hours) for name, value in rows if value > 0)
 
 

@@ -50,7 +50,7 @@ def headline(report: FleetReport) -> str:
         return f"{read}: no chain of pointwise and reduction kernels repeats with a share worth naming."
     total = dict(report.coverage).get("chains", 0.0)
     first = report.chains[0]
-    return f"{read}: {units.share(total)} of it is in chains; `{first.ops}` alone takes {units.share(first.share)}."
+    return f"{read}: {units.share(total)} of it is in chains; {first.ops} alone takes {units.share(first.share)}."
 
 
 def _amount(report: FleetReport) -> str:
