@@ -1,4 +1,4 @@
-"""What `fusion-advisor apply gpt2` must leave behind: `check_run.py RUN` (exit 6 if only the timing said no), `--install RUN`.
+"""Checks the files of `fusion-advisor apply gpt2`: `check_run.py RUN` (exit 6 if only the timing said no), `--install RUN`.
 
 Whether a kernel pays is a measurement, and neighbours on the same machine can drown it. That the kernel was rendered, built, is
 right and goes into the model is none: `--install` takes the run's plan as if GELU had been kept, and puts it in place.

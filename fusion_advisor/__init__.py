@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fusion_advisor.report.html.notebook import NotebookReport
     from fusion_advisor.workload.load import LoadedWorkload
 
-O = TypeVar("O", bound="ProfileOptions")  # noqa: E741
+OptionsT = TypeVar("OptionsT", bound="ProfileOptions")
 
 __all__ = ["apply", "load_plan", "load_report", "profile"]
 
@@ -140,7 +140,7 @@ def load_report(run: str | Path) -> NotebookReport:
     return for_notebook(read_report(path / "report.json" if path.is_dir() else path))
 
 
-def _named(verb: str, loaded: LoadedWorkload, options: O) -> O:
+def _named(verb: str, loaded: LoadedWorkload, options: OptionsT) -> OptionsT:
     """Give a run without an id the id that the command line would give it."""
     from dataclasses import replace
 

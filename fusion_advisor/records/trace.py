@@ -158,7 +158,7 @@ class TracePart:
     communication_ns: int = 0
     """Only collectives ran."""
     collectives_ns: tuple[int, ...] = ()
-    """Duration of each collective, in order: equal numbers on every rank, so that waiting can be told from transfer."""
+    """Duration of each collective, in order. The k-th collective is the same on every rank; the shortest is the transfer."""
     has_shapes: bool = False
     classes: tuple[ClassTime, ...] = ()
     chains: tuple[FleetChain, ...] = ()

@@ -29,7 +29,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
         "others": "other processes use 12.1 GiB of this GPU", "advice": "pass a smaller --batch",
     },
     "FA302": {"factory": "model.py:make", "exception": "KeyError", "last_line": "'hidden_size'", "location": "model.py:14"},
-    "FA303": {"model_id": "model.py:make", "detail": "every op is behind a graph break"},
+    "FA303": {"model_id": "model.py:make", "detail": "a graph break comes before every op"},
     "FA304": {"option": "--seq-len", "seq_len": 2048, "maximum": 1024, "model_id": "gpt2", "most": 1024},
     "FA305": {"factory": "model.py:mkae", "detail": "model.py has no `mkae`; it has `make`"},
     "FA306": {"path": "/data/run", "detail": "No space left on device"},

@@ -30,7 +30,7 @@ from fusion_advisor.runtime.external_profiler import nsys_profile
 
 INTERRUPTED = 130
 
-O = TypeVar("O", bound=ProfileOptions)  # noqa: E741
+OptionsT = TypeVar("OptionsT", bound=ProfileOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +133,9 @@ def _run(
     verb: str,
     *,
     request: Any,
-    options: O,
+    options: OptionsT,
     output: Output,
-    work: Callable[[core.Loaded, O, TerminalProgress], Report],
+    work: Callable[[core.Loaded, OptionsT, TerminalProgress], Report],
     judge: Callable[[Report], Report] = lambda report: report,
 ) -> tuple[Report, Path]:
     if output.directory is not None:

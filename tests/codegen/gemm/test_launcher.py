@@ -96,9 +96,9 @@ def test_file_with_tensor_maps_compiles_with_the_command_that_it_names(tmp_path)
 @pytest.mark.parametrize(("backend", "problem"), [("triton", EVERYTHING), ("cuda", EVERYTHING), ("cuda", PLAIN), ("cuda", GATED)])
 def test_file_runs_alone_on_a_gpu(tmp_path, backend, problem):
     if backend == "cuda" and find_nvcc() is None:
-        pytest.skip("no nvcc")
+        pytest.skip("nvcc compiles the file, and there is none here")
     if problem is GATED and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for Hopper")
+        pytest.skip("the kernel uses wgmma, which Hopper alone has")
     found = rendered(problem, backend)
     if found.is_for_one_arch:
         (tmp_path / f"{found.entry}.cu").write_text(found.file_text)
