@@ -49,6 +49,12 @@ def _div(writer: TritonWriter, number: int, value: Value, args: Sequence[Text]) 
     return INFIX["div"](writer, number, value, args)
 
 
+def _neg(_writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
+    if value.dtype.startswith("float"):  # triton 3.6 computes -x as 0 - x, which is +0 where x is +0
+        return Text(f"{args[0].at(PRODUCT)} * -1.0", PRODUCT)
+    return Text(f"-{args[0].at(ATOM)}", UNARY)
+
+
 def _reciprocal(writer: TritonWriter, _number: int, value: Value, args: Sequence[Text]) -> Text:
     precise = f"tl.div_rn(1.0, {args[0].code})"
     return Text(precise if _is_precise(writer, value) else f"1.0 / {args[0].at(UNARY)}", UNARY - 1)
@@ -101,6 +107,7 @@ ROWS: Mapping[str, Row] = {
     "cast": _cast,
     "quotient": _quotient,
     "div": _div,
+    "neg": _neg,
     "reciprocal": _reciprocal,
     "sqrt": _sqrt,
     "exp": _exp,

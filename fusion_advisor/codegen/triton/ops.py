@@ -69,6 +69,9 @@ class TritonWriter(Writer):
         if value.dtype == "int64":
             return str(int(constant or 0))
         number = float(0.0 if constant is None else constant)
+        if number == 0 and math.copysign(1.0, number) < 0:  # triton 3.6 takes the literal -0.0 for +0.0
+            bits = 64 if value.dtype == "float64" else 32
+            return f"tl.full([], 1 << {bits - 1}, tl.uint{bits}).to(tl.float{bits}, bitcast=True)"
         if value.constant_name and value.dtype == "float64":
             return f"tl.full([], {number!r}, tl.float64)"  # a name for a plain number would hold it as float32
         return repr(number) if math.isfinite(number) else f'float("{number}")'
