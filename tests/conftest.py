@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
-from tests.gpus import gpu_of_worker, visible_gpus
+from tests.gpus import gpu_of_worker, has_gpu_tests, visible_gpus
 from tests.running_alone import Turn
 
 _GPU = gpu_of_worker(os.environ.get("PYTEST_XDIST_WORKER", ""), visible_gpus())
@@ -98,6 +98,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with _turn(run).take(alone=_is_serial(item)):
         return (yield)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without GPU tests alone where only these are asked for: importing all took 26 workers five minutes."""
+    return True if config.option.markexpr == "gpu" and not has_gpu_tests(collection_path) else None
 
 
 def _is_plain(config: pytest.Config) -> bool:

@@ -20,3 +20,9 @@ def gpu_of_worker(worker: str, gpus: list[str]) -> str | None:
     """Return the GPU of one of pytest-xdist's workers (``gw3``), which take turns; None where there is nothing to share out."""
     found = re.fullmatch(r"gw(\d+)", worker)
     return gpus[int(found[1]) % len(gpus)] if found and len(gpus) > 1 else None
+
+
+def has_gpu_tests(path: Path) -> bool:
+    """Whether a test file, or one in a folder, has the marker of GPU tests."""
+    files = path.rglob("test_*.py") if path.is_dir() else [path]
+    return any("pytest.mark.gpu" in file.read_text(encoding="utf-8") for file in files)

@@ -7,7 +7,8 @@ Every kernel compares a position with its table's extent before it reads or writ
   lost and the next synchronisation raises ``device-side assert triggered``. Kernels that assert are captured in CUDA graphs.
 
 What it costs on a GPU: the two comparisons decide already where a load may read. The check adds one branch for each position and
-the call behind it, which no thread takes.
+a call that no thread makes: 2 % of a cross entropy in Triton, 0.2 % in CUDA C++, and less than 1 % of a step in six models
+(docs/measurements/trust_cost.md).
 """
 
 from __future__ import annotations
