@@ -69,7 +69,7 @@ def apply(model: torch.nn.Module, inputs: Any, *, plan: SavedPlan | None = None,
     Raises:
         CannotCapture: dynamo captured no graph of the model.
         ModelInTraining: the model, or a dropout in it, is in ``train()`` mode.
-        TypeError: options beside a plan, or what is no module.
+        TypeError: options together with a plan, or an argument that is no module.
         PlanMismatch: the plan was made for another graph or device.
         OutOfMemory: with what to try instead.
     """

@@ -1,4 +1,4 @@
-"""Where the content folders (kernels, templates, reports) lie: inside an installed package or beside it in a checkout."""
+"""Where the content folders (kernels, templates, reports) lie: inside an installed package, or next to it in a checkout."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class TuningStore:
         return tuning
 
     def put(self, key: str, tuning: Any, *, median_ns: int, default_ns: int) -> None:
-        """Store a dataclass of launch parameters, with its time and that of the backend's own choice beside it for the reader."""
+        """Store a dataclass of launch parameters, with its time and, for the reader, the time of the backend's own choice."""
         given = {name: value for name, value in asdict(tuning).items() if value}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.patterns import lower_reference, manifest_names
 
 _BUDGET_S = 0.3
-"""For the launch parameters of each kernel: with those of the GEMV kernels beside them a choice stays under two seconds."""
+"""For the launch parameters of each kernel: together with those of the GEMV kernels a choice stays under two seconds."""
 
 
 def around_launcher(problem: GemvProblem, backend: str, *, folder: Path, store: TuningStore | None = None) -> Launcher:

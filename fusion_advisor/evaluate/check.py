@@ -192,11 +192,11 @@ class _Checker:
             inputs = make_inputs(self.spec.laid_out(case), case, dtype, kind, device)
             for job, launch in launchers:
                 for ours, theirs, kept in _errors(job, launch, inputs, is_interpreted=is_interpreted):
-                    told = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
+                    shown = f"{ours.rel_l2:.1e} (eager {theirs.rel_l2:.1e})"
                     if not kept:
                         wrong = f", {ours.nonfinite} NaN or Inf out of place" if ours.nonfinite > theirs.nonfinite else ""
-                        failures.append(f"{job.variant}, {kind} inputs: relative error {told}{wrong}")
-                    worst = max(worst, (ours.rel_l2 / max(theirs.rel_l2, 1e-9), told))
+                        failures.append(f"{job.variant}, {kind} inputs: relative error {shown}{wrong}")
+                    worst = max(worst, (ours.rel_l2 / max(theirs.rel_l2, 1e-9), shown))
         if failures:
             return "failed", failures[0] + (f", and {len(failures) - 1} more" if len(failures) > 1 else "")
         where = f" in {language.title}'s interpreter" if is_interpreted else ""
@@ -248,10 +248,10 @@ def _errors(
 ) -> Iterator[tuple[Error, Error, bool]]:
     """Error of every output, eager's own error there, and whether the limit is kept."""
     count = job.subject.output_count
-    apart = [[t.clone() if n in job.subject.written else t for n, t in enumerate(inputs)] for _ in range(3)]
-    original, truth = eager(job.graph, apart[0])[-count:], oracle(job.graph, apart[1])[-count:]
+    copies = [[t.clone() if n in job.subject.written else t for n, t in enumerate(inputs)] for _ in range(3)]
+    original, truth = eager(job.graph, copies[0])[-count:], oracle(job.graph, copies[1])[-count:]
     outputs = []
-    given = [None] * (count - len(job.subject.written)) + [apart[2][number] for number in job.subject.written]
+    given = [None] * (count - len(job.subject.written)) + [copies[2][number] for number in job.subject.written]
     for tensor, planned, before in zip(original, planned_layouts(job.graph)[-count:], given, strict=True):
         # Triton's interpreter cuts bfloat16 off where a GPU rounds it: there the kernel stores float32 and torch rounds.
         dtype = torch.float32 if is_interpreted and tensor.dtype == torch.bfloat16 else tensor.dtype

@@ -50,7 +50,7 @@ def make_inputs(spec: KernelSpec, case: Case, dtype: str, kind: str, device: str
 
 
 def _plant(values: torch.Tensor) -> None:
-    """A NaN and both infinities, far apart; a single element gets the NaN."""
+    """A NaN and both infinities at distant positions; a single element gets the NaN."""
     count = values.numel()
     for place, special in ((count // 2, float("inf")), (count - 1, float("-inf")), (0, float("nan"))):
         if count:

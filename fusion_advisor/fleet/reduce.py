@@ -51,7 +51,7 @@ def reduce_trace(task: Task) -> Reduced:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that this process has held: ``ru_maxrss`` would count what its parent held when it was started."""
+    """Return the most memory that this process has used: ``ru_maxrss`` would count its parent's at the start."""
     status = Path("/proc/self/status")
     if status.is_file():
         found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE)

@@ -52,7 +52,7 @@ class State:
     cpu_ns: int
     """Processor time of all traces."""
     peak_bytes: int
-    """Most memory that a worker held."""
+    """Most memory that a worker used."""
 
 
 def run_fleet(options: FleetOptions, say: Callable[[State], None] = lambda _: None) -> FleetReport:

@@ -39,7 +39,7 @@ class Reduced:
     cpu_ns: int = 0
     """Processor time that it took."""
     peak_bytes: int = 0
-    """Most memory that its worker has held so far."""
+    """Most memory that its worker has used so far."""
 
 
 Reduce = Callable[[Task], Reduced]

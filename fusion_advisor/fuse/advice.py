@@ -55,7 +55,7 @@ def evaluated_masks(live: LiveCapture) -> Mapping[str, int]:
 
 
 def find_findings(capture: Capture, plan: Plan, settings: TorchSettings, masks: Mapping[str, int]) -> tuple[Finding, ...]:
-    """List what needs no kernel, dearest first.
+    """List what needs no kernel, costliest first.
 
     Args:
         capture: the profile.
@@ -146,12 +146,12 @@ def _odd_gemms(capture: Capture, seen: _Seen) -> Iterator[Finding]:
     odd = [op for op in linears if op.outputs[0].shape[-1] % GEMM_MULTIPLE]
     if not odd:
         return
-    dearest = max(odd, key=lambda op: seen.ns[op.index])
-    width = dearest.outputs[0].shape[-1]
+    costliest = max(odd, key=lambda op: seen.ns[op.index])
+    width = costliest.outputs[0].shape[-1]
     yield seen.finding(
         "a GEMM of an odd width runs on a kernel for unaligned operands",
-        f"{len(odd)} GEMMs take {_share(seen.time(odd), seen)} of device time, the dearest with {width:,} columns at "
-        f"{dearest.source_file}:{dearest.source_line}: no multiple of {GEMM_MULTIPLE}",
+        f"{len(odd)} GEMMs take {_share(seen.time(odd), seen)} of device time, the costliest with {width:,} columns at "
+        f"{costliest.source_file}:{costliest.source_line}: no multiple of {GEMM_MULTIPLE}",
         f"fusion-advisor apply pads it; for a vocabulary, model.resize_token_embeddings(pad_to_multiple_of={8 * GEMM_MULTIPLE})",
         seen.above_floor(odd),
     )
@@ -296,10 +296,10 @@ def _upcasts(seen: _Seen) -> Iterator[Finding]:
         if _is_cast(op) and seen.dtype(op) == "float32" and op.outputs[0].dtype in _HALF and op.module_path in modules
     ]
     if up:
-        dearest = max(up, key=lambda op: seen.ns[op.index])
+        costliest = max(up, key=lambda op: seen.ns[op.index])
         yield seen.finding(
             "16-bit tensors go through memory as fp32",
-            f"{len(up)} casts up and {len(down)} down, the dearest at {dearest.source_file}:{dearest.source_line}",
+            f"{len(up)} casts up and {len(down)} down, the costliest at {costliest.source_file}:{costliest.source_line}",
             "an op that widens in registers: torch.nn.functional.rms_norm, softmax(x, dim, dtype=torch.float32)",
             seen.time([*up, *down]),
         )

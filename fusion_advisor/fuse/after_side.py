@@ -35,9 +35,9 @@ def measure_after(installed: Installed, check: ModelCheck) -> Measured:
     device = decision.after if decision.method == "cuda_graph" else None
     after = step_profile.step_profile("fused", after_step.launches, device=device)
     warm_up, warnings = _warm_up(installed)
-    held = sum(rewrite.held_bytes for rewrite in report.rewrites if rewrite.status is Status.KEPT)
+    held_bytes = sum(rewrite.held_bytes for rewrite in report.rewrites if rewrite.status is Status.KEPT)
     ours = Contender(
-        name=OURS, make=lambda: installed.fused_call, step=after, held_bytes=held, is_required=True,
+        name=OURS, make=lambda: installed.fused_call, step=after, held_bytes=held_bytes, is_required=True,
         first_call_s=None if warm_up is None else warm_up.seconds, note="first call: from a saved plan, its kernels built before",
     )  # fmt: skip
 

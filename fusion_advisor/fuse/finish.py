@@ -83,7 +83,7 @@ def install(
         decision: of the step's timing.
         built: the fusions that stay.
         options: run directory, dry run.
-        progress: told what is found.
+        progress: receives each result.
         clock: of the phases.
         linears: calls of linears with what is around them that stay, in place of the fusions whose ops they take in.
         on_report: given the report without the other ways to run the step, ahead of the minutes that these take.

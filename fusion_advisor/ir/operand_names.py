@@ -31,14 +31,14 @@ def with_names(program: Program, names: Sequence[str], constants: Mapping[int, s
         ValueError: there are more or fewer names than operands.
     """
     operands = tuple(replace(operand, name=name) for operand, name in zip(program.operands, names, strict=True))
-    beside, before = [], len(program.values)
-    for part in program.beside:
+    siblings, before = [], len(program.values)
+    for part in program.siblings:
         own = tuple(replace(o, name=operands[at].name) for o, at in zip(part.program.operands, part.operands, strict=True))
         values = _constants_named(part.program.values, constants, before)
-        beside.append(replace(part, program=replace(part.program, operands=own, values=values)))
+        siblings.append(replace(part, program=replace(part.program, operands=own, values=values)))
         before += len(part.program.values)
     return replace(
-        program, operands=operands, values=_constants_named(program.values, constants, 0), beside=tuple(beside)
+        program, operands=operands, values=_constants_named(program.values, constants, 0), siblings=tuple(siblings)
     )  # fmt: skip
 
 

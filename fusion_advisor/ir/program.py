@@ -125,7 +125,7 @@ class Program:
         dims: sizes, outermost first, already collapsed as far as every address allows. Blocks are numbered in this order.
         is_reduced: whether the last dim is reduced by some ``reduce_*`` value. Values that a reduction feeds are per row;
             a store whose stride over the last dim is 0 then writes one element per row.
-        beside: loop nests of other sizes that the same launch runs (query heads beside fewer key heads). ``operands`` then holds
+        siblings: loop nests of other sizes that the same launch runs (query heads and fewer key heads). ``operands`` then holds
             those of all nests, what they share once.
         is_exact: whether each value is rounded where the ops that it stands for round: a printer then uses no approximation and
             contracts nothing.
@@ -136,7 +136,7 @@ class Program:
     values: tuple[Value, ...]
     stores: tuple[Store, ...]
     is_reduced: bool = False
-    beside: tuple[Part, ...] = ()
+    siblings: tuple[Part, ...] = ()
     is_exact: bool = False
 
     @property
@@ -193,7 +193,7 @@ class Part:
 
 def nests(program: Program) -> tuple[Part, ...]:
     """Every loop nest of a launch as a Program of its own; mostly there is one."""
-    if not program.beside:
+    if not program.siblings:
         return (Part(program=program, operands=tuple(range(len(program.operands)))),)
     used = {value.operand for value in program.values if value.op == "load"} | {store.operand for store in program.stores}
     own = {operand: number for number, operand in enumerate(sorted(used))}
@@ -202,9 +202,9 @@ def nests(program: Program) -> tuple[Part, ...]:
         operands=tuple(program.operands[operand] for operand in own),
         values=tuple(replace(v, operand=own[v.operand]) if v.op == "load" else v for v in program.values),
         stores=tuple(replace(store, operand=own[store.operand]) for store in program.stores),
-        beside=(),
+        siblings=(),
     )
-    return (Part(program=first, operands=tuple(own)), *program.beside)
+    return (Part(program=first, operands=tuple(own)), *program.siblings)
 
 
 TINY_ELEMENTS = 2**16
@@ -291,7 +291,7 @@ def layout_key(program: Program) -> str:
     parts += [f"{o.dtype}{'>' if o.is_output else '<'}" for o in program.operands]
     parts += [text.value(number, value) for number, value in enumerate(program.values)]
     parts += [text.store(number, store) for number, store in enumerate(program.stores)]
-    parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.beside]
+    parts += [f"&{part.operands}{layout_key(part.program)}" for part in program.siblings]
     return ";".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 Numbers come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11), the
 generator of cuRAND and of Triton's ``tl.rand``. It keeps no state: a 64-bit key (the seed) and a 128-bit counter give four 32-bit
-words. Seven rounds already pass BigCrush; ten are what everybody ships, and at a call for four elements they fit beside the
+words. Seven rounds already pass BigCrush; ten are what everybody ships, and at a call for four elements they fit next to the
 memory traffic.
 
 The element with row-major number ``n`` takes word ``n % 4`` of counter ``n // 4``: strides, block sizes, tuning and backend

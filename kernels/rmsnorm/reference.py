@@ -1,7 +1,7 @@
 """RMSNorm: where the weight is applied, and in which dtype, differs between model families; the maths does not.
 
 QK-norm (over each head of the queries and keys, read where the projection wrote them, then transposed) is this kernel with a
-head for a row: rows are told apart by their strides, so the transposed layout needs no kernel of its own.
+head for a row: rows differ by their strides, so the transposed layout needs no kernel of its own.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ def product(names, slices=((0, 0), (1, 0)), op="mul"):
     )
 
 
-def beside(first, second, shared):
+def siblings(first, second, shared):
     """Two nests in one launch; ``shared`` gives the launch's operand for each operand of the second."""
     extra = tuple(o for at, o in zip(shared, second.operands, strict=True) if at >= len(first.operands))
-    return replace(first, operands=(*first.operands, *extra), beside=(Part(program=second, operands=shared),))
+    return replace(first, operands=(*first.operands, *extra), siblings=(Part(program=second, operands=shared),))
 
 
 def test_two_tensors_that_became_slices_of_one_give_it_both_names():
@@ -44,8 +44,8 @@ def test_other_values_keep_their_own_names():
 
 
 def test_every_nest_has_the_launchs_names():
-    model = beside(product(("q", "cos", "q_out")), product(("k", "cos", "k_out")), (3, 1, 4))
-    merged = beside(product(("x", "x2", "out1")), product(("x", "x2", "out2")), (0, 1, 3))
+    model = siblings(product(("q", "cos", "q_out")), product(("k", "cos", "k_out")), (3, 1, 4))
+    merged = siblings(product(("x", "x2", "out1")), product(("x", "x2", "out2")), (0, 1, 3))
     named = named_like(merged, model)
     assert names_in(named)[0] == ("q_k", "cos", "q_out", "k_out")
     assert [[o.name for o in part.program.operands] for part in nests(named)] == [

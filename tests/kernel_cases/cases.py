@@ -81,10 +81,10 @@ def cases(many_rows=600):
         found[f"beside_rope-{dtype}"] = p.rope_qk(dtype=dtype)
         found[f"beside_norms-{dtype}"] = p.norms_beside_softmax(dtype=dtype)
     found["beside_as_many_heads"] = p.rope_qk(4, 4, 1, 3, 128, "bfloat16")
-    found["beside_nothing"] = p.beside(p.rope(), p.renamed(p.rope(0), x="k", out="k_out"))
+    found["beside_nothing"] = p.siblings(p.rope(), p.renamed(p.rope(0), x="k", out="k_out"))
     found["beside_pairs"] = p.pairs_qk("bfloat16")
     found["beside_tiles"] = p.flat_beside_tiled()
-    found["beside_runs"] = p.beside(p.gelu_tanh((1001,)), p.renamed(p.gelu_tanh((10,)), x="y", out="out2"))
+    found["beside_runs"] = p.siblings(p.gelu_tanh((1001,)), p.renamed(p.gelu_tanh((10,)), x="y", out="out2"))
     found["beside_dropout"] = p.dropouts_beside()
     found["looped_beside"] = p.norms_beside_softmax(16390, "float16", (1, 2, 1, 1))
     for dtype in ("float32", "float16", "bfloat16", "float64"):

@@ -22,7 +22,7 @@ def evaluate(program, *inputs, into=None):
 
     ``into``: what the outputs hold before, where a program does not write them whole; flat, and at least as large.
     """
-    if program.beside:
+    if program.siblings:
         found = {}
         for part in nests(program):
             own = [at for at in part.operands if at < len(inputs)]

@@ -331,7 +331,7 @@ def renamed(program, **names):
     return replace(program, operands=tuple(replace(o, name=names.get(o.name, o.name)) for o in program.operands))
 
 
-def beside(*programs):
+def siblings(*programs):
     """One launch of several loop nests; operands of one name are one."""
     least = min(2, max(len(program.dims) for program in programs))
     programs = [with_dims(program, least) for program in programs]
@@ -345,20 +345,20 @@ def beside(*programs):
         operands=tuple(operands),
         values=tuple(replace(v, operand=own[v.operand]) if v.op == "load" else v for v in first.values),
         stores=tuple(replace(s, operand=own[s.operand]) for s in first.stores),
-        beside=tuple(parts[1:]),
+        siblings=tuple(parts[1:]),
     )
 
 
 def rope_qk(heads=3, key_heads=1, batch=2, seq=5, dim=16, dtype="float32"):
     """Queries and keys turned by the same tables: one function for both."""
     query = renamed(rope(batch, heads, seq, dim, dtype), x="q", out="q_out")
-    return beside(query, renamed(rope(batch, key_heads, seq, dim, dtype), x="k", out="k_out"))
+    return siblings(query, renamed(rope(batch, key_heads, seq, dim, dtype), x="k", out="k_out"))
 
 
 def pairs_qk(dtype="float32"):
     """The keys' pairs lie off by three elements: a function of their own, and packs of one column."""
     query = renamed(rope_pairs(2, 3, 5, 8, dtype), x="q", out="q_out")
-    return beside(query, renamed(rope_pairs(2, 1, 5, 8, dtype, offset=3, row=21), x="k", out="k_out"))
+    return siblings(query, renamed(rope_pairs(2, 1, 5, 8, dtype, offset=3, row=21), x="k", out="k_out"))
 
 
 def norms_beside_softmax(cols=24, dtype="float32", rows=(5, 3, 7, 2)):
@@ -366,14 +366,14 @@ def norms_beside_softmax(cols=24, dtype="float32", rows=(5, 3, 7, 2)):
     keys = renamed(rmsnorm(rows[1], cols, dtype), x="k", out="k_out")
     scores = renamed(softmax(rows[2], cols, dtype), x="scores", out="probabilities")
     hidden = renamed(add_layernorm(rows[3], cols, dtype), x="hidden", out="normed")
-    return beside(rmsnorm(rows[0], cols, dtype), keys, scores, hidden)
+    return siblings(rmsnorm(rows[0], cols, dtype), keys, scores, hidden)
 
 
 def flat_beside_tiled():
     """A run of elements is a tile of one row beside rows."""
-    return beside(bias_gelu_erf(9, 24), renamed(gelu_tanh((300,)), x="gate", out="up"))
+    return siblings(bias_gelu_erf(9, 24), renamed(gelu_tanh((300,)), x="gate", out="up"))
 
 
 def dropouts_beside():
     """The elements of one nest begin in the middle of a call of the random numbers: no pack takes whole calls then."""
-    return beside(dropout_add((1000,)), renamed(dropout_add((64,), offset=3), x="y", residual="z", out="out2"))
+    return siblings(dropout_add((1000,)), renamed(dropout_add((64,), offset=3), x="y", residual="z", out="out2"))

@@ -23,7 +23,11 @@ def with_cdfs(program: Program) -> Program:
     Args:
         program: numbers of its values stay what they are.
     """
-    if program.beside or program.is_exact or not all(o.dtype in ("float16", "bfloat16") for o in program.operands if o.is_output):
+    if (
+        program.siblings
+        or program.is_exact
+        or not all(o.dtype in ("float16", "bfloat16") for o in program.operands if o.is_output)
+    ):
         return program
     values = list(program.values)
     stored = [number for store in program.stores for number in store.needs]

@@ -39,7 +39,7 @@ class Text:
     rank: int = ATOM
 
     def at(self, rank: int) -> str:
-        """The code, in parentheses where an operator of ``rank`` would tear it apart."""
+        """The code, in parentheses where an operator of ``rank`` would bind tighter."""
         return self.code if self.rank >= rank else f"({self.code})"
 
 
@@ -259,7 +259,7 @@ class Writer:
         return len(users) > 1 and any(self.plan.program.values[user].op in ("add", "sub") for user in users)
 
     def _users_behind_choices(self, number: int) -> set[int]:
-        """Users of a value, or of what only chooses it or turns its sign: a compiler may move those behind a difference."""
+        """Users of a value, or of what only chooses it or turns its sign: a compiler may move them after a difference."""
         found: set[int] = set()
         for user in self._users[number]:
             is_choice = self.plan.program.values[user].op in ("where", "neg")

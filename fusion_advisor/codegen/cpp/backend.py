@@ -223,7 +223,7 @@ def _beside(program: Program, header: list[str], start: str) -> str:
         f"{'' if operand.is_output else 'const '}{C_TYPES[operand.dtype]} *__restrict {name}"
         for operand, name in zip(program.operands, pointers, strict=True)
     ]
-    return environment().get_template("cpp/beside.cpp.jinja").render(
+    return environment().get_template("cpp/siblings.cpp.jinja").render(
         header=header, includes=list(dict.fromkeys(name for kernel in kernels for name in _includes(kernel))),
         prelude=set().union(*(kernel.prelude.names for kernel in kernels)), kernel=kernels[0],
         grain=min(kernel.grain for kernel in kernels), functions=list(functions.values()), calls=calls,

@@ -137,8 +137,8 @@ class Kernel:
         for i, value in enumerate(program.values):
             if value.op == "const" and value.constant_name and i in self._live:
                 name = self.names.take(value.constant_name, is_kept=True)
-                held = computed_in(value.dtype)
-                self.constants.append(f"const {C_TYPES[held]} {name} = {literal(value.constant, held).text};")
+                compute_dtype = computed_in(value.dtype)
+                self.constants.append(f"const {C_TYPES[compute_dtype]} {name} = {literal(value.constant, compute_dtype).text};")
                 self._named[i] = Expr(name)
         for i in self.caches:
             self.caches[i] = self.names.take(f"{describe(program, i)}_buffer", is_kept=True)
@@ -257,8 +257,8 @@ class Kernel:
 
     def _accumulate(self, pair: OnlineSum, loop: Pass, scope: Scope) -> None:
         """A maximum and its sum of exponentials: each chunk's maximum first, which rescales the sum so far."""
-        held = computed_in(self.program.values[pair.highest].dtype)
-        c_type = C_TYPES[held]
+        compute_dtype = computed_in(self.program.values[pair.highest].dtype)
+        c_type = C_TYPES[compute_dtype]
         highest = self.names.take(describe(self.program, pair.highest), is_kept=True)
         total = self.names.take(describe(self.program, pair.total), is_kept=True)
         flag = self.names.take(f"{highest}_has_nan", is_kept=True)
@@ -266,7 +266,7 @@ class Kernel:
 
         def exp(text: str) -> str:
             value = self.program.values[pair.exponential]
-            return operation(Call(value=value, args=[Expr(text)], dtypes=[held], sources=[], prelude=self.prelude)).text
+            return operation(Call(value=value, args=[Expr(text)], dtypes=[compute_dtype], sources=[], prelude=self.prelude)).text
 
         loop.starts += [f"{c_type} {highest} = std::numeric_limits<{c_type}>::lowest();", f"double {total} = 0;"]
         loop.starts.append(f"int {flag} = 0;")
@@ -292,17 +292,17 @@ class Kernel:
         loop.ends += [f"if ({flag}) {highest} = NAN;", f"if ({total} == 0) {highest} = -INFINITY;  // a row of -Inf alone"]
         loop.ends.append(f"if ({edge}) {total} = {sum_there};")
         self._named[pair.highest] = Expr(highest)
-        self._named[pair.total] = convert(Expr(total), "float64", held, self.prelude)
+        self._named[pair.total] = convert(Expr(total), "float64", compute_dtype, self.prelude)
 
     def _reduce(self, number: int, loop: Pass, scope: Scope) -> None:
         value = self.program.values[number]
-        held = computed_in(value.dtype)
+        compute_dtype = computed_in(value.dtype)
         argument = value.args[0]
-        expr = convert(scope.value(argument), computed_in(self.program.values[argument].dtype), held, self.prelude)
+        expr = convert(scope.value(argument), computed_in(self.program.values[argument].dtype), compute_dtype, self.prelude)
         kind = value.op.removeprefix("reduce_")
         name = self.names.take(describe(self.program, number), is_kept=True)
-        c_type = C_TYPES[held]
-        if kind == "sum" and held == "float32":
+        c_type = C_TYPES[compute_dtype]
+        if kind == "sum" and compute_dtype == "float32":
             # fp32 within a chunk, fp64 across: a row of any length sums to a few ulp, and the loop runs twice as fast as one
             # that widens every element.
             loop.starts.append(f"double {name} = 0;")
@@ -311,10 +311,10 @@ class Kernel:
             loop.team_clauses.append(f"reduction(+ : {name})")
             loop.adds.append(f"{name} += {name}_part;")
             scope.lines.append(f"{name}_part += {expr.text};")
-            self._named[number] = convert(Expr(name), "float64", held, self.prelude)
+            self._named[number] = convert(Expr(name), "float64", compute_dtype, self.prelude)
             return
         self._named[number] = Expr(name)
-        if kind == "sum" and held == "int64" and self.layout.bits[number] >= WORD:
+        if kind == "sum" and compute_dtype == "int64" and self.layout.bits[number] >= WORD:
             starts, clauses = [f"uint64_t {name} = 0;  // wraps around, as torch's sum does"], [f"reduction(+ : {name})"]
             scope.lines.append(f"{name} += static_cast<uint64_t>({expr.text});")
             self._named[number] = Expr(f"static_cast<int64_t>({name})")
@@ -323,7 +323,7 @@ class Kernel:
             scope.lines.append(f"{name} += {expr.text};")
         else:
             infinity = "-INFINITY" if kind == "max" else "INFINITY"
-            is_float = held in ("float32", "float64")
+            is_float = compute_dtype in ("float32", "float64")
             limit = infinity if is_float else f"std::numeric_limits<{c_type}>::{'lowest' if kind == 'max' else 'max'}()"
             starts, clauses = [f"{c_type} {name} = {limit};"], [f"reduction({kind} : {name})"]
             sign = ">" if kind == "max" else "<"

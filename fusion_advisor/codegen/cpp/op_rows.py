@@ -31,7 +31,7 @@ class Call:
     Attributes:
         value: the op.
         args: its printed arguments.
-        dtypes: the dtypes that they are held in.
+        dtypes: the dtypes in which they are computed.
         sources: the arguments' values themselves; a constant exponent picks a cheaper power.
         prelude: takes note of the functions called.
         may_wrap: whether the result is an integer that may not fit 64 bits.
@@ -45,18 +45,18 @@ class Call:
     may_wrap: bool = False
 
     @property
-    def held(self) -> str:
-        """The dtype that the result is held in."""
+    def compute_dtype(self) -> str:
+        """The dtype in which the result is computed."""
         return computed_in(self.value.dtype)
 
     @property
     def is_real(self) -> bool:
         """Whether the result is a floating-point number."""
-        return self.held in REALS
+        return self.compute_dtype in REALS
 
     def converted(self) -> Call:
         """Return the same with all arguments in the result's dtype."""
-        args = [convert(arg, dtype, self.held, self.prelude) for arg, dtype in zip(self.args, self.dtypes, strict=True)]
+        args = [convert(arg, dtype, self.compute_dtype, self.prelude) for arg, dtype in zip(self.args, self.dtypes, strict=True)]
         return replace(self, args=args)
 
     def function(self, name: str) -> Expr:
@@ -112,7 +112,7 @@ def _prelude(function: str) -> Row:
 
 def _own_for_float(call: Call) -> Expr:
     """A prelude function in float32, whose loops vectorise; the standard library's in float64."""
-    return call.function(f"fa_{call.value.op}") if call.held == "float32" else _std(call.value.op)(call)
+    return call.function(f"fa_{call.value.op}") if call.compute_dtype == "float32" else _std(call.value.op)(call)
 
 
 def _whole(function: str) -> Row:
@@ -123,14 +123,14 @@ def _whole(function: str) -> Row:
 def _cast(call: Call) -> Expr:
     value, prelude = call.value, call.prelude
     if value.dtype not in HALVES:
-        return convert(call.args[0], call.dtypes[0], call.held, prelude)
+        return convert(call.args[0], call.dtypes[0], call.compute_dtype, prelude)
     half = convert(call.args[0], call.dtypes[0], value.dtype, prelude)
     return convert(half, value.dtype, "float32", prelude)
 
 
 def _where(call: Call) -> Expr:
     condition, *choices = call.args
-    chosen = [convert(a, d, call.held, call.prelude) for a, d in zip(choices, call.dtypes[1:], strict=True)]
+    chosen = [convert(a, d, call.compute_dtype, call.prelude) for a, d in zip(choices, call.dtypes[1:], strict=True)]
     return Expr(f"{condition.at(COMPARE)} ? {chosen[0].at(TERNARY + 1)} : {chosen[1].at(TERNARY + 1)}", TERNARY)
 
 
@@ -139,7 +139,7 @@ def _isnan(call: Call) -> Expr:
 
 
 def _not(call: Call) -> Expr:
-    return Expr(f"{'!' if call.held == 'bool' else '~'}{call.args[0].at(UNARY)}", UNARY)
+    return Expr(f"{'!' if call.compute_dtype == 'bool' else '~'}{call.args[0].at(UNARY)}", UNARY)
 
 
 def _abs(call: Call) -> Expr:
@@ -154,19 +154,19 @@ def _larger_or_smaller(call: Call) -> Expr:
 
 
 def _erfc(call: Call) -> Expr:
-    if call.held != "float32":
+    if call.compute_dtype != "float32":
         return _std("erfc")(call)
     if call.value.constant:  # 1 + erf: erfc's own digits would make GELU 1.7 times as slow
-        return Expr(f"{literal(1, call.held).text} - {call.function('fa_erf').text}", SUM)
+        return Expr(f"{literal(1, call.compute_dtype).text} - {call.function('fa_erf').text}", SUM)
     return call.function("fa_erfc")
 
 
 def _reciprocal(call: Call) -> Expr:
-    return Expr(f"{literal(1, call.held).text} / {call.args[0].at(PRODUCT + 1)}", PRODUCT)
+    return Expr(f"{literal(1, call.compute_dtype).text} / {call.args[0].at(PRODUCT + 1)}", PRODUCT)
 
 
 def _rsqrt(call: Call) -> Expr:
-    return Expr(f"{literal(1, call.held).text} / std::sqrt({call.args[0].text})", PRODUCT)
+    return Expr(f"{literal(1, call.compute_dtype).text} / std::sqrt({call.args[0].text})", PRODUCT)
 
 
 _CHEAP_POWERS: Mapping[float, Row] = {

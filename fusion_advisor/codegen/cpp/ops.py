@@ -82,7 +82,7 @@ class Prelude:
 
 
 def computed_in(dtype: str) -> str:
-    """The dtype in which values of ``dtype`` are held: a half float is held as float32."""
+    """The dtype in which values of ``dtype`` are computed: float32 for half floats."""
     return "float32" if dtype in HALVES else dtype
 
 
@@ -90,21 +90,21 @@ def literal(constant: float | int | bool | None, dtype: str) -> Expr:
     """Print a constant as a literal of its type."""
     if constant is None:
         raise ValueError("a const value without a constant")
-    held = computed_in(dtype)
-    if held == "bool":
+    compute_dtype = computed_in(dtype)
+    if compute_dtype == "bool":
         return Expr("true" if constant else "false")
-    if held not in ("float32", "float64"):
+    if compute_dtype not in ("float32", "float64"):
         number = int(constant)
         if number == -(2**63):
             return Expr("INT64_MIN")
-        return Expr(str(number) if held != "int64" else f"int64_t{{{number}}}")
+        return Expr(str(number) if compute_dtype != "int64" else f"int64_t{{{number}}}")
     number_f = float(constant)
-    limit = 3.4028235677973366e38 if held == "float32" else math.inf  # from here on a float32 rounds to Inf
+    limit = 3.4028235677973366e38 if compute_dtype == "float32" else math.inf  # from here on a float32 rounds to Inf
     if math.isnan(number_f):
         return Expr("NAN")
     if abs(number_f) >= limit:
         return Expr("-INFINITY", UNARY) if number_f < 0 else Expr("INFINITY")
-    text = repr(number_f) + ("f" if held == "float32" else "")
+    text = repr(number_f) + ("f" if compute_dtype == "float32" else "")
     return Expr(text, UNARY if text.startswith("-") else ATOM)
 
 

@@ -75,8 +75,8 @@ class Scope:
     def store(self, store: Store, view: View, *, is_inner: bool) -> None:
         """Print a store."""
         layout = self.layout
-        held = computed_in(layout.program.values[store.value].dtype)
-        expr = convert(self.known[store.value], held, layout.program.operands[store.operand].dtype, self.prelude)
+        compute_dtype = computed_in(layout.program.values[store.value].dtype)
+        expr = convert(self.known[store.value], compute_dtype, layout.program.operands[store.operand].dtype, self.prelude)
         moved = [self.known[arg].at(PRODUCT) for arg in store.args]
         address = layout.address(view, is_inner=is_inner, moved=moved)
         if store.guard is None:
@@ -101,10 +101,10 @@ class Scope:
         return convert(Expr(self.layout.sizes[value.dim]), "int64", computed_in(value.dtype), self.prelude)
 
     def _dropout(self, number: int, value: Value) -> Expr:
-        held, (threshold, scale) = computed_in(value.dtype), dropout_constants(float(value.constant or 0))
+        compute_dtype, (threshold, scale) = computed_in(value.dtype), dropout_constants(float(value.constant or 0))
         element = Expr(self.layout.numbers[number])
         kept = self.prelude.call("fa_is_kept", self.known[value.args[0]], element, Expr(f"{threshold}u"))
-        return Expr(f"{kept.text} ? {literal(scale, held).text} : {literal(0.0, held).text}", TERNARY)
+        return Expr(f"{kept.text} ? {literal(scale, compute_dtype).text} : {literal(0.0, compute_dtype).text}", TERNARY)
 
     def _inside(self, number: int, value: Value) -> Expr:
         check = Expr(str(self.layout.checks.index(number) + 1))
@@ -132,17 +132,17 @@ class Scope:
         )
 
     def _load(self, number: int, value: Value) -> Expr:
-        layout, held = self.layout, computed_in(value.dtype)
+        layout, compute_dtype = self.layout, computed_in(value.dtype)
         moved = [self.known[arg].at(PRODUCT) for arg in value.args]
         text = layout.address(layout.load_views[number], is_inner=self._is_inner, moved=moved)
         dtype = layout.program.operands[value.operand].dtype
         if value.guard is None:
-            return convert(Expr(text), dtype, held, self.prelude)
+            return convert(Expr(text), dtype, compute_dtype, self.prelude)
         # Not read where the guard is false: the compiler makes it a masked load or a branch.
         zero = "0" if dtype not in ("float32", "float64") else literal(0.0, dtype).text
         guard = self.known[value.guard].at(TERNARY + 1)
         chosen = Expr(f"{guard} ? {text} : {C_TYPES[dtype]}{{{zero}}}" if zero == "0" else f"{guard} ? {text} : {zero}", TERNARY)
-        return convert(chosen, dtype, held, self.prelude)
+        return convert(chosen, dtype, compute_dtype, self.prelude)
 
     def _const(self, _number: int, value: Value) -> Expr:
         return literal(value.constant, value.dtype)

@@ -109,7 +109,7 @@ class CudaBackend:
                 text = body_of(template, **{**own, **common, "size": function.plan.sizes[-1]})
                 own["text"] = text.replace("blockIdx.x", "block")
                 own["function"] = function.function
-            source = environment().get_template("cuda/beside.cu.jinja").render(
+            source = environment().get_template("cuda/siblings.cu.jinja").render(
                 **common, functions=bodies, calls=calls, signature=_entry_signature(program, calls),
             )  # fmt: skip
         return Rendered(backend=self.name, entry=entry, source=source, suffix=".cu", tuning=tuning, form=form)

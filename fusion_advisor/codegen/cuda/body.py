@@ -99,7 +99,7 @@ def _place(plan: Schedule, writer: CudaWriter, lines: list[str], *, is_looped: b
     if is_tiled:
         return [place, f"if ({name} >= rows) return;", *declared]
     # Grids of a row for each block, or each cluster, end with the last one. The test waits for the kernel's arguments, and so did
-    # all loads behind it: 0.05 to 0.1 µs of 1.5 in one row of 4096 columns, known columns included (H200).
+    # all loads after it: 0.05 to 0.1 µs of 1.5 in one row of 4096 columns, known columns included (H200).
     cols, ends = plan.sizes[-1], [] if writer.is_clustered else ["if (ROWS > 1 && row >= rows) return;"]
     if not is_looped and any(f"){cols}" in line for line in lines):
         whole = f"{'CLUSTER * ' if writer.is_clustered else ''}PACKS * THREADS * VEC"

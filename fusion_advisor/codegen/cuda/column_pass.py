@@ -206,8 +206,8 @@ def _add_per_pack(plan: Schedule, writer: CudaWriter, step: Pass, common: Common
 
 def _loads(plan: Schedule, writer: CudaWriter, step: Pass, common: Common, written: frozenset[int]) -> list[str]:
     packs, arrays = packs_of(plan, writer, step), common.arrays
-    held = {n: arrays[n] for n in packs if n in written}
-    loads = pack_loads(plan, writer, packs, common.per_p, is_looped=common.is_looped, arrays=held)
+    pack_arrays = {n: arrays[n] for n in packs if n in written}
+    loads = pack_loads(plan, writer, packs, common.per_p, is_looped=common.is_looped, arrays=pack_arrays)
     return loads + staged_stores(plan, writer, {n: arrays[n] for n in packs if n in arrays and n not in written})
 
 
@@ -261,10 +261,10 @@ def _moments(plan: Schedule, writer: CudaWriter, pair: Moments, numbers: Iterato
     kind = COMPUTE[plan.program.values[pair.total].dtype]
     total, mean, squares, element = (writer.text(n).code for n in (pair.total, pair.mean, pair.squares, pair.element))
     noun = total.removesuffix("_sum")
-    seen, step, apart = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "apart"))
+    seen, step, deviation = (writer.fresh(f"{noun}_{name}") for name in ("seen", "step", "deviation"))
     writer.helpers |= {"row_reduce", "moments"}
     declared = [declare(plan, writer, n) for n in needed_in_columns(plan, [pair.element]) if writer.is_named(n)]
-    adding = [f"const {kind} {apart} = {element} - {step}.mean;", f"{step}.squares += {apart} * {apart};"]
+    adding = [f"const {kind} {deviation} = {element} - {step}.mean;", f"{step}.squares += {deviation} * {deviation};"]
     return {
         "accumulators": [f"Moments<{kind}> {seen} = {{}};"],
         "start": [f"Moments<{kind}> {step} = {{}};"],

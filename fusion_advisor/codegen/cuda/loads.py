@@ -62,8 +62,8 @@ def _filled(plan: Schedule, writer: CudaWriter, number: int, code: str, arrays: 
     target = f"{writer.packs[number]}[p] ="
     if number not in arrays:
         return [f"{target} {code};"]
-    held = _from_staged(plan, writer, number, arrays[number])
-    return [f"{target} {_staged_first(writer)} < STAGED ? {held}", f"    : {code};"]
+    staged = _from_staged(plan, writer, number, arrays[number])
+    return [f"{target} {_staged_first(writer)} < STAGED ? {staged}", f"    : {code};"]
 
 
 def early_loads(plan: Schedule, writer: CudaWriter, arrays: Mapping[int, str]) -> list[str]:

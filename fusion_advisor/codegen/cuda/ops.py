@@ -54,14 +54,14 @@ def shared_loads(plan: Schedule, writer: CudaWriter) -> tuple[int, ...]:
             reduced.add(number)
     shared = {n for n in range(len(values)) if writer.is_named(n) and split_quotient(writer, n) >= 0} | writer.per_pack
     early: list[int] = []
-    behind: set[int] = set()  # what is read at a place that is read early itself has no such place to be read at
+    dependent: set[int] = set()  # what is read at a place that is read early itself has no such place to be read at
     for n in sorted(shared - reduced):
         read_at = {*values[n].args, *(() if values[n].guard is None else (values[n].guard,))}
-        if not read_at.isdisjoint(behind):
-            behind.add(n)
+        if not read_at.isdisjoint(dependent):
+            dependent.add(n)
         elif values[n].op == "load" and writer.is_named(n):
             early.append(n)
-            behind.add(n)
+            dependent.add(n)
     return tuple(early)
 
 

@@ -284,8 +284,8 @@ def launch_shapes(
     widest = max(plans, key=lambda plan: plan.row_count)
     macros, _ = launch_shape(widest, tuning, form=form, width=width, shared=shared)
     if form.is_looped:
-        held = [launch_shape(plan, tuning, form=form, width=width, shared=shared)[0].get("STAGED") for plan in plans]
-        macros |= {"STAGED": min(cols for cols in held if cols is not None)} if "STAGED" in macros else {}
+        staged_cols = [launch_shape(plan, tuning, form=form, width=width, shared=shared)[0].get("STAGED") for plan in plans]
+        macros |= {"STAGED": min(cols for cols in staged_cols if cols is not None)} if "STAGED" in macros else {}
     if widest.kind == "tiled":
         while any(len(plan.sizes) > 2 and plan.program.dims[-2] % macros["PACKS"] for plan in plans):
             macros["PACKS"] -= 1

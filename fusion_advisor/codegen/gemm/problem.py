@@ -205,7 +205,7 @@ def _wgmma_refusal(problem: GemvProblem) -> str:
     if problem.m <= MOST_ROWS:
         return f"cuda_wgmma takes more than {MOST_ROWS} rows, not {problem.m}"
     if not problem.is_gated or problem.has_norm or problem.has_bias or problem.has_residual:
-        return "cuda_wgmma computes a gate and nothing else beside its GEMM"
+        return "cuda_wgmma computes only a gate with its GEMM"
     if problem.dtype not in _HALF:
         return f"cuda_wgmma multiplies in tensor cores, which round {problem.dtype}"
     if min(problem.n, problem.k) < 1 or problem.n % 8 or problem.k % 8:

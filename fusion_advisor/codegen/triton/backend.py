@@ -108,7 +108,7 @@ class TritonBackend:
                 own["signature"] = _signature(function.plan.pointers, function.plan.arguments, constants, fixed)
             integers = [*starts([0] * len(calls)), *(item for call in calls for item in call.arguments)]
             fixed = frozenset[str]().union(*map(fixed_arguments, calls))
-            source = environment().get_template("triton/beside.py.jinja").render(
+            source = environment().get_template("triton/siblings.py.jinja").render(
                 **common, functions=bodies, calls=calls, constants=constants,
                 signature=_signature(pointer_names(program), integers, constants, fixed),
             )  # fmt: skip

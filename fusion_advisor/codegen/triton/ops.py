@@ -132,11 +132,11 @@ class TritonWriter(Writer):
         if even not in self._runs:
             self._runs[even] = self.fresh(f"{access.operand.name}_run")
         run, varies = self._runs[even], self.plan.varies[even]
-        apart = f"{run}.reshape({', '.join([*self._tile(varies), '2'])})"
+        paired = f"{run}.reshape({', '.join([*self._tile(varies), '2'])})"
         halves = f"{self.text(even).code}, {self.text(odd).code}"
         return [
             f"{run} = {self._read(access, varies, [self.mask(varies)])}",
-            f"{halves} = tl.split({self._widened(apart, access, value)})",
+            f"{halves} = tl.split({self._widened(paired, access, value)})",
         ]
 
     def interleaved(self, values: tuple[int, int]) -> str:

@@ -106,7 +106,7 @@ def bench_row(spec: KernelSpec, variant: str, case: Case, dtype: str, options: B
 
 @dataclass(slots=True, kw_only=True)
 class Bed:
-    """A row's tensors and what its results are held against."""
+    """A row's tensors, and the fp64 results with which its own are compared."""
 
     work: peers.Work
     rotation: Rotation

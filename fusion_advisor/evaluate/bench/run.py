@@ -146,5 +146,5 @@ def method_sentences(device_type: str) -> tuple[str, ...]:
         "launch, both measured in this run.",
         f"Only numbers within {ERROR_FACTOR:g} times the reference's own error against fp64 (or one unit in the last place) are "
         "timed. Where users run an op that draws random numbers of its own (dropout), eager and compile run that, and its "
-        "results are held to the mean and mean square of fp64.",
+        "results are compared with fp64 in mean and mean square.",
     )

@@ -86,7 +86,7 @@ def _opaque(
             continue
         if "fusion_id" in original.meta:
             if original.meta.get("written"):
-                raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor would have to be told")
+                raise NotAvailable(f"`{original.name}` writes into a cache, which Inductor does not know")
             _call_op(graph, original, node, library, f"{name}_{number}")
             continue
         if isinstance(original.target, PlainCopy):  # a copy that Inductor writes as well

@@ -46,7 +46,7 @@ def saved_inputs(module: GraphModule) -> tuple[int, ...] | None:
 
     What the region appends needs none: rows that ``index_copy_``, or a fused call in its place, writes at places counted by an
     input that the region moves on.
-    With the count put back they lie where nothing is held yet, and the same call, run by the original ops, writes there again.
+    With the count put back they lie where nothing is stored yet, and the same call, run by the original ops, writes there again.
     """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     appends: list[tuple[Node, list[Node]]] = []

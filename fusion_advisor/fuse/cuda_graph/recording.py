@@ -144,9 +144,9 @@ class Recording:
         slots: places of the inputs that are used where they are, ``addresses`` their addresses.
         read: the memory of those inputs. None is kept alive: holding the cache of an earlier ``generate`` would keep the next one
             from getting the same addresses.
-        watched: those of them that are written to or that a product behind the graph reads: their addresses are compared in front
+        watched: those of them that are written to or that a product after the graph reads: their addresses are compared in front
             of the launch. ``watched_slots`` are their places.
-        layouts: of those that a product behind the graph reads, by place in ``watched``; in front of the guards nothing else
+        layouts: of those that a product after the graph reads, by place in ``watched``; in front of the guards nothing else
             vouches for them.
         gone: what was freed since, of ``read`` and ``watched``.
         others: inputs that are no tensors, by place.
@@ -188,7 +188,7 @@ class Recording:
     def is_in_place(self) -> bool:
         """Whether it may be launched: nothing that it reads was freed, and what is watched lies where it lay."""
         watched: list[Any] = list(map(operator.call, self.watched))
-        if self.gone:  # asked behind the references: where there is none, no tensor is None
+        if self.gone:  # checked after the references: where there is none, no tensor is None
             return False
         return self.watched_addresses.are_of(watched) and all(
             layout_of(watched[place]) == layout for place, layout in self.layouts.items()
@@ -199,7 +199,7 @@ class Recording:
         return dict(zip(self.watched_slots, map(operator.call, self.watched), strict=True))
 
     def may_be_undone(self, objects: Sequence[Any]) -> bool:
-        """Whether it may be launched before the guards have held, by a call that passes these objects."""
+        """Whether a call that passes these objects may launch it before its guards are checked."""
         if self.is_pure:
             return True
         known = [reference() for reference in self.objects]
@@ -218,7 +218,7 @@ class Recording:
         return all(tensor._version == version for tensor, version in self.folded_from)
 
     def fits(self, args: Sequence[Any], leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether the graph's assumptions hold for these inputs, dynamo's guards having held."""
+        """Whether the graph's assumptions hold for these inputs; dynamo's guards have passed."""
         return (
             self.addresses.are_of([args[slot] for slot in self.slots])
             and all(args[copy.slot] is leaves[copy.leaf] for copy in self.copies)
@@ -239,7 +239,7 @@ class Recording:
         self.replays += 1
 
     def hand_out(self, inputs: Sequence[Any] | Mapping[int, Any], outputs: Outputs) -> list[torch.Tensor]:
-        """Launch what runs behind the replay just launched; returns memory for the results: new each time, or ``static``.
+        """Launch the ops that follow the replay just launched; returns memory for the results: new each time, or ``static``.
 
         Args:
             inputs: of the region, by place; those that are watched suffice.
@@ -250,7 +250,7 @@ class Recording:
         return [memory.make(memory.tensor, *(inputs[slot] for slot in memory.slots)) for memory in self.memories]
 
     def give(self, args: Sequence[Any], fresh: Sequence[torch.Tensor]) -> Any:
-        """Return the results, once the guards have held.
+        """Return the results, once the guards have passed.
 
         Args:
             args: of the region.
@@ -315,19 +315,19 @@ def flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def results_of(
-    values: list[Any], inputs: Sequence[Any], apart: Mapping[int, LeftOut]
+    values: list[Any], inputs: Sequence[Any], left_out: Mapping[int, LeftOut]
 ) -> tuple[tuple[Memory, ...], tuple[Output, ...]]:
     """Sort results into what is an input's memory and what must be copied out; results that share memory are copied once.
 
     Args:
         values: the results.
         inputs: of the region.
-        apart: by place, the results that are memory of their own, made of the value that stands for them.
+        left_out: by place, the results with memory of their own, and the value of which each is made.
     """
     slot_of = {_memory(value): slot for slot, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.numel()}
     sharing: dict[Any, list[torch.Tensor]] = {}
     for place, value in enumerate(values):
-        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in apart:
+        if isinstance(value, torch.Tensor) and _memory(value) not in slot_of and place not in left_out:
             sharing.setdefault(_memory(value) if value.numel() else id(value), []).append(value)
     memories: list[Memory] = []
     found: dict[Any, tuple[int, int | None]] = {}
@@ -343,9 +343,9 @@ def results_of(
         memories.append(Memory(only.as_strided((last - first,), (1,), first), as_it_is))
     results = []
     for place, value in enumerate(values):
-        if place in apart:
+        if place in left_out:
             results.append(Output(memory=len(memories)))
-            left = apart[place]
+            left = left_out[place]
             memories.append(Memory(value, left.make, left.slots, left.name))
             continue
         if not isinstance(value, torch.Tensor):
@@ -366,7 +366,7 @@ def results_of(
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return what an op's result depends on beside a tensor's address: shape, strides and dtype."""
+    """Return what an op's result depends on, a tensor's address excepted: shape, strides and dtype."""
     return tensor.shape, tensor.stride(), tensor.dtype
 
 

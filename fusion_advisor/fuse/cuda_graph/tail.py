@@ -1,8 +1,8 @@
-"""What a CUDA graph leaves to what runs behind it: a region's last matrix product, and its last copies.
+"""The ops that run after a CUDA graph, outside it: a region's last matrix product, and its last copies.
 
 A graph writes to the same memory at each replay, so each result is copied for the caller: for the logits of Qwen2.5-7B, 2,048
 tokens, 622 MB are read and written, 300 µs. A result that the region makes last of all, by one product of a hidden state and a
-weight, needs no copy where the product runs behind the graph, launched like any op, into memory that the caller keeps.
+weight, needs no copy where the product runs after the graph, launched like any op, into memory that the caller keeps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def contiguous(memory: torch.Tensor) -> torch.Tensor:
 
 
 def left_out(module: GraphModule, copied: Sequence[int]) -> dict[int, LeftOut]:
-    """Return the results, by place, that are made or copied behind the graph.
+    """Return the results, by place, that are made or copied after the graph.
 
     Args:
         module: the region.

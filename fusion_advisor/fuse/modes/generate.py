@@ -40,7 +40,7 @@ def profile_generate(
     Args:
         loaded: with its ``generation``.
         options: how to measure; the prefill's files go into a folder of their own.
-        progress: told what goes on.
+        progress: receives each phase.
 
     Returns:
         (report, capture) of the decode step, with the whole call's time in it, and of the prefill.
@@ -74,7 +74,7 @@ def apply_generate(
     Args:
         loaded: with its ``generation``.
         options: how to measure and decide; the prefill's files go into a folder of their own.
-        progress: told what goes on.
+        progress: receives each phase.
         on_report: given the decode step's report so far.
 
     Returns:

@@ -163,7 +163,7 @@ def _checked(trace: Trace) -> list[str]:
         if trace.kernels:
             known = "the profiler dropped them, or stopped before they ran"
         else:
-            known = "another profiler (nsys, ncu) may have held the device's counters, or CUDA was not among the activities"
+            known = "another profiler (nsys, ncu) may have used the device's counters, or CUDA was not among the activities"
         raise MissingKernels(kernels=f"{found.launches - found.missing:,}", launches=f"{found.launches:,}", known=known)
     if found.missing:
         warnings.append(f"{found.missing:,} of {found.launches:,} launches have no kernel in the trace")
@@ -383,6 +383,6 @@ def _unknown(trace: Trace, *, has_shapes: bool, joined_share: float) -> Iterator
     else:
         yield "shapes and bytes, so what a chain could save at most (recorded without record_shapes=True)"
     if joined_share < 0.995:
-        yield f"the op behind {1 - joined_share:.1%} of the time (CUDA graphs show none): such kernels go by their own names"
+        yield f"the op of {1 - joined_share:.1%} of the time (CUDA graphs record none): such kernels keep their own names"
     if not any(is_step(event) for event in trace.ranges):
         yield "steps (none are marked), so sites and times are those of the whole trace"

@@ -113,18 +113,18 @@ def foldable_nodes(graph: Graph, sources: Collection[Node] = ()) -> dict[Node, N
     return found
 
 
-def _frontier(foldable: dict[Node, None], held: int) -> list[Node]:
+def _frontier(foldable: dict[Node, None], held_bytes: int) -> list[Node]:
     """Return what must be stored so that nothing in ``foldable`` runs; what would hold too much is taken out of ``foldable``.
 
     A view of a buffer stays an op: it costs no kernel, and storing it would save none.
 
     Args:
         foldable: candidates, in order.
-        held: bytes that the region's graph holds already.
+        held_bytes: bytes that the region's graph holds already.
     """
     while True:
         frontier = [node for node in foldable if any(user not in foldable for user in node.users)]
-        total, refused = held, []
+        total, refused = held_bytes, []
         for node in frontier:
             is_stored = isinstance(node.meta.get("val"), torch.Tensor) and not _is_view_of_placeholder(node)
             total += _bytes(node) if is_stored else 0
@@ -163,7 +163,7 @@ def _frozen(graph: Graph, region: Region) -> dict[Node, torch.Tensor]:
 
 
 def _computation(node: Node, sources: list[Node], constants: Mapping[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the ops behind a node as a function of its sources, apart from the graph that is being rewritten."""
+    """Return the ops that lead to a node as a function of its sources, in a graph of their own."""
     needed = _sources(node) | {node}
     graph = Graph()
     copies: dict[Node, Node] = {source: graph.placeholder(source.name) for source in sources}

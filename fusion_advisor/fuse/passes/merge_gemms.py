@@ -2,8 +2,8 @@
 
 One GEMM of 4608 columns fills the device better than three of 3584, 512 and 512, and at batch 1 one GEMV reads the same bytes in
 one launch. The merged weight is a view where the weights already lie one after the other in memory (``weight_packing`` lays
-them so for models that we load): nothing is held, and whatever is written to a weight is seen. Weights that lie apart need a
-copy, which is made only under ``--freeze``: it stays in memory, and writes through ``tensor.data`` do not reach it.
+them so for models that we load): there is no copy, and the step sees every write to a weight. Weights that are not adjacent
+need a copy, which is made only under ``--freeze``: it stays in memory, and writes through ``tensor.data`` do not reach it.
 
 The slices have wider strides than the separate outputs had, so this pass makes a new region, on which chains are lowered again.
 """
@@ -144,7 +144,7 @@ def _why_not(group: _Group, values: Mapping[Node, Any], *, may_copy: bool) -> st
         tensors = [values[operand] for operand in operands]
         if tensors and not may_copy and not lie_together(tensors):
             held_bytes = sum(_bytes(values[operand]) for operand in (*group.operands(1), *group.operands(2)))
-            return f"its weights lie apart in memory, and a merged copy of {held_bytes:,} bytes needs --freeze"
+            return f"its weights are not adjacent in memory, and a merged copy of {held_bytes:,} bytes needs --freeze"
     return None
 
 
@@ -224,7 +224,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def merge_all(regions: Sequence[Region], room: CopyRoom) -> list[list[ChangedRegion]]:
-    """Merge linears in a copy of every region; weights that lie apart are copied where copies of all of them would fit."""
+    """Merge linears in a copy of every region; weights that are not adjacent are copied where copies of all of them would fit."""
     weights = sum(
         value.numel() * value.element_size()
         for region in regions

@@ -3,9 +3,9 @@
 GPT-2's vocabulary has 50,257 rows. In 16 bits no vector load or store fits an output row of that width, and cuBLAS falls back to
 a kernel for elements aligned to nothing: on an H200 a head of 4,096 tokens takes 3.37 of a bf16 step's 6.43 ms. With seven more
 rows it runs on the tensor cores' own kernels, and a copy of the columns that were asked for gives the caller the tensor that the
-model gives: a kernel of ours, because ATen's takes twice as long. The rows are read from the memory behind the weight, where
+model gives: a kernel of ours, because ATen's takes twice as long. The rows are read from the memory after the weight, where
 ``weight_packing`` left room for them: no weight is copied, and what is written to a weight is seen. A weight with no room
-behind it is left alone.
+after it is left alone.
 
 That copy still writes and reads the result once more (217 of the 2,380 µs of GPT-2's bf16 step of 8 x 512 tokens, H200). Where
 there are rows enough, the result can be stored where it belongs at once: see ``odd_width_gemm``. A linear with a bias stays
@@ -40,7 +40,7 @@ def pad_linears(graph: Graph, region: Region, _constants: dict[str, torch.Tensor
 
     Args:
         graph: rewritten in place.
-        region: its example tensors say whether there is room behind a weight.
+        region: its example tensors say whether there is room after a weight.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     named = zip(placeholders, region.roles, region.example_args, strict=True)
@@ -56,7 +56,7 @@ def store_odd_rows(graph: Graph, region: Region, constants: dict[str, torch.Tens
 
     Args:
         graph: rewritten in place; its odd linears are padded first where they are not yet.
-        region: its example tensors say whether there is room behind a weight.
+        region: its example tensors say whether there is room after a weight.
         constants: as every pass gets them; none is made.
     """
     pad_linears(graph, region, constants)
@@ -142,5 +142,5 @@ ODD_WIDTH_GEMM = PassRewrite(
     title="odd-width GEMMs",
     apply=store_odd_rows,
     predict=_stored_ns,
-    after={"pad-gemm": "it takes away the copy behind a padded GEMM"},
+    after={"pad-gemm": "it removes the copy after a padded GEMM"},
 )

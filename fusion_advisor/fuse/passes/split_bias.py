@@ -1,4 +1,4 @@
-"""Biases apart: what small GEMMs in fp32 take from an epilogue is added by an op of its own, where no chain takes the addition.
+"""Split biases: an op of its own adds the bias of a small fp32 GEMM, where no chain takes the addition.
 
 See ``capture.graph.split_bias`` for why the epilogue is the slower way, and for how the additions come into the captured graph.
 """
@@ -14,7 +14,7 @@ from fusion_advisor.fuse.rewrite.record import PassRewrite
 
 
 def split_gemm_biases(graph: Graph, _region: Region, _constants: dict[str, torch.Tensor]) -> int:
-    """Leave the biases of small fp32 GEMMs apart; returns how many."""
+    """Split the biases from small fp32 GEMMs; returns how many."""
     return leave_gemm_biases_apart(graph)
 
 

@@ -37,9 +37,9 @@ class ProfileOptions:
         only: Patterns of kernels and of rewrites' ids, which have a hyphen (``merge-gemms``): nothing else of the same kind is
             tried.
         skip: Patterns likewise: what fits one is not tried.
-        kernel_dirs: Folders of kernels beside the shipped ones; code is run from them.
+        kernel_dirs: More folders of kernels; code is run from them.
         backend: ``triton``, ``cuda``, ``cpp``, or ``fastest`` to try each kernel in both languages of a GPU; None lets the
-            device and the kernel decide: on a GPU Triton, and CUDA C++ beside it where Triton is known to be slower.
+            device and the kernel decide: on a GPU Triton, and also CUDA C++ where Triton is known to be slower.
         fast_math: Whether kernels may use approximate instructions, and a GEMM in 16 bits GELU by tanh for the one with erf.
         exact: Whether kernels round each op's result as eager does, so that those without a reordered sum give eager's bits;
             other rewrites stay only where their results are eager's bit for bit.
@@ -99,7 +99,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyOptions(ProfileOptions):
-    """How to decide what stays, beside how to measure.
+    """How to measure, and how to decide what stays.
 
     Attributes:
         min_gain: A rewrite must save at least this share of the step.
@@ -111,7 +111,7 @@ class ApplyOptions(ProfileOptions):
         dry_run: Render, build and check kernels; the step is not timed, and the model is left as it is.
         baseline: What the headline compares with: ``eager``, ``compile`` (torch.compile's fastest mode) or ``both``. The last two
             measure torch.compile, on a CPU too.
-        compile: Measure what else there is beside ours: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
+        compile: Measure the other ways too: eager in a CUDA graph, torch.compile's modes, Liger, and torch.compile
             for the rest of ours. None: on a GPU; from the command line on a CPU
             torch.compile's default mode too, for no longer than the run took so far.
         max_autotune: torch.compile's max-autotune mode too, which takes minutes.
@@ -119,7 +119,7 @@ class ApplyOptions(ProfileOptions):
             by side. The contract: weights and buffers are not written while the fusion is in place, or ``fused.refresh()`` is
             called after the write.
         graph: Whether a CUDA graph around the step is tried; it stays where it saves wall time.
-        graph_outputs: ``clone`` copies results out of the graph's memory, or computes them behind it (large logits); ``static``
+        graph_outputs: ``clone`` copies results out of the graph's memory, or computes them after it (large logits); ``static``
             hands out that memory, which the next call overwrites.
         keep: ``paying``: a rewrite stays if it measurably pays. ``verified``: it stays if its numbers pass, whatever its time; no
             timing decides anything, and a step that is slower than eager is not reverted. For tests of numbers, not for speed.

@@ -198,7 +198,7 @@ def _left_out(kernel: str, only: Sequence[str], skip: Sequence[str]) -> str | No
 
 
 def generated_name(op_names: Sequence[str], program: Program) -> str:
-    """Name a generated kernel after its chain; four hex digits tell variants of one chain apart."""
+    """Name a generated kernel after its chain; four hex digits distinguish variants of one chain."""
     kept = list(op_names[:_NAME_OPS])
     digest = hashlib.sha256(layout_key(program).encode()).hexdigest()[:4]
     clean = ["".join(letter for letter in name if letter.isalnum() or letter == "_") for name in kept]

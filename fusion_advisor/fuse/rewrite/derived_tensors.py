@@ -134,14 +134,14 @@ def joined(name: str, sources: Sequence[torch.Tensor]) -> Callable[..., torch.Te
 
 
 def extended(name: str, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of a tensor that views it with more rows, taken from the memory behind it; nothing is copied.
+    """Return a function of a tensor that views it with more rows, taken from the memory after it; nothing is copied.
 
     Args:
         name: stands in the graph's code.
         rows: that the view has; what the further ones hold is whatever lies there.
 
     Raises:
-        LayoutChanged: (when called) there is not that much memory behind the tensor.
+        LayoutChanged: (when called) there is not that much memory after the tensor.
     """
     view: torch.Tensor | None = None
     known: tuple[torch.Tensor, int] | None = None
@@ -152,7 +152,7 @@ def extended(name: str, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
             return view
         view, known = None, None
         if not has_room(now, rows):
-            raise LayoutChanged("a weight that had room for more rows behind it has none now")
+            raise LayoutChanged("a weight that had room for more rows after it has none now")
         view = now.detach().as_strided((rows, *now.shape[1:]), now.stride(), now.storage_offset())
         known = (now, now.data_ptr())
         return view

@@ -37,7 +37,7 @@ class OddRows:
         columns: of the result: the weight's rows, N; :data:`LEAST_COLUMNS` at least.
 
     Raises:
-        LayoutChanged: (when called) the weight has no room for seven more rows behind it.
+        LayoutChanged: (when called) the weight has no room for seven more rows after it.
     """
 
     def __init__(self, name: str, columns: int) -> None:

@@ -66,7 +66,7 @@ class LayoutRewrite(Rewrite):
     suffix: str
     """Of the files of kernels that are built for the new layouts."""
     copies_weights: bool = False
-    """Whether some sites need a copy of weights; the report then says how many bytes are held."""
+    """Whether some sites need a copy of weights; the report then says how many bytes the copies take."""
     serves_other_shapes: bool = False
     """Whether a call of another shape is changed too."""
     stage: ClassVar[RewriteStage] = RewriteStage.ON_TOP

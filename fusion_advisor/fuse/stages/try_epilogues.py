@@ -62,8 +62,8 @@ def compute_in_epilogues(
         reason = why_wrong(checked, options.tolerance)
         row = row_of(rewrite, status=Status.WRONG_NUMBERS, reason=reason, sites=len(found))
         return replace(kept, rewrites=(*kept.rewrites, row))
-    progress.note(f"{len(found)} activations behind GEMMs, timed on top of what was kept")
-    errors = f"relative error {checked.fused_rel_l2:.1e} against float64, of the ops apart {checked.eager_rel_l2:.1e}"
+    progress.note(f"{len(found)} activations after GEMMs, timed on top of the kept rewrites")
+    errors = f"relative error {checked.fused_rel_l2:.1e} against float64, of the separate ops {checked.eager_rel_l2:.1e}"
     left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
     return _timed(kept, rewrite, found, options, words=f"; {errors}{left}", budget_s=budget_s)
 

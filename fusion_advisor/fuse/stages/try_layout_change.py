@@ -96,7 +96,7 @@ def change_again(
 def change_for_other_shape(bench: Bench, rewrite: LayoutRewrite) -> Bench:
     """Return a bench over the graphs of another call, changed as the plan's were.
 
-    A copy of weights is made for the plan alone, so weights that lie apart stay apart here.
+    Only the plan makes a copy of weights, so weights that are not adjacent in memory stay as they are here.
     """
     for regions in rewrite.change(bench.live.regions, CopyRoom()):
         return changed_bench(bench, regions)[0]
@@ -119,5 +119,5 @@ def _left_alone(refusals: Sequence[str]) -> str:
 
 def _memory(rewrite: LayoutRewrite, held_bytes: int) -> str:
     if held_bytes:
-        return f"; copies of {held_bytes:,} bytes are held (--freeze)"
+        return f"; {held_bytes:,} bytes of copies stay in memory (--freeze)"
     return "; no weight is copied" if rewrite.copies_weights else ""

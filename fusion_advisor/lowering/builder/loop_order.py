@@ -13,7 +13,7 @@ from math import prod
 from fusion_advisor.ir.program import ADDRESSED, ITEM_BYTES, Program
 
 _WIDE_ROW_BYTES = 1024
-"""Neighbours in the new order lie far apart in memory. Narrower rows would leave DRAM pages half used and share cache lines with
+"""Neighbours in the new order are distant in memory. Narrower rows would leave DRAM pages half used and share cache lines with
 rows of much later blocks."""
 
 

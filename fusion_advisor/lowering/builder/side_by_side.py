@@ -60,7 +60,7 @@ def side_by_side(ops: Mapping[int, OpNode] | Sequence[OpNode], parts: Sequence[L
         operands=tuple(operands[index] for index in place),
         values=tuple(replace(v, operand=first.operands[v.operand]) if v.op == "load" else v for v in first.program.values),
         stores=tuple(replace(store, operand=first.operands[store.operand]) for store in first.program.stores),
-        beside=tuple(nests[1:]),
+        siblings=tuple(nests[1:]),
     )
     program = with_names(program, names)
     return Lowered(program=program, inputs=tuple(roots), outputs=tuple(outputs), written=written_by(ops, outputs))

@@ -111,7 +111,7 @@ def one_run(lowering: Lowering, loops: Loops, row: list[int], results: Sequence[
         CannotLower: what is written, or read by its index, does not run along.
     """
     if any(value.op == "index" and value.dim in row for value in lowering.values):
-        raise CannotLower("FA603", "the place inside several reduced dims cannot be told from one index")
+        raise CannotLower("FA603", "one index does not give the place inside several reduced dims")
     found: dict[int, int] = {}
     for number, value in enumerate(tuple(lowering.values)):
         if value.op == "index":

@@ -63,7 +63,7 @@ def _select_rule(op: OpNode, before: TensorMeta, where: Index) -> Index:
 
 
 def piece_rule(splitter: OpNode, before: TensorMeta, number: int, where: Index) -> Index:
-    """Index into what ``splitter`` (a split, a chunk, an unbind) took apart, for an index into piece ``number``.
+    """Index into the operand of ``splitter`` (a split, a chunk, an unbind), for an index into piece ``number``.
 
     Raises:
         CannotLower: the op that has several outputs is no split.
@@ -89,8 +89,8 @@ def repeat_rule(op: OpNode, before: TensorMeta, where: Index, extents: Sequence[
     if not isinstance(count, int) or not isinstance(dim, int):
         raise CannotLower("FA601", f"{op.target} has no lowering without a number of copies and a dim")
     dim %= len(before.shape)
-    apart = (*before.shape[: dim + 1], count, *before.shape[dim + 1 :])
-    found = reshaped(where, op.outputs[0].shape, apart, extents)
+    split_shape = (*before.shape[: dim + 1], count, *before.shape[dim + 1 :])
+    found = reshaped(where, op.outputs[0].shape, split_shape, extents)
     return (*found[: dim + 1], *found[dim + 2 :])
 
 

@@ -1,4 +1,4 @@
-"""The sentences and rows of a fleet's ranking, which the terminal, markdown and HTML print alike.
+"""The sentences and rows of a fleet's ranking, as the terminal, markdown and HTML print them.
 
 In: a :class:`fusion_advisor.records.trace.FleetReport`. Out: text and tables.
 """

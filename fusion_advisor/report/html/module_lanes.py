@@ -30,7 +30,7 @@ class Span:
 
 
 def spans(report: Report, timeline: Timeline) -> tuple[Span, ...]:
-    """Return the spans of the step after, level by level; empty where no launch can be told to be a site's.
+    """Return the spans of the step after, level by level; empty where no launch can be attributed to a site.
 
     Args:
         report: any report with a step after.

@@ -96,7 +96,7 @@ def _laid_out(columns: list[Column], width: int, console: Console) -> list[Text]
 
 
 def _cut(cells: Sequence[str], width: int, console: Console) -> list[str]:
-    """Move the cut of cells that would read the same: two titles that begin alike keep the words in which they differ."""
+    """Move the cut of cells that would read the same: two titles with the same beginning keep the words in which they differ."""
     dots = ".." if is_ascii(console) else "…"
     room = width - len(dots)
     shown = list(cells)

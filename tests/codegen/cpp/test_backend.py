@@ -451,7 +451,7 @@ BESIDE = [name for name in cases() if name.startswith(("beside_", "looped_beside
 @pytest.mark.parametrize("name", BESIDE)
 def test_loop_nests_side_by_side(name, tmp_path):
     program, backend = cases()[name], CppBackend()
-    assert program.beside
+    assert program.siblings
     tensors, outputs = inputs(name, program), allocate(program)
     rendered = backend.render(program, HEADER, tuning=Tuning(), fast_math=False)
     backend.build(rendered, tmp_path / "kernel.cpp").bind(program)(*tensors, *outputs)

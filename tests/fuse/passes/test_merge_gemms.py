@@ -88,7 +88,9 @@ def test_weights_that_lie_apart_are_copied_only_when_asked_for():
     model = Heads()
     refused = merged(model, X, is_laid_out=False)
     assert refused.changed == 0
-    assert refused.refusals == ["{q,k,v}: its weights lie apart in memory, and a merged copy of 10,560 bytes needs --freeze"]
+    assert refused.refusals == [
+        "{q,k,v}: its weights are not adjacent in memory, and a merged copy of 10,560 bytes needs --freeze"
+    ]
     copied = merged(model, X, is_laid_out=False, may_copy=True)
     assert (copied.changed, copied.held_bytes) == (1, (80 * 32 + 80) * 4)
 

@@ -115,7 +115,7 @@ def test_a_copy_that_was_allowed_is_held_and_said(quick, planted):  # noqa: F811
     run = apply_workload(gated(is_laid_out=False), replace(quick, freeze=True))
     row = row_of(run)
     assert (row.status, row.held_bytes) == (Status.KEPT, 2 * 96 * 64 * 4)
-    assert "copies of 49,152 bytes are held (--freeze)" in row.reason
+    assert "49,152 bytes of copies stay in memory (--freeze)" in row.reason
 
 
 def test_the_keep_rule_itself_decides(quick, monkeypatch):  # noqa: F811
@@ -140,7 +140,7 @@ def test_a_saved_plan_merges_again(quick, planted):  # noqa: F811
 def test_a_saved_plan_is_refused_where_the_weights_lie_apart(quick, planted):  # noqa: F811
     planted(Status.KEPT)
     saved_run(gated(), quick)
-    with pytest.raises(PlanMismatch, match="lie apart"):
+    with pytest.raises(PlanMismatch, match="not adjacent"):
         apply_plan(gated(is_laid_out=False), load_plan(quick.run_dir))
 
 
