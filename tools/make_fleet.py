@@ -13,7 +13,7 @@ import gzip
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -196,33 +196,37 @@ HOSTILE = ("bomb", "nested", "numbers", "names", "endless-string")
 
 
 def write_broken(path: Path, kind: str, plan: Plan) -> None:
-    """Write a trace that cannot be ranked, or that means harm."""
+    """Write a trace that cannot be ranked, or that means harm; those of different jobs differ in their bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = facts(plan) | {"traceEvents": events(plan)}
     text = json.dumps(made).encode()
     if kind == "cut":
         path.write_bytes(gzip.compress(text)[: len(text) // 40])
     elif kind == "empty":
-        path.write_bytes(b"")
+        path.write_bytes(gzip.compress(b"", mtime=plan.day))
     elif kind == "no-json":
-        path.write_bytes(gzip.compress(b"<html>" + text[:1000]))
+        path.write_bytes(gzip.compress(b"<html>" + text[:1500]))
     elif kind == "no-events":
-        path.write_bytes(gzip.compress(b'{"schemaVersion": 1}'))
+        path.write_bytes(gzip.compress(json.dumps(facts(plan)).encode()))
     elif kind == "lost-kernels":
         left = [event for place, event in enumerate(made["traceEvents"]) if event.get("cat") != "kernel" or place % 3]
         path.write_bytes(gzip.compress(json.dumps(made | {"traceEvents": left}).encode()))
     elif kind == "bomb":
-        path.write_bytes(gzip.compress(b'{"traceEvents": ["' + b"x" * (135 << 20), 9))
+        path.write_bytes(gzip.compress(_hostile(plan, '["') + b"x" * (135 << 20), 9))
     elif kind == "nested":
-        path.write_bytes(gzip.compress(b'{"traceEvents": ' + b"[" * 200_000))
+        path.write_bytes(gzip.compress(_hostile(plan, "[" * 200_000)))
     elif kind == "numbers":
         strange = [_event("kernel", "k", 10**400 if place % 2 else -1e308, 1e308) for place in range(100)]
-        path.write_bytes(gzip.compress(json.dumps({"traceEvents": strange}).encode()))
+        path.write_bytes(gzip.compress(json.dumps(facts(plan) | {"traceEvents": strange}).encode()))
     elif kind == "names":
-        made["job"], made["model"] = "../../../etc/passwd\x1b[2J'; drop table parts; --", "<script>alert(1)</script>"
+        made["job"], made["model"] = f"../../../etc/passwd\x1b[2J'; drop table parts; -- {plan.job}", "<script>alert(1)</script>"
         path.write_bytes(gzip.compress(json.dumps(made).encode()))
     elif kind == "endless-string":
-        path.write_bytes(gzip.compress(b'{"traceEvents": [], "job": "' + b"x" * (135 << 20) + b'"}', 9))
+        path.write_bytes(gzip.compress(_hostile(plan, '[], "job": "') + b"x" * (135 << 20) + b'"}', 9))
+
+
+def _hostile(plan: Plan, events_text: str) -> bytes:
+    return f'{json.dumps(facts(plan))[:-1]}, "traceEvents": {events_text}'.encode()
 
 
 def main() -> None:
@@ -250,7 +254,8 @@ def make(folder: Path, count: int, *, broken: int = 0, hostile: int = 0, seed: i
         HOSTILE[number % len(HOSTILE)] for number in range(hostile)
     ]
     for number, kind in enumerate(kinds):
-        write_broken(folder / "bad" / f"{number:02d}-{kind}.json.gz", kind, first)
+        plan = replace(first, job=f"bad-{number:02d}", day=number)
+        write_broken(folder / "bad" / f"{number:02d}-{kind}.json.gz", kind, plan)
     return total
 
 
