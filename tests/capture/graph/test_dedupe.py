@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.fx_nodes import module_path, source_of
 from fusion_advisor.runtime import torch_internals
-from tests.runtime.test_torch_internals import dynamo_graph
+from tests.runtime.torch_internals.test_dynamo import dynamo_graph
 from tests.tiny import gpt2, qwen2
 
 

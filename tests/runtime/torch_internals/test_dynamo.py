@@ -316,7 +316,7 @@ def test_break_reason_names_the_line():
     graph, _ = dynamo_graph(breaks, torch.randn(2))
     reason, where = torch_internals.break_reason(graph)
     assert reason
-    assert "test_torch_internals.py:" in where
+    assert "test_dynamo.py:" in where
     assert torch_internals.break_reason(dynamo_graph(lambda x: x * 7, torch.randn(2))[0]) is None
 
 
