@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fusion_advisor"
 MOST_LINES, MOST_BRANCHES, MOST_MODULE_LINES = 60, 25, 400
 
 LARGE_MODULES = {
-    "errors.py",
     "fuse/live/fused_model.py",
     "runtime/torch_internals.py",
 }
