@@ -13,7 +13,6 @@ MOST_LINES, MOST_BRANCHES, MOST_MODULE_LINES = 60, 25, 400
 
 LARGE_MODULES = {
     "fuse/live/fused_model.py",
-    "runtime/torch_internals.py",
 }
 LARGE_FUNCTIONS = {
     "capture/graph/side_effects.py:written_by",

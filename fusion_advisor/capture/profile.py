@@ -23,8 +23,8 @@ from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing import wall_timer
 from fusion_advisor.timing.clock_sampler import watching
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
@@ -138,7 +138,7 @@ def profile_model(
     on_cuda = environment.device_kind == "cuda"
 
     timer = timer or step_timer(on_cuda=on_cuda)
-    call = torch_internals.original_call(model)
+    call = module_call.original_call(model)
 
     def eager() -> Any:
         return call(*args, **kwargs)

@@ -42,7 +42,7 @@ from fusion_advisor.records import (
     RenderedKernel,
     Timing,
 )
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 from fusion_advisor.verify import check_chain
 from fusion_advisor.workload.architecture import auto_class
 from fusion_advisor.workload.load import describe_live
@@ -272,7 +272,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_id", CONVOLUTIONS)
 def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, patterns, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)
+    monkeypatch.setattr(aten_ops, "adds_bias_after_convolution", lambda *_: True)
     run = Fused(tiny(model_id, dtype=dtype), patterns, tmp_path)
     found = {wanted: run.sites_of(wanted) for wanted in CONVOLUTIONS[model_id]}
     assert found == CONVOLUTIONS[model_id], [(fusion.match.kernel, len(fusion.sites)) for fusion in run.plan.fusions]

@@ -28,10 +28,10 @@ from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.runtime.torch_internals import dispatcher, dynamo, fake_mode, module_call
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ def capture_regions(
     if isinstance(model, torch.jit.ScriptModule):
         raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
     _refuse_own_ops(model, args, kwargs, model_id)
-    original = torch_internals.original_call(model)
+    original = module_call.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
     live = LiveCapture(written=written)
@@ -170,25 +170,25 @@ def capture_regions(
         if compiled.later is not None:
             return compiled.later(graph_module, example_inputs)
         if not with_lines:
-            torch_internals.leave_new_guards_untried()
+            dynamo.leave_new_guards_untried()
         route = Route(graph_module.forward, seen)
-        modes.extend(torch_internals.fake_modes_of(graph_module))
+        modes.extend(dynamo.fake_modes_of(graph_module))
         region = Region(
             index=len(regions), graph=retrace(graph_module), original=graph_module, route=route,
-            code=torch_internals.traced_code(),
+            code=dynamo.traced_code(),
         )  # fmt: skip
-        reason = torch_internals.break_reason(graph_module)
+        reason = dynamo.break_reason(graph_module)
         if reason is not None:
             breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
         regions.append(region)
         return route
 
-    live.compiled = compiled = DynamoCall(torch_internals.compiled_call(model, collect))
-    lines = contextlib.nullcontext() if with_lines else torch_internals.without_source_lines()
+    live.compiled = compiled = DynamoCall(dynamo.compiled_call(model, collect))
+    lines = contextlib.nullcontext() if with_lines else dynamo.without_source_lines()
     try:
         with (
-            torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(),
-            torch_internals.linear_in_one_step(), lines,
+            torch.no_grad(), dynamo.raise_recompile_limit(64), dynamo.no_collection(), collector_paused(),
+            dispatcher.linear_in_one_step(), lines,
         ):  # fmt: skip
             live.output = in_one_piece(lambda: compiled.call(*args, **kwargs))
     except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
@@ -196,7 +196,7 @@ def capture_regions(
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
     finally:
-        torch_internals.forget_real_tensors(modes)
+        fake_mode.forget_real_tensors(modes)
         modes.clear()
     written.rewind()
     runs: dict[int, list[tuple[Any, ...]]] = {}
@@ -223,11 +223,11 @@ def capture_regions(
 
 def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
     """Leave what sees each op by itself to the model's own ops."""
-    if torch_internals.is_mode_active():
+    if dispatcher.is_mode_active():
         detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
         raise CannotCapture(model_id=model_id, detail=detail)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
-        if torch_internals.sees_its_ops(type(tensor)):
+        if dispatcher.sees_its_ops(type(tensor)):
             kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
             raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
 

@@ -28,7 +28,7 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops, cuda_state, dynamo, inductor
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
@@ -104,7 +104,7 @@ def peers(
         def make() -> Call:
             if mode == "reduce-overhead" and not on_cuda:
                 raise NotAvailable("it is the default mode in CUDA graphs, and a CPU has none")
-            call = torch_internals.compiled_call(loaded.model, "inductor", mode=mode)
+            call = dynamo.compiled_call(loaded.model, "inductor", mode=mode)
             return lambda: call(*loaded.args, **loaded.kwargs)
 
         return make
@@ -140,7 +140,7 @@ def peers(
 
 
 def ours_compiled(
-    loaded: LoadedWorkload, bench: Bench, variant: Variant, *, is_graphed: bool, compiler: Compiler = torch_internals.inductor
+    loaded: LoadedWorkload, bench: Bench, variant: Variant, *, is_graphed: bool, compiler: Compiler = inductor.compile_graph
 ) -> Contender:
     """Return ours with torch.compile for the rest.
 
@@ -178,7 +178,7 @@ def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -
     """
     static = [value for value in (*loaded.args, *loaded.kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda]
     fresh = [value.clone() for value in static]
-    replay = interleaving.recorded(call, before=rewind, around=torch_internals.own_gemm_workspace)
+    replay = interleaving.recorded(call, before=rewind, around=cuda_state.own_gemm_workspace)
     return _InGraph(call, static, fresh, replay)
 
 
@@ -193,7 +193,7 @@ class _InGraph:
 
     def __call__(self) -> None:
         if self.static:
-            torch_internals.copy_all(self.static, self.fresh)
+            aten_ops.copy_all(self.static, self.fresh)
         self.replay()
 
 
@@ -254,7 +254,7 @@ def measure_all(
     in_order = sorted(contenders, key=lambda one: not one.is_required)
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
-    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+    with torch.no_grad(), dynamo.raise_recompile_limit(64):
         for number, contender in enumerate(in_order):
             if not contender.is_required:  # the others take no time to make ready
                 if number and in_order[number - 1].is_required:
@@ -285,7 +285,7 @@ def _made_ready(
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     before = device_memory.held_bytes(on_cuda=on_cuda)
     rewind()
-    with torch_internals.empty_compile_caches() if contender.is_compiled else nullcontext():
+    with inductor.empty_compile_caches() if contender.is_compiled else nullcontext():
         wait()
         started = time.perf_counter()
         call = contender.make()

@@ -41,8 +41,8 @@ from fusion_advisor.fuse.cuda_graph.recording import (
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
 MOST_RECORDINGS = 8
@@ -321,11 +321,11 @@ class GraphedRegion:
         return Recording(
             name=", ".join(self.names[copy.slot] for copy in copies),
             play=play, copies=tuple(copies), slots=tuple(slots), others=tuple(others),
-            read=tuple(torch_internals.storage_reference(tensor, gone.append) for tensor in used),
+            read=tuple(tensor_memory.storage_reference(tensor, gone.append) for tensor in used),
             watched=tuple(weakref.ref(args[slot], gone.append) for slot in watched), watched_slots=tuple(watched),
-            watched_addresses=torch_internals.Addresses([args[slot] for slot in watched]),
+            watched_addresses=tensor_memory.Addresses([args[slot] for slot in watched]),
             layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_behind},
-            gone=gone, addresses=torch_internals.Addresses(used),
+            gone=gone, addresses=tensor_memory.Addresses(used),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
             saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
             objects=tuple(map(weakref.ref, objects)),

@@ -24,7 +24,7 @@ from fusion_advisor.fuse.decide.alone import judged_alone
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status, Timing
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.host_timer import HostTimer
@@ -351,7 +351,7 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            around = torch_internals.own_gemm_workspace
+            around = cuda_state.own_gemm_workspace
             finish = self._memsets.replace  # as the fused model's own graph is recorded
             return [
                 interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain

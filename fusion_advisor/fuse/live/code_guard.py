@@ -37,7 +37,7 @@ class WatchedCode:
 
         Args:
             model: whose modules' classes are searched, and the classes of the objects that these hold.
-            codes: from :func:`~fusion_advisor.runtime.torch_internals.traced_code`.
+            codes: from :func:`~fusion_advisor.runtime.torch_internals.dynamo.traced_code`.
         """
         self._kinds = list(dict.fromkeys(map(type, model.modules())))
         self._spaces: list[Mapping[str, Any]] = []

@@ -31,8 +31,8 @@ from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.records import Report
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, fake_mode, module_call
 
 
 @dataclass(slots=True, eq=False)
@@ -98,15 +98,15 @@ class FusedModel:
         """By signature."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, Seen] = {}
-        self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
+        self._hooks = [(table, len(table)) for table in module_call.hook_tables(model) if table]
         self._code: set[CodeType] = set()
         self._watched: list[WatchedCode] = []
         self._fake_modes: list[Any] = []
         self._look_at_parts()
-        self._original = torch_internals.original_call(model)
+        self._original = module_call.original_call(model)
         captured = None if live is None else live.compiled
         if captured is None or captured.later is not None:
-            self._compiled = torch_internals.compiled_call(model, self._choose)
+            self._compiled = dynamo.compiled_call(model, self._choose)
         else:
             self._compiled, captured.later = captured.call, self._choose
             for region, module in zip(regions, modules, strict=True):
@@ -172,7 +172,7 @@ class FusedModel:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
                 calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
         """
-        if torch_internals.is_mode_active():  # it would see what is read of the tensors below
+        if dispatcher.is_mode_active():  # it would see what is read of the tensors below
             self._say(_MODE)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
@@ -180,7 +180,7 @@ class FusedModel:
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
         device = -1 if verified is None else _device_of(leaves)
-        if device >= 0 and torch_internals.current_device_number() != device:
+        if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
         refusal = self._refusal_at_once(verified, leaves)
@@ -221,7 +221,7 @@ class FusedModel:
             return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
         before = self._chosen
-        with torch_internals.raise_recompile_limit(1024):
+        with dynamo.raise_recompile_limit(1024):
             result = self._compiled(*args, **kwargs)
         verified.is_in_place = self._chosen > before
         if not verified.is_in_place:
@@ -238,7 +238,7 @@ class FusedModel:
             return _TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if any(type(leaf) is not torch.Tensor and torch_internals.sees_its_ops(type(leaf)) for leaf in leaves):
+        if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
             return _OWN_OPS
         if verified is None:
             return self._refusal() or _UNSEEN
@@ -253,14 +253,14 @@ class FusedModel:
         self._parts_then = [dict(parts) for parts in self._parts]
         self._live_dropouts = _dropouts(self.model)
         known = {id(table) for table, _ in self._hooks}
-        self._no_hooks = [table for table in torch_internals.hook_tables(self.model) if id(table) not in known]
+        self._no_hooks = [table for table in module_call.hook_tables(self.model) if id(table) not in known]
 
     def _refusal(self) -> str | None:
         # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
         # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
         if any(self._no_parts) or self._parts != self._parts_then:
             self._look_at_parts()
-            tables = set(map(id, torch_internals.hook_tables(self.model)))
+            tables = set(map(id, module_call.hook_tables(self.model)))
             if any(id(table) not in tables for table, _ in self._hooks):
                 self._parts_then = []  # looked at again by every call
                 return _HOOK
@@ -283,7 +283,7 @@ class FusedModel:
 
     def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        self._fake_modes += torch_internals.fake_modes_of(graph_module)
+        self._fake_modes += dynamo.fake_modes_of(graph_module)
         found = self._modules_by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
         if found is None:
             self._say("dynamo captured a graph that was not verified (something in the model changed)")
@@ -386,7 +386,7 @@ class FusedModel:
             # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
             # call and run the model's own ops: it must stop here instead.
             stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
-            self._before = torch_internals.set_compiled_call(self.model, stop)
+            self._before = module_call.set_compiled_call(self.model, stop)
             self.is_applied = True
             self._launched_before = self._launched()
         return self
@@ -394,9 +394,9 @@ class FusedModel:
     def revert(self) -> torch.nn.Module:
         """Take the fusions out again and return the model, which then is as it was before."""
         if self.is_applied:
-            torch_internals.set_compiled_call(self.model, self._before)
+            module_call.set_compiled_call(self.model, self._before)
             self.is_applied = False
-            torch_internals.forget_real_tensors(self._fake_modes)
+            fake_mode.forget_real_tensors(self._fake_modes)
             self._fake_modes.clear()
             if self.graphs is not None:
                 self.graphs.forget()
@@ -434,7 +434,7 @@ class FusedModel:
 
 def take_out(model: torch.nn.Module) -> None:
     """Revert what an earlier ``apply`` put into a model: two of them, reverted in the wrong order, would leave one in it."""
-    call = torch_internals.compiled_call_of(model)
+    call = module_call.compiled_call_of(model)
     earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
     if isinstance(earlier, FusedModel):
         earlier.revert()

@@ -17,7 +17,7 @@ import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.report.html.notebook import for_notebook
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state
 from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
 
@@ -59,7 +59,7 @@ def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(torch_internals, "current_device_number", lambda: current[-1])
+    monkeypatch.setattr(cuda_state, "current_device_number", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(model_module, "_device_of", lambda leaves: 1)
     for name in ("_run_compiled", "_original"):

@@ -20,7 +20,7 @@ from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, build, is_permuted
 from fusion_advisor.records import GraphRewrite, Launch, Status
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 from tests.tiny import profile_live
 
 
@@ -164,7 +164,7 @@ class Patches(nn.Module):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_it_is_expected_to_take_as_long_as_the_best_linear_and_two_copies(monkeypatch, has_bias):
-    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)  # as ATen does on a GPU
+    monkeypatch.setattr(aten_ops, "adds_bias_after_convolution", lambda *_: True)  # as ATen does on a GPU
     capture, live = profile_live(Patches(has_bias).eval(), (torch.randn(2, 3, 16, 8),))
     bench = Bench(live, on_cuda=False)
     (cut,) = (op for op in bench.ops if op.target == "aten.conv2d.default")
