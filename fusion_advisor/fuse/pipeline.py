@@ -27,8 +27,9 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
-from fusion_advisor.fuse.live.fused_model import FusedModel, is_training
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
+from fusion_advisor.fuse.live.module_guard import is_training
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan

@@ -456,7 +456,7 @@ def test_a_model_with_a_graph_break_is_fused_on_both_sides(x):
         with fuse(model, (x,)) as fused:
             torch.testing.assert_close(model(x), expected)
         assert fused.fallbacks == {}
-        assert len(fused._modules_by_code) == 2
+        assert len(fused._rewritten.modules) == 2
 
 
 def test_a_reverted_model_can_be_freed():
