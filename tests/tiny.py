@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_model
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.decide.session import Bench

@@ -18,7 +18,7 @@ from typing import Any
 import nvtx
 import torch
 
-from fusion_advisor.capture.graph import fx_nodes, tracer
+from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
@@ -241,7 +241,7 @@ def describe_all(live: tracer.LiveCapture, *, with_nvtx: bool = False) -> tuple[
     ops: list[OpNode] = []
     runners: list[NodeRunner] = []
     for region in live.regions:
-        described, index_of = tracer.describe(region, first_index=len(ops))
+        described, index_of = op_records.describe(region, first_index=len(ops))
         ops += described
         runners.append(NodeRunner(region, index_of, with_nvtx=with_nvtx))
     return ops, runners

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from fusion_advisor.capture.graph import retrace
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.session import Bench, replaced_sites

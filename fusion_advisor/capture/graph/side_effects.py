@@ -104,26 +104,8 @@ def written_by(
     Raises:
         NotRepeatable: after everything was put back a second call is another one than the first (a list that grows, say).
     """
-    found = live_tensors(model, args, kwargs)
-    large = [tensor for tensor in model.parameters() if tensor.nbytes > _COPIED_BYTES and not tensor.is_inference()]
-    versions = [tensor._version for tensor in large]
-    copies = {name: tensor.detach().clone() for name, tensor in found.items()}
-    attributes = [(owner, dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
     layouts, state = _layouts(args, kwargs), Before.of(model)
-    try:
-        call()
-    except BaseException:
-        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
-        aten_ops.copy_all([found[name] for name in changed], [copies[name] for name in changed])
-        raise
-    if [tensor._version for tensor in large] != versions:
-        raise NotRepeatable(model_id=model_id)
-    written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
-    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
-    now = arguments(args, kwargs)
-    written.made = tuple(name for name, tensor in now.items() if tensor is not found.get(name))
-    written.before = {name: copies[name] for name in written.tensors}
-    del copies
+    written = _written_by_first_call(call, model, args, kwargs, model_id)
     if state.is_changed():
         _tell_what_moves(written, state, call, model)
     elif not written.tensors and not written.attributes and _layouts(args, kwargs) == layouts:
@@ -139,6 +121,33 @@ def written_by(
         if all(_holds(tensor, after[name]) for name, tensor in written.tensors.items()):
             break
     written.rewind()
+    return written
+
+
+def _written_by_first_call(
+    call: Callable[[], object], model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str
+) -> Written:
+    """Call the model once, and return the tensors and attributes that hold something else than before.
+
+    Copies of tensors that stayed the same are freed when this returns.
+    """
+    found = live_tensors(model, args, kwargs)
+    large = [tensor for tensor in model.parameters() if tensor.nbytes > _COPIED_BYTES and not tensor.is_inference()]
+    versions = [tensor._version for tensor in large]
+    copies = {name: tensor.detach().clone() for name, tensor in found.items()}
+    attributes = [(owner, dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
+    try:
+        call()
+    except BaseException:
+        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
+        aten_ops.copy_all([found[name] for name in changed], [copies[name] for name in changed])
+        raise
+    if [tensor._version for tensor in large] != versions:
+        raise NotRepeatable(model_id=model_id)
+    written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
+    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
+    written.made = tuple(name for name, tensor in arguments(args, kwargs).items() if tensor is not found.get(name))
+    written.before = {name: copies[name] for name in written.tensors}
     return written
 
 

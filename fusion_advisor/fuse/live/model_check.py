@@ -17,7 +17,7 @@ from fusion_advisor.capture.graph.side_effects import Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
-from fusion_advisor.verify.check_chain import check_model
+from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import to_float64
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload

@@ -24,6 +24,15 @@ class ModuleGuard:
         self._watched: list[WatchedCode] = []
         self._look_at_parts()
 
+    def _look_at_parts(self) -> None:
+        """Note which modules the model is made of, and where their hooks would be registered."""
+        parts = [module._modules for module in self._model.modules()]
+        self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
+        self._parts_then: list[dict[str, torch.nn.Module | None]] = [dict(parts) for parts in self._parts]
+        self._live_dropouts = _dropouts(self._model)
+        known = {id(table) for table, _ in self._hooks}
+        self._no_hooks = [table for table in module_call.hook_tables(self._model) if id(table) not in known]
+
     def watch(self, code: Iterable[CodeType]) -> None:
         """Compare further code from now on: what dynamo looked through for the verified graphs."""
         new = set(code) - self._code
@@ -55,15 +64,6 @@ class ModuleGuard:
         if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
             return _HOOK
         return None
-
-    def _look_at_parts(self) -> None:
-        """Note which modules the model is made of, and where their hooks would be registered."""
-        parts = [module._modules for module in self._model.modules()]
-        self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
-        self._parts_then = [dict(parts) for parts in self._parts]
-        self._live_dropouts = _dropouts(self._model)
-        known = {id(table) for table, _ in self._hooks}
-        self._no_hooks = [table for table in module_call.hook_tables(self._model) if id(table) not in known]
 
 
 def is_training(model: torch.nn.Module) -> bool:

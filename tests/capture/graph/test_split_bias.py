@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, join_bias, leave_gemm_biases_apart, split_bias
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.runtime.torch_internals import aten_ops
 
 CASES = {

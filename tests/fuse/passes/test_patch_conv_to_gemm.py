@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.split_bias import split_bias
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import receipts
 from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import Bench
