@@ -13,7 +13,7 @@ import torch
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
-from fusion_advisor.capture.profile import named_range
+from fusion_advisor.capture.unchanged_step import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher

@@ -165,11 +165,7 @@ def choose(
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
-    every = bench.build((), found)
-    names = [name for name in found if every.changed[name]]
-    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
-    tried = [name for name in names if name not in inexact]
+    every, names, tried = _passes_with_sites(bench, options)
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [
         *(Candidate(id=name, graph_pass=name) for name in tried),
@@ -196,6 +192,20 @@ def choose(
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
+
+
+def _passes_with_sites(bench: Bench, options: ApplyOptions) -> tuple[Variant, list[str], list[str]]:
+    """Find the graph passes that change this step.
+
+    Returns:
+        The step with all passes that the options allow, the names of those that found a site, and of those that are to be timed:
+        with --exact a pass that changes a bit of the results is not.
+    """
+    found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
+    every = bench.build((), found)
+    names = [name for name in found if every.changed[name]]
+    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
+    return every, names, [name for name in names if name not in inexact]
 
 
 def _tell(candidates: Sequence[Candidate], decision: Decision, fusions: Sequence[Fusion], progress: Progress) -> None:
