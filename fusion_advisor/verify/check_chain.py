@@ -140,9 +140,9 @@ def _compare_all(
 ) -> None:
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
-        oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
-        nearby = chain.run(special_inputs.perturbed(chain.apart(given), seed), as_float64=True)
-        answers = _answers(fused, chain.apart(given, reach))
+        oracle, eager = chain.run(chain.copy_written(given), as_float64=True), chain.run(chain.copy_written(given))
+        nearby = chain.run(special_inputs.perturbed(chain.copy_written(given), seed), as_float64=True)
+        answers = _answers(fused, chain.copy_written(given, reach))
         for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
             results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
             special_values.compare(
@@ -177,10 +177,10 @@ def check_calls(
     """
     found = _Comparison(fast_math=fast_math, tolerance=tolerance)
     for chain, fused, given in calls:
-        oracle = chain.run(chain.apart(given), as_float64=True)
-        eager = chain.run(chain.apart(given))
+        oracle = chain.run(chain.copy_written(given), as_float64=True)
+        eager = chain.run(chain.copy_written(given))
         reach = chain.reach(given) if chain.in_place else [None] * len(eager)
-        answers = _answers(fused, chain.apart(given, reach))
+        answers = _answers(fused, chain.copy_written(given, reach))
         for answer, expected, exact, mask in zip(answers, eager, oracle, reach, strict=True):
             if mask is not None:
                 # The rows that are not written must stay, and must not make the error of those that are look small.
@@ -297,8 +297,8 @@ def count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
         return (0,) * (len(ULP_ENDS) + 1)
     rounded = oracle.detach().to(result.dtype)
     both = torch.isfinite(result) & torch.isfinite(rounded)
-    apart = (_ordinal(result.detach()[both]) - _ordinal(rounded[both])).abs()
-    return tuple(torch.bincount(torch.bucketize(apart, ends), minlength=len(ULP_ENDS) + 1).tolist())
+    distance = (_ordinal(result.detach()[both]) - _ordinal(rounded[both])).abs()
+    return tuple(torch.bincount(torch.bucketize(distance, ends), minlength=len(ULP_ENDS) + 1).tolist())
 
 
 def _ordinal(values: torch.Tensor) -> torch.Tensor:

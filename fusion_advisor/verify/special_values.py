@@ -1,8 +1,8 @@
-"""What random numbers never show: results on special inputs, and what a second call and guarded memory tell.
+"""Checks that random numbers cannot make: results on special inputs, a second call, and guarded memory.
 
 The fused result is compared with eager's own on the same inputs: NaN where eager has NaN, an infinity of the same sign, the same
 error limit row by row. Where eager overflows in its own dtype and fp64 does not, a kernel may have fp64's number: that is a
-declared exception. So are subnormal numbers that one of the two flushes to zero, the sign of a zero behind a sum, and elements
+declared exception. So are subnormal numbers that one of the two flushes to zero, the sign of a zero that is a sum, and elements
 that differ where sums of the largest numbers overflow in one order of their terms and not in another. All are counted and
 reported.
 """
@@ -41,7 +41,7 @@ ZERO = "zeros have the other sign than the original's"
 
 @dataclass(slots=True)
 class Findings:
-    """What comparisons on special values have found.
+    """Findings of comparisons on special values.
 
     Attributes:
         faults: sentences; any refuses the kernel.
@@ -253,7 +253,7 @@ def check_behaviour(
     findings: Findings,
 ) -> None:
     """Call a kernel twice on the same inputs: the same bits must come out, the inputs stay, and nothing else is written."""
-    given = chain.apart(roots, reach)
+    given = chain.copy_written(roots, reach)
     before = [tensor.clone() for tensor in given]
     first = _listed(fused(*given))
     read = [number for number in range(len(given)) if number not in chain.written]
@@ -263,7 +263,7 @@ def check_behaviour(
         if number not in chain.in_place and guard_is_damaged(output):
             findings.faults.append("memory outside of an output was written to")
     first = [output.clone() for output in first]
-    second = _listed(fused(*chain.apart(roots, reach)))
+    second = _listed(fused(*chain.copy_written(roots, reach)))
     if not all(map(_is_same, first, second)):
         findings.faults.append("two calls on the same inputs differ: a race, or memory that was read before it was written")
 

@@ -108,7 +108,7 @@ def decide(
         confidence: of the intervals.
         budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
             than ``min_gain``; small gains take as long again, the confirmation a third.
-        note: told how the step is timed.
+        note: gets a sentence on how the step is timed.
         step: given the rounds made, the rounds expected and what is timed.
         alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
     """

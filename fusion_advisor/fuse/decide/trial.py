@@ -31,7 +31,7 @@ _SOURCE_CONTEXT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is known of a fusion before the step is timed."""
+    """A fusion as it is known before the step is timed."""
 
     fusion: Fusion
     built: BuiltFusion | None
@@ -193,7 +193,7 @@ def _timed(
 
 
 def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:
-    """Return the lines around a chain's dearest op in the model's own source; empty where the file cannot be read."""
+    """Return the lines around a chain's most expensive op in the model's own source; empty where the file cannot be read."""
     site = planned.chain.sites[0]
     return source_around(site.source_file, site.source_line)
 

@@ -38,7 +38,7 @@ def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | Non
     return f"the step runs its captured graph {runs[0]} times, and Python of the model's own in between" if runs[0] != 1 else None
 
 
-_BEHIND = "runs behind it, into memory that the caller keeps"
+_AFTER_GRAPH = "runs after the graph and writes into memory that the caller keeps"
 
 
 def choose_graph(
@@ -70,7 +70,7 @@ def choose_graph(
         budget_s: seconds of timing; twice as many once more where that is too little to tell.
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
-        on_cuda: whether that is a GPU, which may be held down by its power limit.
+        on_cuda: whether that is a GPU, whose power limit may throttle it.
         device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
@@ -158,15 +158,17 @@ class _Sides:
 def _switched(graphs: Graphs, verdict: Verdict, predicted_ns: int | None) -> GraphRewrite:
     """Switch graphs on or off for good, and return their row."""
     graphs.is_on = verdict.status is Status.KEPT
-    held = graphs.pool_bytes()
-    behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
+    pool_bytes = graphs.pool_bytes()
+    after_graph = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
-    reason = f"{'wall time ' if verdict.is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}"
+    reason = (
+        f"{'wall time ' if verdict.is_timed else ''}{verdict.reason}{f'; {after_graph} {_AFTER_GRAPH}' if after_graph else ''}"
+    )
     return replace(
         row_of(CUDA_GRAPH, status=verdict.status, reason=reason, sites=1),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         predicted_saving_ns=predicted_ns,
-        held_bytes=held,
+        held_bytes=pool_bytes,
     )

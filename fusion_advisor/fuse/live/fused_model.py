@@ -145,7 +145,7 @@ class FusedModel:
 
         Raises:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
-                calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
+                calls run the original ops), or the original ops ran after a CUDA graph had been launched ahead of them.
         """
         if dispatcher.is_mode_active():  # it would see what is read of the tensors below
             self._fallbacks.add(_MODE)
@@ -258,12 +258,12 @@ class FusedModel:
         return made
 
     def include(self, other: FusedModel) -> FusedModel:
-        """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
+        """Take over the calls that another ``apply`` on this model verified (decode after prefill, say); returns this model.
 
-        Making the other one reverted this one: apply it again afterwards.
+        Making the other model reverted this one: apply this one again afterwards.
 
         Raises:
-            ValueError: the other one fuses another model.
+            ValueError: the other model was made from another module.
         """
         if other.model is not self.model:
             raise ValueError("both must have been made from one model")
@@ -292,7 +292,7 @@ class FusedModel:
     # ------------------------------------------------------------------ applying and reverting
 
     def apply(self) -> FusedModel:
-        """Put the fusions in place of another one's, where the model has some; does nothing when they are."""
+        """Put the fusions in place and revert those of another fused model of the module; does nothing the second time."""
         if not self.is_applied:
             take_out(self.model)
             # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this

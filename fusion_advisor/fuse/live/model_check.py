@@ -1,6 +1,6 @@
 """Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original.
 
-What a call writes (a KV cache, a count) is an output like any other: of each tensor the elements that changed are compared.
+Tensors that a call writes to (a KV cache, a count) are outputs like any other: the elements that changed are compared.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Outcome:
 
 
 def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """What is compared: complex numbers as pairs; integers only where a model returns nothing else, and then exactly.
+    """Return the outputs to compare: complex numbers as pairs; integers, exactly, only where a model returns nothing else.
 
     Beside floats, integers are mostly what was chosen by comparing them, and a tie may fall either way.
     """
