@@ -234,7 +234,7 @@ def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, tim
     kept_bytes = sum(rewrite.held_bytes(module.graph) for module in every.modules)
     return replace(
         row_of(rewrite, status=verdict.status, reason=verdict.reason, sites=sites),
-        reason=f"{verdict.reason}; {kept_bytes:,} bytes of it stay in memory" if kept_bytes else verdict.reason,
+        reason=f"{verdict.reason}; {kept_bytes:,} bytes of derived tensors stay in memory" if kept_bytes else verdict.reason,
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         held_bytes=kept_bytes if verdict.status is Status.KEPT else 0,
