@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.capture.unchanged_step import Measurement
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.fused_model import FusedModel
@@ -112,9 +114,14 @@ def profile_live(model, args=(), kwargs=None):
     """Profile a live model quickly; return (capture, live)."""
     loaded = describe_live(model, args, kwargs or {})
     return profile_model(
-        model, loaded.args, loaded.kwargs, workload=loaded.record, environment=ENVIRONMENT, bandwidth=BANDWIDTH,
-        warmup=1, runs=5, budget_s=0.05,
-    )  # fmt: skip
+        model,
+        loaded.args,
+        loaded.kwargs,
+        workload=loaded.record,
+        environment=ENVIRONMENT,
+        bandwidth=BANDWIDTH,
+        how=Measurement(warmup=1, runs=5, budget_s=0.05),
+    )
 
 
 @functools.cache

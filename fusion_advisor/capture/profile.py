@@ -7,69 +7,24 @@ one. Every wall time comes from runs without a profiler.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import nvtx
 import torch
 
-from fusion_advisor.capture.graph import fx_nodes, tracer
+from fusion_advisor.capture.graph import fx_nodes, op_records, tracer
 from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import OP_RANGE, Step, median_step
-from fusion_advisor.errors import MissingKernels, ProfilerAttached
+from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
 from fusion_advisor.records import Bandwidth, Capture, DataQuality, Environment, OpClass, OpNode, Workload
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, NVTX_DOMAIN, attached_profiler, recorded_by
+from fusion_advisor.runtime.external_profiler import NVTX_DOMAIN
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing import wall_timer
-from fusion_advisor.timing.clock_sampler import watching
 from fusion_advisor.timing.host_timer import HostTimer, step_timer
-
-
-def named_range(name: str, *, is_on: bool) -> contextlib.AbstractContextManager[Any]:
-    """Open an NVTX range of ours, so that nsys shows the names that the report uses; nothing when NVTX is off."""
-    return nvtx_range(name) if is_on else contextlib.nullcontext()
-
-
-def nvtx_range(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Open an NVTX range of ours."""
-    return nvtx.annotate(name, domain=NVTX_DOMAIN)
-
-
-@contextlib.contextmanager
-def seen_by_nsys(model: torch.nn.Module, *, on_cuda: bool, has_ranges: bool, is_recorded: bool) -> Iterator[None]:
-    """Mark a timed region for ``nsys profile --capture-range=cudaProfilerApi`` and ``ncu --profile-from-start off``.
-
-    Args:
-        model: whose submodules' calls get a range each.
-        on_cuda: whether there is a device to record.
-        has_ranges: open those ranges.
-        is_recorded: start and stop the recording.
-    """
-    with profiler.module_ranges(model, nvtx_range) if has_ranges else contextlib.nullcontext():
-        if not (on_cuda and is_recorded):
-            yield
-            return
-        torch.cuda.profiler.start()
-        try:
-            yield
-        finally:
-            torch.cuda.profiler.stop()
-
-
-def numbered(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Give each run of a step an NVTX range with its number as payload; one name, for nvtx keeps every name for good."""
-    numbers = itertools.count()
-
-    def run() -> Any:
-        with nvtx.annotate("fa:step", domain=NVTX_DOMAIN, payload=next(numbers)):
-            return step()
-
-    return run
 
 
 class NodeRunner(torch.fx.Interpreter):
@@ -99,13 +54,7 @@ def profile_model(
     workload: Workload,
     environment: Environment,
     bandwidth: Bandwidth,
-    warmup: int = 10,
-    runs: int = 50,
-    budget_s: float = 3.0,
-    least_s: float = 0.0,
-    traced_steps: int = 3,
-    with_nvtx: bool = False,
-    trace_to: Path | None = None,
+    how: Measurement,
     note: Callable[[str], None] = lambda _: None,
     timer: HostTimer | None = None,
 ) -> tuple[Capture, tracer.LiveCapture]:
@@ -117,13 +66,7 @@ def profile_model(
         workload: what the inputs are; goes into the record.
         environment: where this runs; goes into the record.
         bandwidth: ceilings measured on this device.
-        warmup: eager runs before anything is measured (bounded by ``budget_s``).
-        runs: wall-time runs of the eager step at most.
-        budget_s: seconds spent on eager wall times.
-        least_s: seconds spent on them at least, beyond ``runs`` and ``budget_s``.
-        traced_steps: how many steps are traced, eager and captured; the median of each is kept.
-        with_nvtx: open NVTX ranges per phase and module.
-        trace_to: keep the eager step's raw trace here (``trace.before.json.gz``).
+        how: how the eager step is timed, and both steps are traced.
         note: called with one sentence per finished part.
         timer: times the eager step; left out, the one of the device.
 
@@ -136,51 +79,17 @@ def profile_model(
         MissingKernels: the profiler saw launches and no kernel.
     """
     on_cuda = environment.device_kind == "cuda"
-
     timer = timer or step_timer(on_cuda=on_cuda)
-    call = torch_internals.original_call(model)
-
-    def eager() -> Any:
-        return call(*args, **kwargs)
-
+    eager = functools.partial(module_call.original_call(model), *args, **kwargs)
     with torch.no_grad():
         live = tracer.capture_regions(model, args, kwargs, model_id=workload.model_id)
-        rewind = live.written.rewind
-        with named_range("fa:warmup", is_on=with_nvtx):
-            warm_up(eager, warmup, rewind)
-        timed = numbered(eager) if with_nvtx else eager
-        tool = attached_profiler(os.environ) if on_cuda else ""
-        with (
-            named_range(BASELINE_RANGE, is_on=with_nvtx),
-            watching(on_cuda=on_cuda and not tool) as watch,
-            seen_by_nsys(model, on_cuda=on_cuda, has_ranges=with_nvtx, is_recorded=with_nvtx or bool(tool)),
-        ):
-
-            def untimed() -> None:
-                with named_range("fa:clocks", is_on=with_nvtx):
-                    rewind()
-                    eager()
-
-            def between(number: int, last_ns: int) -> None:
-                watch.sample(number, 0, untimed, last_ns)
-
-            times = wall_timer.wall_times(
-                timed, runs=runs, budget_s=budget_s, least_s=least_s, on_cuda=on_cuda, warmup=0, before=rewind, after=between,
-                timer=timer,
-            )  # fmt: skip
-        eager_step = wall_timer.as_timing(times, timer.method, watch.clocks())
-        note(f"eager step {eager_step.median_ns / 1e6:.2f} ms over {len(times)} runs")
-        if tool:
-            raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "eager step"))
-        with named_range("fa:trace", is_on=with_nvtx), profiler.module_ranges(model, torch.profiler.record_function):
-            eager_trace = median_step(
-                profiler.record(eager, steps=traced_steps, on_cuda=on_cuda, save_to=trace_to, before=rewind), on_cuda=on_cuda
-            )
-        if eager_trace.calls and not eager_trace.launches:
-            known = "another profiler may hold the device's counters; then its own recording is whole"
-            raise MissingKernels(kernels=0, launches=eager_trace.calls, known=known)
+        step = UnchangedStep(title="eager step", call=eager, model=model, on_cuda=on_cuda, rewind=live.written.rewind)
+        timed = step.time(how, timer)
+        note(f"eager step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs")
+        timed.refuse_profiler()
+        _, eager_trace = step.trace(how)
         note(f"{len(eager_trace.launches)} kernels, {eager_trace.calls} launches")
-    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=with_nvtx, traced_steps=traced_steps)
+    ops, captured_trace = _trace_regions(live, on_cuda=on_cuda, with_nvtx=how.with_nvtx, traced_steps=how.traced_steps)
     note(f"{len(ops)} ops in {len(live.regions)} graph(s), {len(captured_trace.launches)} kernels")
     capture = Capture(
         workload=workload,
@@ -188,7 +97,7 @@ def profile_model(
         ops=tuple(ops),
         launches=captured_trace.launches,
         eager_launches=eager_trace.launches,
-        eager_step=eager_step,
+        eager_step=timed.timing,
         bandwidth=bandwidth,
         quality=_quality(eager_trace, captured_trace, ops, live),
         region_runs=live.runs_of_regions(),
@@ -241,18 +150,10 @@ def describe_all(live: tracer.LiveCapture, *, with_nvtx: bool = False) -> tuple[
     ops: list[OpNode] = []
     runners: list[NodeRunner] = []
     for region in live.regions:
-        described, index_of = tracer.describe(region, first_index=len(ops))
+        described, index_of = op_records.describe(region, first_index=len(ops))
         ops += described
         runners.append(NodeRunner(region, index_of, with_nvtx=with_nvtx))
     return ops, runners
-
-
-def warm_up(step: Callable[[], Any], wanted: int, rewind: Callable[[], object] = wall_timer.nothing) -> None:
-    """Run a step at least twice before any run counts; fewer times than asked for when one takes over a tenth of a second."""
-    first = wall_timer.wall_times(step, runs=1, budget_s=0.0, on_cuda=torch.cuda.is_initialized(), warmup=1, before=rewind)
-    for _ in range(max(0, min(wanted, int(1e9 / max(first[-1], 1))))):
-        rewind()
-        step()
 
 
 def _quality(eager: Step, captured: Step, ops: list[OpNode], live: tracer.LiveCapture) -> DataQuality:

@@ -33,10 +33,10 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import OpNode
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
 from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.runtime.torch_internals import dynamo
 
 _BUDGET_S = 3.0
 _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
@@ -69,7 +69,7 @@ def fusion_advisor(
     chosen = ApplyOptions(freeze=bool(asked.get("freeze", False)), exact=bool(asked.get("exact", False)))
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
         return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
-    if torch_internals.has_dynamic_shapes(graph_module):
+    if dynamo.has_dynamic_shapes(graph_module):
         return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
     return _FirstCall(graph_module, chosen)
 

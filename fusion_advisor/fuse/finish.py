@@ -31,7 +31,7 @@ from fusion_advisor.fuse.receipts import reverted, with_kernels, with_receipt
 from fusion_advisor.fuse.rewrite.frozen_values import frozen_values
 from fusion_advisor.fuse.whole_model_gate import why_nothing_stays, why_parts_do_not_pay
 from fusion_advisor.records import EAGER, OURS, Capture, ModelCheck, Report, Status, StepProfile
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import LoadedWorkload
 
 _GRAPH_S = 10.0
@@ -90,7 +90,7 @@ def install(
     """
     job = Job(
         loaded=loaded, capture=capture, bench=bench, options=options, progress=progress, clock=clock, on_report=on_report,
-        original=torch_internals.original_call(loaded.model),
+        original=module_call.original_call(loaded.model),
     )  # fmt: skip
     return _install(job, KeptStep(report=report, decision=decision, built=built, linears=tuple(linears)))
 

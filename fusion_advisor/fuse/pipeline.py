@@ -15,6 +15,7 @@ import torch
 from fusion_advisor.capture.graph.side_effects import Written, kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.capture.profile import profile_model
+from fusion_advisor.capture.unchanged_step import Measurement
 from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
@@ -27,8 +28,9 @@ from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
-from fusion_advisor.fuse.live.fused_model import FusedModel, is_training
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
+from fusion_advisor.fuse.live.module_guard import is_training
 from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
@@ -86,10 +88,7 @@ def apply_workload(
         OutOfMemory: with what to try instead.
         KernelFaulted: a kernel faulted on a GPU; ``on_report`` has a report that names it by then.
     """
-    if is_training(loaded.model):
-        raise ModelInTraining(model_id=loaded.record.model_id)
-    if loaded.record.device == "cpu" and find_compiler() is None:
-        raise NoCompiler
+    _refuse_unready(loaded)
     progress = progress or Progress()
     clock = PhaseClock(progress)
     with (
@@ -99,11 +98,7 @@ def apply_workload(
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
-        findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
-        report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
-        report = replace(
-            report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact
-        )
+        report = _first_report(capture, live, plan, options, clock)
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
         with clock.phase("fusions"):
@@ -115,21 +110,51 @@ def apply_workload(
             decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
             kept = _on_top(kept, loaded, options, progress, budget_s=budget_s)
-        cost_ns = launch_cost_ns(capture.launches, kept.decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
-        report = replace(
-            report,
-            fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
-            rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
-            launch_cost_ns=cost_ns,
-        )
-        if options.is_timed:
-            noise_share, step_ns = kept.decision.noise_share, kept.decision.untouched_ns
-            report = with_noise_judged(report, noise_share=noise_share, step_ns=step_ns, load=machine_load)
+        report = _with_decision(report, kept, plan, bench, capture, is_timed=options.is_timed)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
             linears=kept.linears, on_report=on_report,
         )  # fmt: skip
+
+
+def _refuse_unready(loaded: LoadedWorkload) -> None:
+    """Refuse, ahead of any work, a model or a machine on which nothing could be kept."""
+    if is_training(loaded.model):
+        raise ModelInTraining(model_id=loaded.record.model_id)
+    if loaded.record.device == "cpu" and find_compiler() is None:
+        raise NoCompiler
+
+
+def _first_report(capture: Capture, live: LiveCapture, plan: Plan, options: ApplyOptions, clock: PhaseClock) -> Report:
+    """Return the report of an apply that has tried nothing yet: what an interrupted run leaves."""
+    findings = find_findings(capture, plan, torch_settings(), evaluated_masks(live))
+    report = _report(capture, plan, findings, options, clock, live.written, status="interrupted")
+    return replace(report, tolerance=options.tolerance, baseline=options.baseline, keep=options.keep, is_exact=options.exact)
+
+
+def _with_decision(report: Report, kept: Kept, plan: Plan, bench: Bench, capture: Capture, *, is_timed: bool) -> Report:
+    """Add what was kept, with the saving that each rewrite was expected to have.
+
+    Args:
+        report: of the plan.
+        kept: what stays.
+        plan: whose chains are priced.
+        bench: of the captured step.
+        capture: of the same.
+        is_timed: judge too whether the machine was quiet enough to decide.
+    """
+    decision = kept.decision
+    cost_ns = launch_cost_ns(capture.launches, decision.untouched_ns, kept.rewrites, most_ns=capture.bandwidth.launch_ns)
+    report = replace(
+        report,
+        fusions=tuple(price_fusions(kept.fusions, plan.chains, cost_ns)),
+        rewrites=price_passes(kept.rewrites, bench, capture, cost_ns),
+        launch_cost_ns=cost_ns,
+    )
+    if not is_timed:
+        return report
+    return with_noise_judged(report, noise_share=decision.noise_share, step_ns=decision.untouched_ns, load=machine_load)
 
 
 def _dry_run(loaded: LoadedWorkload, capture: Capture, bench: Bench, report: Report, clock: PhaseClock) -> AppliedRun:
@@ -173,13 +198,15 @@ def _profile(
             workload=loaded.record,
             environment=environment,
             bandwidth=bandwidth,
-            warmup=options.warmup,
-            runs=options.runs,
-            budget_s=WALL_S,
-            least_s=options.min_time_s,
-            traced_steps=options.steps,
-            with_nvtx=options.nvtx,
-            trace_to=trace_to,
+            how=Measurement(
+                warmup=options.warmup,
+                runs=options.runs,
+                budget_s=WALL_S,
+                least_s=options.min_time_s,
+                traced_steps=options.steps,
+                with_nvtx=options.nvtx,
+                trace_to=trace_to,
+            ),
             note=progress.note,
             timer=timer,
         )

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
 from fusion_advisor.library.match import Pattern, structure
 from fusion_advisor.library.spec import CHAIN, Input, KernelSpec

@@ -12,7 +12,6 @@ hide the kernels. On a CPU the call itself is timed.
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -135,35 +134,83 @@ def interleave(
     Returns:
         Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.
     """
+    schedule = _Schedule(rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled)
+    turns = _Turns(candidates, functools.partial(_timed_on_host, timer) if not on_cuda else _timed_on_device, before, timer)
+    turns.warm_up(turn_s, rest)
     times: list[list[int]] = [[] for _ in candidates]
-    turn = _timed_on_device if on_cuda else functools.partial(_timed_on_host, timer)
-    runs, last_ns = [], 0
-    for candidate in candidates:
-        before()
-        candidate()
-        if turn_s or rest:
-            (last_ns,) = turn(candidate, before, 1)
-        runs.append(max(1, round(turn_s * 1e9 / max(last_ns, 1))))
     started = timer.seconds()
     order, orders = list(range(len(candidates))), random.Random(len(candidates))  # the same in each run
-    for number in itertools.count():
-        taken_s = timer.seconds() - started
-        is_over = number >= least and taken_s > budget_s and (taken_s > most_s or is_settled(times))
-        if taken_s >= least_s and (number >= rounds or is_over):
-            break
+    number = 0
+    while not schedule.is_over(number, timer.seconds() - started, times):
         if number % 2 == 0:
             orders.shuffle(order)
         for position in reversed(order) if number % 2 else order:
-            if rest:
-                timer.rest(round(rest * last_ns))
-            elif timer.method != CPU_TIME:  # no power limit makes a run depend on the run before it
-                for _ in range(-(-runs[position] // _UNTIMED)):
-                    before()
-                    candidates[position]()
-            last_ns = _middle_mean(turn(candidates[position], before, runs[position]))
-            times[position].append(last_ns)
-            after(number, position, last_ns)
+            times[position].append(turns.take(position, rest))
+            after(number, position, times[position][-1])
+        number += 1
     return times
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """When enough rounds were made; the fields are :func:`interleave`'s."""
+
+    rounds: int
+    budget_s: float
+    least: int
+    least_s: float
+    most_s: float
+    is_settled: Callable[[list[list[int]]], bool]
+
+    def is_over(self, number: int, taken_s: float, times: list[list[int]]) -> bool:
+        """Whether to end ahead of a round.
+
+        Args:
+            number: of rounds that were made.
+            taken_s: seconds since the first began.
+            times: of each candidate so far.
+        """
+        is_spent = number >= self.least and taken_s > self.budget_s and (taken_s > self.most_s or self.is_settled(times))
+        return taken_s >= self.least_s and (number >= self.rounds or is_spent)
+
+
+class _Turns:
+    """The turns of candidates: how many runs each has, and how long the last run took."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Callable[[], Any]],
+        timed: Callable[[Callable[[], Any], Callable[[], object], int], list[int]],
+        before: Callable[[], object],
+        timer: HostTimer,
+    ) -> None:
+        self._candidates = candidates
+        self._timed = timed
+        self._before = before
+        self._timer = timer
+        self._runs: list[int] = []
+        self._last_ns = 0
+
+    def warm_up(self, turn_s: float, rest: float) -> None:
+        """Run each candidate once, and find out how many of its runs fill a turn."""
+        for candidate in self._candidates:
+            self._before()
+            candidate()
+            if turn_s or rest:
+                (self._last_ns,) = self._timed(candidate, self._before, 1)
+            self._runs.append(max(1, round(turn_s * 1e9 / max(self._last_ns, 1))))
+
+    def take(self, position: int, rest: float) -> int:
+        """Time one turn of a candidate, after a rest or after untimed runs; returns its nanoseconds."""
+        candidate, runs = self._candidates[position], self._runs[position]
+        if rest:
+            self._timer.rest(round(rest * self._last_ns))
+        elif self._timer.method != CPU_TIME:  # no power limit makes a run depend on the run before it
+            for _ in range(-(-runs // _UNTIMED)):
+                self._before()
+                candidate()
+        self._last_ns = _middle_mean(self._timed(candidate, self._before, runs))
+        return self._last_ns
 
 
 def _timed_on_host(timer: HostTimer, call: Callable[[], Any], before: Callable[[], object], count: int) -> list[int]:

@@ -8,19 +8,16 @@ results; integers, and where NaN and infinities may stand, are judged as ever.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from fusion_advisor.records import ULP_ENDS, ModelCheck, Numerics, TensorMeta, Tolerance
+from fusion_advisor.records import ULP_ENDS, Numerics, TensorMeta, Tolerance
 from fusion_advisor.verify import special_inputs, special_values
 from fusion_advisor.verify.accuracy import Error, count_bit_equal, error_of, is_inside, is_within, limit_for, unit_of
-from fusion_advisor.verify.likeliest import agreement
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, extent
 
-_MODEL_FACTOR = 1.5
 SCALES = (1.0, 1.0, 32.0, 1e-3)
 """Magnitudes of the random inputs: ordinary twice, large enough to saturate what saturates, and small."""
 
@@ -143,25 +140,24 @@ def _compare_all(
 ) -> None:
     for title, given in sets:
         reach = chain.reach(given) if chain.in_place else [None] * len(chain.outputs)
-        oracle, eager = chain.run(chain.apart(given), as_float64=True), chain.run(chain.apart(given))
-        nearby = chain.run(special_inputs.perturbed(chain.apart(given), seed), as_float64=True)
-        answer = fused(*chain.apart(given, reach))
-        results = list(answer) if isinstance(answer, list | tuple) else [answer]
-        for result, expected, exact, other, mask in zip(results, eager, oracle, nearby, reach, strict=True):
-            assert isinstance(result, torch.Tensor)
-            four = (result, expected, exact, other)
-            one, own, truth, moved = four if mask is None else (side[mask] for side in four)
+        oracle, eager = chain.run(chain.copy_written(given), as_float64=True), chain.run(chain.copy_written(given))
+        nearby = chain.run(special_inputs.perturbed(chain.copy_written(given), seed), as_float64=True)
+        answers = _answers(fused, chain.copy_written(given, reach))
+        for answer, expected, exact, other, mask in zip(answers, eager, oracle, nearby, reach, strict=True):
+            results = special_values.Results(fused=answer, eager=expected, oracle=exact, nearby=other).at(mask)
             special_values.compare(
-                title,
-                one,
-                own,
-                truth,
-                findings,
-                nearby=moved,
-                tolerance=tolerance,
-                has_sums=chain.has_sums,
-                sums_overflow=sums_overflow,
+                title, results, findings, tolerance=tolerance, has_sums=chain.has_sums, sums_overflow=sums_overflow
             )
+
+
+def _answers(fused: Callable[..., object], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Call a kernel and return its results as a list."""
+    answer = fused(*given)
+    answers = []
+    for one in answer if isinstance(answer, list | tuple) else [answer]:
+        assert isinstance(one, torch.Tensor)
+        answers.append(one)
+    return answers
 
 
 def check_calls(
@@ -179,60 +175,99 @@ def check_calls(
         fast_math: allow what --fast-math costs; the error is shown either way.
         tolerance: the user's limit instead.
     """
-    worst: tuple[Error, Error] | None = None
-    passed, nonfinite, elements, bit_equal = True, 0, 0, 0
-    faults: list[str] = []
-    no_counts = (0,) * (len(ULP_ENDS) + 1)
-    fused_ulps, eager_ulps = no_counts, no_counts
+    found = _Comparison(fast_math=fast_math, tolerance=tolerance)
     for chain, fused, given in calls:
-        oracle = chain.run(chain.apart(given), as_float64=True)
-        eager = chain.run(chain.apart(given))
+        oracle = chain.run(chain.copy_written(given), as_float64=True)
+        eager = chain.run(chain.copy_written(given))
         reach = chain.reach(given) if chain.in_place else [None] * len(eager)
-        answer = fused(*chain.apart(given, reach))
-        results = list(answer) if isinstance(answer, list | tuple) else [answer]
-        for result, expected, exact, mask in zip(results, eager, oracle, reach, strict=True):
-            assert isinstance(result, torch.Tensor)
-            one, original, truth = result, expected, exact
+        answers = _answers(fused, chain.copy_written(given, reach))
+        for answer, expected, exact, mask in zip(answers, eager, oracle, reach, strict=True):
             if mask is not None:
                 # The rows that are not written must stay, and must not make the error of those that are look small.
-                passed = passed and torch.equal(result[~mask], expected[~mask])
-                one, original, truth = result[mask], expected[mask], exact[mask]
-            ours, theirs = error_of(one, truth), error_of(original, truth)
-            unit = unit_of(original.dtype)
-            if tolerance is None or not original.is_floating_point():
-                passed = passed and is_within(ours, theirs, original.dtype, fast_math=fast_math)
-            else:
-                passed = passed and is_inside(one, truth, tolerance) and ours.nonfinite <= theirs.nonfinite
-            nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
-            elements += ours.elements
-            leaning = None if tolerance is not None or fast_math else special_values.is_biased(one, original, truth)
-            if leaning is not None:
-                passed = False
-                faults.append(f"results lean to one side by {leaning:+.2f} units in the last place: cut off, not rounded")
-            bit_equal += count_bit_equal(one, original) if one.dtype == original.dtype else 0
-            fused_ulps = _added(fused_ulps, count_ulps(one, truth))
-            eager_ulps = _added(eager_ulps, count_ulps(original, truth))
-            if worst is None or _badness(ours, theirs, unit) > _badness(*worst, unit):
-                worst = (ours, theirs)
-    assert worst is not None
-    ours, theirs = worst
-    limit = str(tolerance or limit_for(max((result.dtype for result in eager), key=unit_of), fast_math=fast_math))
-    return Numerics(
-        oracle="float64",
-        fused_max_abs=ours.max_abs,
-        eager_max_abs=theirs.max_abs,
-        fused_rel_l2=ours.rel_l2,
-        eager_rel_l2=theirs.rel_l2,
-        elements=elements,
-        limit=limit,
-        is_passed=passed,
-        nonfinite_mismatches=nonfinite,
-        inputs=inputs,
-        fused_ulps=fused_ulps if any(fused_ulps) else (),
-        eager_ulps=eager_ulps if any(eager_ulps) else (),
-        faults=tuple(dict.fromkeys(faults)),
-        bit_equal_elements=bit_equal,
-    )
+                found.is_passed = found.is_passed and torch.equal(answer[~mask], expected[~mask])
+            found.add(special_values.Results(fused=answer, eager=expected, oracle=exact).at(mask))
+    dtype = max((result.dtype for result in eager), key=unit_of)
+    return found.numerics(inputs=inputs, limit=str(tolerance or limit_for(dtype, fast_math=fast_math)))
+
+
+_NO_ULPS = (0,) * (len(ULP_ENDS) + 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comparison:
+    """What the results compared so far have shown.
+
+    Attributes:
+        fast_math: allow what --fast-math costs.
+        tolerance: the user's limit instead of eager's own error.
+        worst: errors of the kernel and of eager where the kernel is farthest beyond its limit.
+        nonfinite: elements that are not finite and are finite in eager.
+    """
+
+    fast_math: bool
+    tolerance: Tolerance | None
+    worst: tuple[Error, Error] | None = None
+    is_passed: bool = True
+    nonfinite: int = 0
+    elements: int = 0
+    bit_equal: int = 0
+    faults: list[str] = field(default_factory=list)
+    fused_ulps: tuple[int, ...] = _NO_ULPS
+    eager_ulps: tuple[int, ...] = _NO_ULPS
+
+    def add(self, results: special_values.Results) -> None:
+        """Compare one result with eager's and with the oracle's."""
+        one, original, truth = results.fused, results.eager, results.oracle
+        ours, theirs = error_of(one, truth), error_of(original, truth)
+        self._judge(results, ours, theirs)
+        self.nonfinite += max(0, ours.nonfinite - theirs.nonfinite)
+        self.elements += ours.elements
+        self.bit_equal += count_bit_equal(one, original) if one.dtype == original.dtype else 0
+        self.fused_ulps = _added(self.fused_ulps, count_ulps(one, truth))
+        self.eager_ulps = _added(self.eager_ulps, count_ulps(original, truth))
+        unit = unit_of(original.dtype)
+        if self.worst is None or _badness(ours, theirs, unit) > _badness(*self.worst, unit):
+            self.worst = (ours, theirs)
+
+    def _judge(self, results: special_values.Results, ours: Error, theirs: Error) -> None:
+        """Refuse a result whose error is over the limit, or which was cut off instead of rounded."""
+        one, original, truth = results.fused, results.eager, results.oracle
+        if self.tolerance is None or not original.is_floating_point():
+            is_right = is_within(ours, theirs, original.dtype, fast_math=self.fast_math)
+        else:
+            is_right = is_inside(one, truth, self.tolerance) and ours.nonfinite <= theirs.nonfinite
+        if self.tolerance is None and not self.fast_math:
+            bias = special_values.is_biased(one, original, truth)
+            if bias is not None:
+                is_right = False
+                self.faults.append(f"results lean to one side by {bias:+.2f} units in the last place: cut off, not rounded")
+        self.is_passed = self.is_passed and is_right
+
+    def numerics(self, *, inputs: str, limit: str) -> Numerics:
+        """Return the record of the comparison.
+
+        Args:
+            inputs: what was compared, in words.
+            limit: of the error, in words.
+        """
+        assert self.worst is not None
+        ours, theirs = self.worst
+        return Numerics(
+            oracle="float64",
+            fused_max_abs=ours.max_abs,
+            eager_max_abs=theirs.max_abs,
+            fused_rel_l2=ours.rel_l2,
+            eager_rel_l2=theirs.rel_l2,
+            elements=self.elements,
+            limit=limit,
+            is_passed=self.is_passed,
+            nonfinite_mismatches=self.nonfinite,
+            inputs=inputs,
+            fused_ulps=self.fused_ulps if any(self.fused_ulps) else (),
+            eager_ulps=self.eager_ulps if any(self.eager_ulps) else (),
+            faults=tuple(dict.fromkeys(self.faults)),
+            bit_equal_elements=self.bit_equal,
+        )
 
 
 def why_wrong(numerics: Numerics, tolerance: Tolerance | None = None) -> str:
@@ -262,8 +297,8 @@ def count_ulps(result: torch.Tensor, oracle: torch.Tensor) -> tuple[int, ...]:
         return (0,) * (len(ULP_ENDS) + 1)
     rounded = oracle.detach().to(result.dtype)
     both = torch.isfinite(result) & torch.isfinite(rounded)
-    apart = (_ordinal(result.detach()[both]) - _ordinal(rounded[both])).abs()
-    return tuple(torch.bincount(torch.bucketize(apart, ends), minlength=len(ULP_ENDS) + 1).tolist())
+    distance = (_ordinal(result.detach()[both]) - _ordinal(rounded[both])).abs()
+    return tuple(torch.bincount(torch.bucketize(distance, ends), minlength=len(ULP_ENDS) + 1).tolist())
 
 
 def _ordinal(values: torch.Tensor) -> torch.Tensor:
@@ -293,99 +328,6 @@ def random_like(roots: Sequence[torch.Tensor], seed: int, scale: float) -> list[
         values = torch.randn(extent(root), generator=generator, device=root.device, dtype=torch.float32) * scale
         fresh.append(values.to(root.dtype).as_strided(root.shape, root.stride()))
     return fresh
-
-
-def check_model(
-    fused: Sequence[tuple[str, torch.Tensor]],
-    eager: Sequence[tuple[str, torch.Tensor]],
-    oracle: Sequence[tuple[str, torch.Tensor]],
-    oracle_name: str,
-    *,
-    tolerance: Tolerance | None = None,
-    exact: Collection[str] = (),
-) -> ModelCheck:
-    """Compare whole-model outputs; the worst floating output decides.
-
-    Args:
-        fused: (name, tensor) of every output of the fused model.
-        eager: of the original model.
-        oracle: of a higher-precision copy, or of the original again where no copy fits.
-        oracle_name: ``float64 copy``, ``float32 copy`` or ``eager``.
-        tolerance: the user's limit instead of eager's own error; every floating output must keep to it.
-        exact: names of outputs that hold integers as floats, for which there is no tolerance.
-    """
-    other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
-    if other:
-        return _of_other_shapes(other, oracle_name)
-    rows = []
-    logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    is_kept = True
-    for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True):
-        if ours.is_floating_point():
-            if tolerance is not None and name not in exact:
-                is_kept = is_kept and is_inside(ours, truth, tolerance)
-            rows.append((name, error_of(ours, truth), error_of(theirs, truth), error_of(ours, theirs), ours, theirs))
-            if logits is None and ours.dim() >= 2 and ours.shape[-1] > 1000:
-                logits = (ours, theirs, truth)
-    if not rows:
-        raise ValueError("the model returns no floating tensor")
-
-    def overrun(row: tuple[str, Error, Error, Error, torch.Tensor, torch.Tensor]) -> float:
-        unit = unit_of(row[4].dtype)
-        if oracle_name == "eager":
-            return row[3].rel_l2 / (8 * unit)
-        return row[1].rel_l2 / max(_MODEL_FACTOR * row[2].rel_l2, unit)
-
-    _, ours_error, theirs_error, between, ours, theirs = max(rows, key=overrun)
-    unit = unit_of(ours.dtype)
-    if tolerance is not None:
-        limit = str(tolerance)
-        is_kept = is_kept and all(overrun(row) <= 1 for row in rows if row[0] in exact)
-    elif oracle_name == "eager":
-        limit = (
-            f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit:.2g} (8 units in the last place of {str(ours.dtype).removeprefix('torch.')})"
-        )
-    else:
-        limit = f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"
-    mismatches = sum(row[3].nonfinite for row in rows)
-    flat_ours, flat_theirs = ours.flatten().to(torch.float64), theirs.flatten().to(torch.float64)
-    token, five = (None, None) if logits is None else agreement(logits[0], logits[1])
-    own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else agreement(logits[1], logits[2])
-    return ModelCheck(
-        oracle=oracle_name,
-        outputs=tuple(row[0] for row in rows),
-        fused_rel_l2=ours_error.rel_l2,
-        eager_rel_l2=theirs_error.rel_l2,
-        fused_max_abs=ours_error.max_abs,
-        eager_max_abs=theirs_error.max_abs,
-        fused_vs_eager_max_abs=between.max_abs,
-        cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
-        argmax_agreement=token,
-        top5_agreement=five,
-        eager_argmax_agreement=own_token,
-        eager_top5_agreement=own_five,
-        nonfinite_mismatches=mismatches,
-        limit=limit,
-        is_passed=(max(map(overrun, rows)) <= 1 if tolerance is None else is_kept) and mismatches == 0,
-    )
-
-
-def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:
-    """A check that failed because outputs have other shapes than eager's: no error says how far they are off."""
-    return ModelCheck(
-        oracle=oracle_name,
-        outputs=tuple(names),
-        fused_rel_l2=math.inf,
-        eager_rel_l2=0.0,
-        fused_max_abs=math.inf,
-        eager_max_abs=0.0,
-        fused_vs_eager_max_abs=math.inf,
-        cosine=0.0,
-        argmax_agreement=None,
-        nonfinite_mismatches=0,
-        limit="the shapes of eager's outputs, which a model that draws random numbers may not keep to itself",
-        is_passed=False,
-    )
 
 
 def layout_of(tensor: torch.Tensor) -> TensorMeta:

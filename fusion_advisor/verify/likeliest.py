@@ -1,4 +1,4 @@
-"""Which tokens two models call likeliest."""
+"""Agreement of two models on the likeliest tokens."""
 
 from __future__ import annotations
 

@@ -130,11 +130,11 @@ def _copy(root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a copy with the same strides, and a view of its memory in which no two elements share a place."""
     memory = root.as_strided((extent(root),), (1,)).clone()
     made = memory.as_strided(root.shape, root.stride())
-    apart = made
+    distinct = made
     for dim, step in enumerate(root.stride()):
         if step == 0 and root.shape[dim] > 1:
-            apart = apart.narrow(dim, 0, 1)
-    return made, apart
+            distinct = distinct.narrow(dim, 0, 1)
+    return made, distinct
 
 
 def _rows_of_classes(
@@ -143,17 +143,17 @@ def _rows_of_classes(
     """Fill row after row with one class after the other; operands of other sizes (weights, biases) stay as they are."""
     if not root.is_floating_point() or not is_main or not root.numel():
         return root
-    made, apart = _copy(root)
+    made, distinct = _copy(root)
     generator = torch.Generator(device=root.device).manual_seed(seed)
-    columns = apart.shape[-1] if apart.dim() else 1
+    columns = distinct.shape[-1] if distinct.dim() else 1
     dtype = torch.float64 if root.dtype == torch.float64 else torch.float32
-    shape = (apart.numel() // max(columns, 1), columns)
+    shape = (distinct.numel() // max(columns, 1), columns)
     rows = torch.randn(shape, generator=generator, device=root.device, dtype=dtype)
     terms = 4 * root.numel() if has_sums else 1
     for number in range(min(len(classes), len(rows))):
         kind = classes[(number + first) % len(classes)]
         rows[number :: len(classes)] = _of_class(kind, rows[number :: len(classes)], torch.finfo(root.dtype), seed, terms=terms)
-    apart.copy_(rows.reshape(apart.shape))
+    distinct.copy_(rows.reshape(distinct.shape))
     return made
 
 
@@ -188,21 +188,21 @@ def _of_class(kind: str, rows: torch.Tensor, info: torch.finfo, seed: int, *, te
 def _nan_at_end(root: torch.Tensor) -> torch.Tensor:
     if not root.is_floating_point() or not root.numel():
         return root
-    made, apart = _copy(root)
-    apart[(-1,) * apart.dim()] = math.nan
+    made, distinct = _copy(root)
+    distinct[(-1,) * distinct.dim()] = math.nan
     return made
 
 
 def _mask(root: torch.Tensor, title: str, seed: int) -> torch.Tensor:
-    made, apart = _copy(root)
+    made, distinct = _copy(root)
     if title in ("all true", "all false"):
-        apart.fill_(title == "all true")
+        distinct.fill_(title == "all true")
     elif title == "another mask":
         generator = torch.Generator().manual_seed(seed)
-        apart.copy_(torch.randint(0, 2, apart.shape, generator=generator).bool().to(root.device))
+        distinct.copy_(torch.randint(0, 2, distinct.shape, generator=generator).bool().to(root.device))
     else:
-        apart.fill_(True)
-        apart[(slice(0, 1),) * max(apart.dim() - 1, min(apart.dim(), 1))].fill_(False)
+        distinct.fill_(True)
+        distinct[(slice(0, 1),) * max(distinct.dim() - 1, min(distinct.dim(), 1))].fill_(False)
     return made
 
 
@@ -210,9 +210,9 @@ def _indices(root: torch.Tensor, title: str) -> torch.Tensor:
     """Other indices, all of them among those that the site has: nothing is read out of range."""
     if root.is_floating_point() or root.dtype == torch.bool or not root.numel():
         return root
-    made, apart = _copy(root)
+    made, distinct = _copy(root)
     if title == "reversed":
-        apart.copy_(apart.flatten().flip(0).reshape(apart.shape).clone())
+        distinct.copy_(distinct.flatten().flip(0).reshape(distinct.shape).clone())
     else:
-        apart.fill_(apart.min() if title == "smallest" else apart.max())
+        distinct.fill_(distinct.min() if title == "smallest" else distinct.max())
     return made

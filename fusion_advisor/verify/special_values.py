@@ -1,8 +1,8 @@
-"""What random numbers never show: results on special inputs, and what a second call and guarded memory tell.
+"""Checks that random numbers cannot make: results on special inputs, a second call, and guarded memory.
 
 The fused result is compared with eager's own on the same inputs: NaN where eager has NaN, an infinity of the same sign, the same
 error limit row by row. Where eager overflows in its own dtype and fp64 does not, a kernel may have fp64's number: that is a
-declared exception. So are subnormal numbers that one of the two flushes to zero, the sign of a zero behind a sum, and elements
+declared exception. So are subnormal numbers that one of the two flushes to zero, the sign of a zero that is a sum, and elements
 that differ where sums of the largest numbers overflow in one order of their terms and not in another. All are counted and
 reported.
 """
@@ -41,7 +41,7 @@ ZERO = "zeros have the other sign than the original's"
 
 @dataclass(slots=True)
 class Findings:
-    """What comparisons on special values have found.
+    """Findings of comparisons on special values.
 
     Attributes:
         faults: sentences; any refuses the kernel.
@@ -51,19 +51,46 @@ class Findings:
     faults: list[str] = field(default_factory=list)
     declared: Counter[str] = field(default_factory=Counter)
 
+    def declare(self, kind: str, elements: torch.Tensor) -> None:
+        """Count the elements of a mask as declared exceptions of one kind."""
+        if elements.any():
+            self.declared[kind] += int(elements.sum())
+
     def sentences(self) -> tuple[str, ...]:
         """Return the declared exceptions in words."""
         return tuple(f"{count:,} {words}" for words, count in self.declared.items())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """One result of a kernel, with what it is compared with.
+
+    Attributes:
+        fused: of the kernel.
+        eager: of the original ops.
+        oracle: of the original ops in fp64.
+        nearby: the oracle of :func:`perturbed` inputs. A layer norm of a constant row divides rounding errors by the square root
+            of eps: two right kernels differ there by as much as two such oracles.
+    """
+
+    fused: torch.Tensor
+    eager: torch.Tensor
+    oracle: torch.Tensor
+    nearby: torch.Tensor | None = None
+
+    def at(self, mask: torch.Tensor | None) -> Results:
+        """Return the elements that a mask leaves; all of them without a mask."""
+        if mask is None:
+            return self
+        nearby = None if self.nearby is None else self.nearby[mask]
+        return Results(fused=self.fused[mask], eager=self.eager[mask], oracle=self.oracle[mask], nearby=nearby)
+
+
 def compare(
     title: str,
-    result: torch.Tensor,
-    eager: torch.Tensor,
-    oracle: torch.Tensor,
+    results: Results,
     findings: Findings,
     *,
-    nearby: torch.Tensor | None = None,
     tolerance: Tolerance | None = None,
     has_sums: bool = False,
     sums_overflow: bool = False,
@@ -72,17 +99,14 @@ def compare(
 
     Args:
         title: what the inputs hold.
-        result: of the kernel.
-        eager: of the original ops.
-        oracle: of the original ops in fp64.
+        results: of the kernel, of the original ops, and of the original ops in fp64.
         findings: gets what is found.
-        nearby: the oracle of :func:`perturbed` inputs. A layer norm of a constant row divides rounding errors by the square root
-            of eps: two right kernels differ there by as much as two such oracles.
         tolerance: the user's limit instead of eager's own error.
         has_sums: the ops add numbers up. A sum that is zero has the sign that the order of its terms gives it: there another sign
             is a declared exception, elsewhere a fault.
         sums_overflow: the inputs are such that only some orders of a sum's terms overflow: what differs is a declared exception.
     """
+    eager = results.eager
 
     def refuse(elements: int, words: str) -> None:
         if sums_overflow:
@@ -91,44 +115,92 @@ def compare(
             findings.faults.append(f"{title}: {elements:,} of {eager.numel():,} elements {words}")
 
     if not eager.is_floating_point():
-        wrong = int((result != eager).sum())
+        wrong = int((results.fused != eager).sum())
         if wrong:
             refuse(wrong, "differ from the original's")
         return
-    info = torch.finfo(eager.dtype)
-    ours, theirs, truth = (one.detach().to(torch.float64) for one in (result, eager, oracle))
-    rounded = truth.to(eager.dtype).to(torch.float64)
-    allowed = _allowed(ours, theirs, truth, nearby, eager.dtype, tolerance)
-    near = (ours - truth).abs() <= allowed
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    as_oracle = (ours == rounded) | (ours.isnan() & rounded.isnan()) | (ours.isfinite() & rounded.isfinite() & near)
-    at_limit = (truth.abs() >= _NEAR_LARGEST * info.max) & truth.isfinite() & (ours.sign() == truth.sign()) & ~ours.isnan()
-    at_limit &= ours.isinf() | (ours.abs() >= 0.9 * info.max)
-    tiny = (ours.abs() <= info.smallest_normal) & (theirs.abs() <= info.smallest_normal)
-    both = ours.isfinite() & theirs.isfinite()
-    passes = same | (both & near) | at_limit | tiny | (~theirs.isfinite() & as_oracle)
-    overflows = ~theirs.isfinite() & ~same & as_oracle
-    if overflows.any():
-        findings.declared[OVERFLOW] += int(overflows.sum())
+    sides = _Sides.of(results, tolerance)
+    passes = sides.passing()
+    findings.declare(OVERFLOW, ~sides.theirs.isfinite() & ~sides.same & sides.as_oracle)
     # Squares near the largest number: whether a norm of them is 0 or NaN depends on the order of its sums, in eager too.
-    lost = ~theirs.isfinite() & rounded.isfinite() & ~passes
-    if has_sums and lost.any():
-        findings.declared[ON_THE_WAY] += int(lost.sum())
+    lost = ~sides.theirs.isfinite() & sides.rounded.isfinite() & ~passes
+    if has_sums:
+        findings.declare(ON_THE_WAY, lost)
         passes |= lost
-    flushed = tiny & ~same & ~near
-    if flushed.any():
-        findings.declared[SUBNORMAL] += int(flushed.sum())
-    signs = (ours == 0) & (theirs == 0) & (ours.signbit() != theirs.signbit())
+    findings.declare(SUBNORMAL, sides.tiny & ~sides.same & ~sides.near)
+    signs = sides.zeros_of_other_sign()
     # Where an op of eager rounds a tiny value to 0 on the way, its sign may be lost; the exact result's sign decides.
-    is_right = signs & (has_sums | (ours.signbit() == truth.signbit()))
-    if is_right.any():
-        findings.declared[ZERO] += int(is_right.sum())
+    is_right = signs & (has_sums | (sides.ours.signbit() == sides.truth.signbit()))
+    findings.declare(ZERO, is_right)
     if (signs & ~is_right).any():
         refuse(int((signs & ~is_right).sum()), "are zeros of the other sign")
     if not bool(passes.all()):
         place = int((~passes).flatten().nonzero()[0])
-        got, want = float(ours.flatten()[place]), float(theirs.flatten()[place])
+        got, want = float(sides.ours.flatten()[place]), float(sides.theirs.flatten()[place])
         refuse(int((~passes).sum()), f"are wrong, the first is {got:g} for {want:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """Floating-point results in fp64, element by element.
+
+    Attributes:
+        ours: of the kernel.
+        theirs: of the original ops.
+        truth: of the oracle.
+        rounded: of the oracle, rounded to the dtype of the original ops.
+        near: where the kernel's error is allowed.
+        same: where the kernel has the number of the original ops, or both have NaN.
+        tiny: where both are zero or subnormal.
+        as_oracle: where the kernel has the oracle's number.
+        largest: finite number of the dtype.
+    """
+
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    truth: torch.Tensor
+    rounded: torch.Tensor
+    near: torch.Tensor
+    same: torch.Tensor
+    tiny: torch.Tensor
+    as_oracle: torch.Tensor
+    largest: float
+
+    @classmethod
+    def of(cls, results: Results, tolerance: Tolerance | None) -> _Sides:
+        """Compare results, under the user's limit where there is one."""
+        dtype = results.eager.dtype
+        info = torch.finfo(dtype)
+        sides = (results.fused, results.eager, results.oracle)
+        ours, theirs, truth = (one.detach().to(torch.float64) for one in sides)
+        rounded = truth.to(dtype).to(torch.float64)
+        near = (ours - truth).abs() <= _allowed(ours, theirs, truth, results.nearby, dtype, tolerance)
+        return cls(
+            ours=ours,
+            theirs=theirs,
+            truth=truth,
+            rounded=rounded,
+            near=near,
+            same=(ours == theirs) | (ours.isnan() & theirs.isnan()),
+            tiny=(ours.abs() <= info.smallest_normal) & (theirs.abs() <= info.smallest_normal),
+            as_oracle=(ours == rounded) | (ours.isnan() & rounded.isnan()) | (ours.isfinite() & rounded.isfinite() & near),
+            largest=info.max,
+        )
+
+    def passing(self) -> torch.Tensor:
+        """Return which elements are right; sums that overflow on the way are left to the caller."""
+        both = self.ours.isfinite() & self.theirs.isfinite()
+        return self.same | (both & self.near) | self._at_limit() | self.tiny | (~self.theirs.isfinite() & self.as_oracle)
+
+    def _at_limit(self) -> torch.Tensor:
+        """Return where rounding decides whether a result is infinite, and the kernel's is infinite or nearly so."""
+        is_limit = (self.truth.abs() >= _NEAR_LARGEST * self.largest) & self.truth.isfinite()
+        is_limit &= (self.ours.sign() == self.truth.sign()) & ~self.ours.isnan()
+        return is_limit & (self.ours.isinf() | (self.ours.abs() >= 0.9 * self.largest))
+
+    def zeros_of_other_sign(self) -> torch.Tensor:
+        """Return where both are zero and their signs differ."""
+        return (self.ours == 0) & (self.theirs == 0) & (self.ours.signbit() != self.theirs.signbit())
 
 
 def bias_of(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
@@ -181,7 +253,7 @@ def check_behaviour(
     findings: Findings,
 ) -> None:
     """Call a kernel twice on the same inputs: the same bits must come out, the inputs stay, and nothing else is written."""
-    given = chain.apart(roots, reach)
+    given = chain.copy_written(roots, reach)
     before = [tensor.clone() for tensor in given]
     first = _listed(fused(*given))
     read = [number for number in range(len(given)) if number not in chain.written]
@@ -191,7 +263,7 @@ def check_behaviour(
         if number not in chain.in_place and guard_is_damaged(output):
             findings.faults.append("memory outside of an output was written to")
     first = [output.clone() for output in first]
-    second = _listed(fused(*chain.apart(roots, reach)))
+    second = _listed(fused(*chain.copy_written(roots, reach)))
     if not all(map(_is_same, first, second)):
         findings.faults.append("two calls on the same inputs differ: a race, or memory that was read before it was written")
 

@@ -40,8 +40,8 @@ class OriginalChain:
     written: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
 
-    def apart(self, roots: Sequence[torch.Tensor], spoilt: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
-        """Return the roots with copies of those that are written into, laid out alike, for one run.
+    def copy_written(self, roots: Sequence[torch.Tensor], spoilt: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
+        """Return the roots for one run, with a copy of the same layout for each that is written into.
 
         Args:
             roots: one tensor per input operand.
@@ -63,10 +63,10 @@ class OriginalChain:
     def reach(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return, for each output, a mask of what is written of a tensor that is given; None where it is a new one.
 
-        Told by running the ops on that tensor full of zeros and full of ones: what they write is the same in both.
+        The ops run on that tensor full of zeros and full of ones: the elements that they write are the same in both.
         """
         zeros, ones = (
-            self.run([root.fill_(fill) if n in self.written else root for n, root in enumerate(self.apart(roots))])
+            self.run([root.fill_(fill) if n in self.written else root for n, root in enumerate(self.copy_written(roots))])
             for fill in (0, 1)
         )
         both = enumerate(zip(zeros, ones, strict=True))

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.capture import profile
+from fusion_advisor.capture import unchanged_step
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.capture.profile import _quality, profile_model, profile_regions, reconcile
 from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.capture.unchanged_step import Measurement
 from fusion_advisor.errors import MissingKernels, ProfilerAttached
 from fusion_advisor.records import Launch
 from fusion_advisor.workload.load import describe_live
@@ -48,9 +49,15 @@ def test_the_model_runs_as_before(tmp_path):
     loaded = describe_live(model, args)
     notes = []
     capture, live = profile_model(
-        model, args, {}, workload=loaded.record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1, runs=6, budget_s=0.01,
-        trace_to=tmp_path / "trace.before.json.gz", with_nvtx=True, note=notes.append,
-    )  # fmt: skip
+        model,
+        args,
+        {},
+        workload=loaded.record,
+        environment=ENVIRONMENT,
+        bandwidth=BANDWIDTH,
+        how=Measurement(warmup=1, runs=6, budget_s=0.01, trace_to=tmp_path / "trace.before.json.gz", with_nvtx=True),
+        note=notes.append,
+    )
     assert torch.equal(model(*args), expected)
     assert torch.equal(live.output, expected)
     assert 5 <= len(capture.eager_step.times_ns) <= 6
@@ -64,9 +71,14 @@ def test_the_model_runs_as_before(tmp_path):
 def test_steps_are_traced_and_timed_as_asked(tmp_path):
     model, args = toy()
     capture, _ = profile_model(
-        model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
-        runs=5, budget_s=0.01, least_s=0.05, traced_steps=1, trace_to=tmp_path / "trace.json.gz",
-    )  # fmt: skip
+        model,
+        args,
+        {},
+        workload=describe_live(model, args).record,
+        environment=ENVIRONMENT,
+        bandwidth=BANDWIDTH,
+        how=Measurement(warmup=1, runs=5, budget_s=0.01, least_s=0.05, traced_steps=1, trace_to=tmp_path / "trace.json.gz"),
+    )
     assert sum(capture.eager_step.times_ns) >= 50_000_000
     trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     assert {event["name"] for event in trace["traceEvents"] if event["name"].startswith("fa:step:")} == {"fa:step:0"}
@@ -87,12 +99,17 @@ def test_nvtx_names_phases_steps_and_modules(monkeypatch):
         def __exit__(self, *_):
             assert opened.pop() == self.name
 
-    monkeypatch.setattr(profile.nvtx, "annotate", Range)
+    monkeypatch.setattr(unchanged_step.nvtx, "annotate", Range)
     model, args = toy()
     profile_model(
-        model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
-        runs=6, budget_s=0.01, with_nvtx=True,
-    )  # fmt: skip
+        model,
+        args,
+        {},
+        workload=describe_live(model, args).record,
+        environment=ENVIRONMENT,
+        bandwidth=BANDWIDTH,
+        how=Measurement(warmup=1, runs=6, budget_s=0.01, with_nvtx=True),
+    )
     assert seen[0] == "fa:warmup"
     assert "fa:trace" in seen and "fa:baseline/fa:step=3" in seen
     assert f"fa:baseline/fa:step=3/fa:module:{called(model)[0]}" in seen
@@ -111,13 +128,18 @@ def test_under_nsys_the_timed_step_is_marked_and_torchs_profiler_is_not_started(
     monkeypatch.setattr(torch.cuda.profiler, "start", start)
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: seen.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(profile.profiler, "record", lambda *_, **__: pytest.fail("torch.profiler was started"))
+    monkeypatch.setattr(unchanged_step.profiler, "record", lambda *_, **__: pytest.fail("torch.profiler was started"))
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     with pytest.raises(ProfilerAttached, match="nsys is attached") as error:
         profile_model(
-            model, args, {}, workload=describe_live(model, args).record, environment=replace(ENVIRONMENT, device_kind="cuda"),
-            bandwidth=BANDWIDTH, warmup=1, runs=6, budget_s=0.01, with_nvtx=with_nvtx,
-        )  # fmt: skip
+            model,
+            args,
+            {},
+            workload=describe_live(model, args).record,
+            environment=replace(ENVIRONMENT, device_kind="cuda"),
+            bandwidth=BANDWIDTH,
+            how=Measurement(warmup=1, runs=6, budget_s=0.01, with_nvtx=with_nvtx),
+        )
     runs = seen.count("step")
     assert seen[0] == "start" and seen[-1] == "stop" and 5 <= runs == len(seen) - 2
     assert f"the {runs} timed runs of the eager step, between cudaProfilerStart and" in error.value.note_text
@@ -132,12 +154,17 @@ def test_nsys_is_no_obstacle_on_a_cpu(monkeypatch):
 def test_launches_without_any_kernel_are_an_error(monkeypatch):
     """As where another profiler holds the device's counters."""
     model, args = toy()
-    monkeypatch.setattr(profile, "median_step", lambda trace, on_cuda: Step(launches=(), calls=12))
+    monkeypatch.setattr(unchanged_step, "median_step", lambda trace, on_cuda: Step(launches=(), calls=12))
     with pytest.raises(MissingKernels, match="0 of 12"):
         profile_model(
-            model, args, {}, workload=describe_live(model, args).record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=1,
-            runs=5, budget_s=0.01,
-        )  # fmt: skip
+            model,
+            args,
+            {},
+            workload=describe_live(model, args).record,
+            environment=ENVIRONMENT,
+            bandwidth=BANDWIDTH,
+            how=Measurement(warmup=1, runs=5, budget_s=0.01),
+        )
 
 
 def step(*launches, calls=None):
@@ -193,9 +220,14 @@ class TwoPasses(torch.nn.Module):
 def test_regions_are_numbered_through():
     loaded = describe_live(TwoPasses(), (torch.randn(8, 8),))
     capture, _ = profile_model(
-        loaded.model, loaded.args, {}, workload=loaded.record, environment=ENVIRONMENT, bandwidth=BANDWIDTH, warmup=0, runs=5,
-        budget_s=0.01,
-    )  # fmt: skip
+        loaded.model,
+        loaded.args,
+        {},
+        workload=loaded.record,
+        environment=ENVIRONMENT,
+        bandwidth=BANDWIDTH,
+        how=Measurement(warmup=0, runs=5, budget_s=0.01),
+    )
     assert {op.region for op in capture.ops} == {0, 1}
     assert [op.index for op in capture.ops] == list(range(len(capture.ops)))
     tanh = [op.index for op in capture.ops if op.target == "aten.tanh.default"]

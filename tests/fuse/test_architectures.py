@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from fusion_advisor.capture.graph import retrace
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.session import Bench, replaced_sites
@@ -42,7 +43,7 @@ from fusion_advisor.records import (
     RenderedKernel,
     Timing,
 )
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 from fusion_advisor.verify import check_chain
 from fusion_advisor.workload.architecture import auto_class
 from fusion_advisor.workload.load import describe_live
@@ -272,7 +273,7 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_id", CONVOLUTIONS)
 def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, patterns, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)
+    monkeypatch.setattr(aten_ops, "adds_bias_after_convolution", lambda *_: True)
     run = Fused(tiny(model_id, dtype=dtype), patterns, tmp_path)
     found = {wanted: run.sites_of(wanted) for wanted in CONVOLUTIONS[model_id]}
     assert found == CONVOLUTIONS[model_id], [(fusion.match.kernel, len(fusion.sites)) for fusion in run.plan.fusions]

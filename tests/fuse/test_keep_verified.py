@@ -112,7 +112,7 @@ def test_a_replay_counts_the_launches_that_it_holds_and_a_recording_counts_none(
     model, x = Model().eval(), torch.randn(2, 48, 64)
     with torch.no_grad():
         plain = fusion_advisor.apply(model, x, keep="verified", **QUICK)
-        (module,) = (module for module, _, _ in plain._modules_by_code.values())
+        (module,) = plain._rewritten.modules
         plain.revert()
         live = capture_regions(model, (x,), {})
         fused = FusedModel(model, live.regions, [module], (x,), {}, graphs=Graphs(Silent()), live=live)

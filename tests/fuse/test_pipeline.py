@@ -30,7 +30,7 @@ from fusion_advisor.records import Match, Status, Timing, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.shared_rows import caveats
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
 
@@ -367,7 +367,7 @@ def test_with_real_timing_the_report_is_consistent_whatever_is_kept(loaded, quic
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(*loaded.args), expected, rtol=1e-5, atol=1e-5)
     run.revert()
-    assert torch_internals.set_compiled_call(loaded.model, None) is None
+    assert module_call.set_compiled_call(loaded.model, None) is None
 
 
 class Layer(torch.nn.Module):

@@ -22,8 +22,9 @@ if __name__ == "__main__":
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.codegen.common.horizontal_fusion import nests
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.arguments import Layout

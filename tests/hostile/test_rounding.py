@@ -11,8 +11,9 @@ import random
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cpp.backend import CppBackend
 from fusion_advisor.lowering.builder import builder

@@ -27,7 +27,7 @@ from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.records import Status
 from fusion_advisor.report.shared_rows import caveats
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.live.test_saved_plan import save
@@ -183,7 +183,7 @@ EXCHANGING = {
 
 def stale_after(loaded, call, writes, targets=TARGETS, *, refresh=lambda: None):
     """Make every write to every target; return those after which ``call`` gives other numbers than the model's own ops."""
-    own = torch_internals.original_call(loaded.model)
+    own = module_call.original_call(loaded.model)
     torch.manual_seed(1)
     stale = []
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_rotary_tables_of_a_llama_follow_every_write_in_a_kernel_of_their_own():
     computing = [str(node.target) for node in variant.modules[0].graph.nodes if node.meta.get("fusion_id") == tables.id]
     assert len(computing) == 1
     fused = FusedModel(model, live.regions, variant.modules, (), kwargs).apply()
-    own = torch_internals.original_call(model)
+    own = module_call.original_call(model)
     writes = {name: write for name, write in (UNCOUNTED | COUNTED).items() if name not in ("EMA", "optimizer", "load_state_dict")}
     torch.manual_seed(1)
     for target in ("model.rotary_emb.inv_freq", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import Region, describe
+from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.lowering.lower import lower
 from fusion_advisor.records import OpClass, Ref
 from tests.kernel_cases.evaluate import evaluate

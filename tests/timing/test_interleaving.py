@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.timing.interleaving import compare_alone, difference, interleave, recorded
@@ -298,7 +298,7 @@ def test_a_workspace_of_the_warm_up_is_not_recorded(monkeypatch):
         bias + 1
     capturing = torch.cuda.graph.default_capture_stream
     monkeypatch.setattr(torch.cuda, "Stream", lambda **_: capturing)
-    replay = recorded(lambda: torch.addmm(bias, x, weight, out=out), around=torch_internals.own_gemm_workspace)
+    replay = recorded(lambda: torch.addmm(bias, x, weight, out=out), around=cuda_state.own_gemm_workspace)
     torch.cuda.empty_cache()
     guard = torch.zeros(64 * 2**20, dtype=torch.uint8, device="cuda")
     replay()

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fusion_advisor.capture.graph.op_recipe import Differs, Input, Leaf, Made, Recipe, Value, layout_of, mapped, recipes_of
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops, fake_mode, fx_trace, tensor_memory
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
@@ -62,7 +62,7 @@ def _read_calls(graph_module: GraphModule) -> list[_Call]:
     calls = []
     layouts: dict[int, tuple[Any, ...]] = {}
     for node in graph_module.graph.nodes:
-        if node.op in ("placeholder", "output") or node.target is torch_internals.SAYS_ONLY:
+        if node.op in ("placeholder", "output") or node.target is aten_ops.SAYS_ONLY:
             continue
         if node.op not in ("call_function", "call_method") or node.meta.get("example_value") is None:
             raise Differs  # a module, or a switch: gradients, autocast
@@ -83,7 +83,7 @@ def _code(value: Any, inputs: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, Node):
         return _code(value.meta.get("example_value", Differs), inputs)
     if isinstance(value, torch.Tensor):
-        if not torch_internals.is_plain_fake(value):
+        if not fake_mode.is_plain_fake(value):
             raise Differs
         inputs.setdefault(id(value), value)
         return Input(list(inputs).index(id(value)))
@@ -106,7 +106,7 @@ def _code(value: Any, inputs: dict[int, torch.Tensor]) -> Any:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if not torch_internals.is_plain_fake(value):
+        if not fake_mode.is_plain_fake(value):
             raise Differs
         return [value]
     if isinstance(value, tuple | list):
@@ -118,7 +118,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return, for each tensor, the number of the first that lies in the same storage."""
-    keys = [torch_internals.storage_key(tensor) for tensor in tensors]
+    keys = [tensor_memory.storage_key(tensor) for tensor in tensors]
     return tuple(keys.index(key) for key in keys)
 
 
@@ -128,7 +128,7 @@ def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def _trace(calls: Sequence[_Call]) -> list[Recipe]:
     given = [tensor for call in calls for tensor in call.inputs]
     graph = Graph()
-    with torch.no_grad(), torch_internals.fake_mode_of(given):
+    with torch.no_grad(), fake_mode.fake_mode_of(given):
         # The tracer distinguishes tensors by identity: a tensor that one op writes must not replace another op's input.
         fakes = [tensor.detach() for tensor in given]
     places = iter([graph.placeholder(f"given_{number}") for number in range(len(fakes))])
@@ -141,7 +141,7 @@ def _trace(calls: Sequence[_Call]) -> list[Recipe]:
         returned.append((made, tuple(mine.values())))
     graph.output(tuple(returned))
     interpreter = torch.fx.Interpreter(GraphModule(torch.nn.Module(), graph))
-    traced = torch_internals.retrace_to_aten(interpreter.run, fakes)
+    traced = fx_trace.retrace_to_aten(interpreter.run, fakes)
     return recipes_of(traced, [len(call.inputs) for call in calls])
 
 
@@ -166,18 +166,18 @@ def _put_together(graph_module: GraphModule, calls: Sequence[_Call], recipes: Ma
     graph, constants = Graph(), torch.nn.Module()
     now: dict[int, Node] = {}  # a fake tensor's id -> the node that stands for it
     sources = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad(), torch_internals.fake_mode_of([_example(node) for node in sources]):
+    with torch.no_grad(), fake_mode.fake_mode_of([_example(node) for node in sources]):
         for number, source in enumerate(sources):
             value = _example(source)
             node = graph.placeholder(f"arg{number}_1")
             if isinstance(value, torch.Tensor):
-                node.meta["val"] = torch_internals.detached_fake(value)
+                node.meta["val"] = fake_mode.detached_fake(value)
                 now[id(value)] = node
         for call in calls:
             _add(graph, constants, call, recipes[call.key], now)
     (result,) = next(node for node in graph_module.graph.nodes if node.op == "output").args
     graph.output(map_arg(result, _placing(now)))
-    return torch_internals.lazy_graph_module(constants, graph, class_name="Region")
+    return fx_trace.lazy_graph_module(constants, graph, class_name="Region")
 
 
 def _add(graph: Graph, constants: torch.nn.Module, call: _Call, recipe: Recipe, now: dict[int, Node]) -> None:
@@ -213,9 +213,9 @@ def _compare(call: _Call, recipe: Recipe) -> None:
     if tuple(map(layout_of, call.results)) != recipe.layouts:
         raise Differs
     ids = [id(tensor) for tensor in call.inputs]
-    keys = [torch_internals.storage_key(tensor) for tensor in call.inputs]
+    keys = [tensor_memory.storage_key(tensor) for tensor in call.inputs]
     for tensor, leaf, place in zip(call.results, recipe.leaves, recipe.lies_in, strict=True):
-        key = torch_internals.storage_key(tensor)
+        key = tensor_memory.storage_key(tensor)
         same = recipe.after.index(leaf) if leaf in recipe.after else -1
         if (ids.index(id(tensor)) if id(tensor) in ids else -1) != same or (keys.index(key) if key in keys else -1) != place:
             raise Differs

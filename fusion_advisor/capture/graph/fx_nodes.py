@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import tensor_memory
 
 _MODEL = re.compile(r"^L\['(self'\]|\w+'\]\.__self__|\w+'\]\[0\])")
 """How dynamo calls the model in the frame that it captured: forward's own, torch's around it, or a decorator's ``*args``."""
@@ -27,7 +27,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def storages(node: Node) -> list[int]:
     """Return a key for the storage of each tensor that a node returns; views of one tensor share theirs."""
-    return [torch_internals.storage_key(value) for value in tensors_of(node.meta.get("val"))]
+    return [tensor_memory.storage_key(value) for value in tensors_of(node.meta.get("val"))]
 
 
 def written_storages(node: Node) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import tensor_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _recipe(
         ops=tuple(ops),
         leaves=tuple(reference[leaf] for leaf in leaves),
         layouts=tuple(layout_of(value) for value in values),
-        lies_in=tuple(places.index(key) if (key := torch_internals.storage_key(value)) in places else -1 for value in values),
+        lies_in=tuple(places.index(key) if (key := tensor_memory.storage_key(value)) in places else -1 for value in values),
         after=tuple(reference[node] for node in after),
     )
 
@@ -175,7 +175,7 @@ def _nodes(result: Any) -> list[Node]:
 
 
 def _storages(nodes: Sequence[Node]) -> list[int]:
-    return [torch_internals.storage_key(node.meta["val"]) for node in nodes]
+    return [tensor_memory.storage_key(node.meta["val"]) for node in nodes]
 
 
 def _value(
@@ -188,7 +188,7 @@ def _value(
         return Leaf(leaves.index(node))
     if node in after:
         return Input(after.index(node))
-    key = torch_internals.storage_key(value)
+    key = tensor_memory.storage_key(value)
     lies_in: Input | Leaf | Made | None = None
     dtype = value.dtype
     for kind, nodes in ((Input, given), (Leaf, leaves)):

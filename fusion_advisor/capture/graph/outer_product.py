@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import fake_mode
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.matmul.default, _aten.bmm.default, _aten.mm.default)
@@ -42,7 +42,7 @@ def _is_outer(node: Node) -> bool:
 def _replace(graph_module: GraphModule, node: Node) -> bool:
     before, product = node.meta["val"], node.target
     node.target = _aten.mul.Tensor
-    after = torch_internals.fake_result(graph_module, node)
+    after = fake_mode.fake_result(graph_module, node)
     if (after.shape, after.stride()) == (before.shape, before.stride()):
         return True
     node.target = product

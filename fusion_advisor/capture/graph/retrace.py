@@ -12,14 +12,14 @@ from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.fx_nodes import source_of, storages, tensors_of, written_storages
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, split_bias
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops, dispatcher, dynamo, fake_mode, fx_trace
 
 _aten = torch.ops.aten
 
 
 def trace(function: Callable[..., Any], example_inputs: Iterable[Any]) -> GraphModule:
     """Trace a plain function (a kernel's reference) into the same ATen ops as a model."""
-    traced = torch_internals.retrace_to_aten(function, torch_internals.fake_tensors(list(example_inputs)))
+    traced = fx_trace.retrace_to_aten(function, fake_mode.fake_tensors(list(example_inputs)))
     _let_idle_dropout_return_its_input(traced)
     return traced
 
@@ -29,13 +29,13 @@ def retrace(graph_module: GraphModule) -> GraphModule:
     traced = retrace_distinct(graph_module)
     if traced is None:
         interpreter = torch.fx.Interpreter(graph_module)
-        traced = torch_internals.retrace_to_aten(interpreter.run, torch_internals.placeholder_values(graph_module))
+        traced = fx_trace.retrace_to_aten(interpreter.run, dynamo.placeholder_values(graph_module))
     _leave_out_what_transforms_left(traced)
     _refuse_untraced(traced)
     _let_idle_dropout_return_its_input(traced)
     _change_no_layout_in_place(traced)
     multiply_outer_products(traced)
-    split_bias(traced, torch_internals.adds_bias_after_convolution, is_slower_with_bias)
+    split_bias(traced, aten_ops.adds_bias_after_convolution, is_slower_with_bias)
     return traced
 
 
@@ -60,7 +60,7 @@ def _leave_out_what_transforms_left(graph_module: GraphModule) -> None:
     """
     for node in reversed(graph_module.graph.nodes):
         is_unread = node.op in ("call_function", "get_attr") and not node.users
-        if is_unread and any(map(torch_internals.is_wrapped, tensors_of(node.meta.get("val")))):
+        if is_unread and any(map(dispatcher.is_wrapped, tensors_of(node.meta.get("val")))):
             graph_module.graph.erase_node(node)
 
 
@@ -81,7 +81,7 @@ def _refuse_untraced(graph_module: GraphModule) -> None:
         if node.op == "output" or node in needed or written_storages(node):
             needed.update(node.all_input_nodes)
     for node in graph_module.graph.nodes:
-        if node in needed and node.op == "get_attr" and torch_internals.is_fake(getattr(graph_module, str(node.target), None)):
+        if node in needed and node.op == "get_attr" and fake_mode.is_fake(getattr(graph_module, str(node.target), None)):
             reader = next(user for user in node.users if user.op == "output" or user in needed or written_storages(user))
             file, line, _ = source_of(reader)
             where = f" ({file}:{line})" if file else ""
@@ -104,7 +104,7 @@ def _let_idle_dropout_return_its_input(graph_module: GraphModule) -> None:
         if _is_idle_dropout(node) and "val" in node.all_input_nodes[0].meta:
             value = node.all_input_nodes[0].meta["val"]
         elif not left.isdisjoint(storages(node)) or not relaid.isdisjoint(node.all_input_nodes):
-            value = torch_internals.fake_result(graph_module, node)
+            value = fake_mode.fake_result(graph_module, node)
         else:
             continue
         left.update(storages(node))

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fusion_advisor.errors import NotRepeatable
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.call_tensors import objects_in, tensors_in
+from fusion_advisor.runtime.torch_internals import aten_ops, module_call
 
 _COPIED_BYTES = 1 << 20
 """Of a parameter: for larger parameters only torch's count of writes is compared, and a call that writes to them is refused."""
@@ -78,7 +78,7 @@ class Written:
         for container, content in self.contents:
             _put_back(container, content)
         if names:
-            torch_internals.copy_all([self.tensors[name] for name in names], [self.before[name] for name in names])
+            aten_ops.copy_all([self.tensors[name] for name in names], [self.before[name] for name in names])
 
 
 def written_by(
@@ -104,26 +104,8 @@ def written_by(
     Raises:
         NotRepeatable: after everything was put back a second call is another one than the first (a list that grows, say).
     """
-    found = live_tensors(model, args, kwargs)
-    large = [tensor for tensor in model.parameters() if tensor.nbytes > _COPIED_BYTES and not tensor.is_inference()]
-    versions = [tensor._version for tensor in large]
-    copies = {name: tensor.detach().clone() for name, tensor in found.items()}
-    attributes = [(owner, dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
     layouts, state = _layouts(args, kwargs), Before.of(model)
-    try:
-        call()
-    except BaseException:
-        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
-        torch_internals.copy_all([found[name] for name in changed], [copies[name] for name in changed])
-        raise
-    if [tensor._version for tensor in large] != versions:
-        raise NotRepeatable(model_id=model_id)
-    written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
-    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
-    now = arguments(args, kwargs)
-    written.made = tuple(name for name, tensor in now.items() if tensor is not found.get(name))
-    written.before = {name: copies[name] for name in written.tensors}
-    del copies
+    written = _written_by_first_call(call, model, args, kwargs, model_id)
     if state.is_changed():
         _tell_what_moves(written, state, call, model)
     elif not written.tensors and not written.attributes and _layouts(args, kwargs) == layouts:
@@ -139,6 +121,33 @@ def written_by(
         if all(_holds(tensor, after[name]) for name, tensor in written.tensors.items()):
             break
     written.rewind()
+    return written
+
+
+def _written_by_first_call(
+    call: Callable[[], object], model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str
+) -> Written:
+    """Call the model once, and return the tensors and attributes that hold something else than before.
+
+    Copies of tensors that stayed the same are freed when this returns.
+    """
+    found = live_tensors(model, args, kwargs)
+    large = [tensor for tensor in model.parameters() if tensor.nbytes > _COPIED_BYTES and not tensor.is_inference()]
+    versions = [tensor._version for tensor in large]
+    copies = {name: tensor.detach().clone() for name, tensor in found.items()}
+    attributes = [(owner, dict(vars(owner))) for owner in objects_in((args, dict(kwargs)))]
+    try:
+        call()
+    except BaseException:
+        changed = [name for name, tensor in found.items() if not _holds(tensor, copies[name])]
+        aten_ops.copy_all([found[name] for name in changed], [copies[name] for name in changed])
+        raise
+    if [tensor._version for tensor in large] != versions:
+        raise NotRepeatable(model_id=model_id)
+    written = Written(attributes=[change for owner, earlier in attributes for change in _changes(owner, earlier)])
+    written.tensors = {name: tensor for name, tensor in found.items() if not _holds(tensor, copies[name])}
+    written.made = tuple(name for name, tensor in arguments(args, kwargs).items() if tensor is not found.get(name))
+    written.before = {name: copies[name] for name in written.tensors}
     return written
 
 
@@ -276,17 +285,17 @@ def kept_as_it_is(model: torch.nn.Module, args: tuple[Any, ...] = (), kwargs: Ma
     before = Before.of(model, args, kwargs)
     small = [tensor for tensor in live_tensors(model, args, kwargs or {}).values() if tensor.nbytes <= _COPIED_BYTES]
     copies = [tensor.detach().clone() for tensor in small]
-    call = torch_internals.compiled_call_of(model)
+    call = module_call.compiled_call_of(model)
     try:
         yield
     finally:
-        now = torch_internals.compiled_call_of(model)
+        now = module_call.compiled_call_of(model)
         before.restore()
         with torch.no_grad():
             changed = [pair for pair in zip(small, copies, strict=True) if not _holds(*pair)]
-            torch_internals.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
+            aten_ops.copy_all([tensor for tensor, _ in changed], [copy for _, copy in changed])
         if now is not call:  # a fused call was put in, which is to stay
-            torch_internals.set_compiled_call(model, now)
+            module_call.set_compiled_call(model, now)
 
 
 def _holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import fake_mode
 
 CONVOLUTIONS = (torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default)
 _LINEAR, _ADDMM, _MM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default
@@ -62,7 +62,7 @@ def split_bias(
     Args:
         graph_module: traced on fake tensors; rewritten in place.
         is_added_after: given a convolution's arguments, its tensors as fakes, says whether ATen adds the bias afterwards
-            (:func:`torch_internals.adds_bias_after_convolution`).
+            (:func:`aten_ops.adds_bias_after_convolution`).
         is_slower: given a GEMM's result, says whether its bias is better added afterwards (:func:`is_slower_with_bias`).
     """
     convolutions = [node for node in graph_module.graph.nodes if node.target in CONVOLUTIONS and _has_bias(node)]
@@ -128,7 +128,7 @@ def _split_gemm(graph_module: GraphModule, node: Node) -> None:
     with graph.inserting_before(node):
         bare = graph.call_function(bare_op, (x, weight))
         total = graph.call_function(torch.ops.aten.add.Tensor, (bare, bias))
-    bare.meta = {**origin, "val": torch_internals.fake_result(graph_module, bare)}
+    bare.meta = {**origin, "val": fake_mode.fake_result(graph_module, bare)}
     total.meta = {**origin, "val": node.meta["val"], WRITTEN_OUT: True}
     node.replace_all_uses_with(total)
     graph.erase_node(node)
@@ -166,7 +166,7 @@ def _split(graph_module: GraphModule, node: Node) -> bool:
         bare = graph.call_function(node.target, (x, weight, None, *options))
         total = graph.call_function(torch.ops.aten.add.Tensor, (bare, shown))
     for made in (shown, bare, total):
-        made.meta = {**origin, "val": torch_internals.fake_result(graph_module, made)}
+        made.meta = {**origin, "val": fake_mode.fake_result(graph_module, made)}
     if {made.meta["val"].stride() for made in (bare, total)} != {node.meta["val"].stride()}:
         # ATen's addition in place keeps the convolution's strides; one that makes a tensor may choose others.
         for made in (total, bare, shown):

@@ -20,18 +20,17 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from fusion_advisor.capture.graph.fx_nodes import module_path, relative_path, source_of, storages, tensors_of, written_storages
-from fusion_advisor.capture.graph.op_classes import base_name, class_of
+from fusion_advisor.capture.graph.fx_nodes import relative_path, storages, written_storages
 from fusion_advisor.capture.graph.retrace import retrace
 from fusion_advisor.capture.graph.side_effects import Written, arguments, written_by
 from fusion_advisor.errors import CannotCapture
-from fusion_advisor.records import Arg, GraphBreak, OpClass, OpNode, Ref, TensorMeta
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.records import GraphBreak
 from fusion_advisor.runtime.call_tensors import tensors_in
 from fusion_advisor.runtime.deep_stack import in_one_piece
 from fusion_advisor.runtime.gc_pause import collector_paused
+from fusion_advisor.runtime.torch_internals import dispatcher, dynamo, fake_mode, module_call
 
 
 @dataclass(slots=True)
@@ -157,77 +156,107 @@ def capture_regions(
     if isinstance(model, torch.jit.ScriptModule):
         raise CannotCapture(model_id=model_id, detail="it is TorchScript, which dynamo does not look into")
     _refuse_own_ops(model, args, kwargs, model_id)
-    original = torch_internals.original_call(model)
+    original = module_call.original_call(model)
     with torch.no_grad():
         written = written_by(lambda: original(*args, **kwargs), model, args, kwargs, model_id=model_id)
     live = LiveCapture(written=written)
-    regions: list[Region] = []
-    breaks: list[GraphBreak] = []
-    seen: list[tuple[Route, tuple[Any, ...]]] = []
-    modes: list[Any] = []
-
-    def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        if compiled.later is not None:
-            return compiled.later(graph_module, example_inputs)
-        if not with_lines:
-            torch_internals.leave_new_guards_untried()
-        route = Route(graph_module.forward, seen)
-        modes.extend(torch_internals.fake_modes_of(graph_module))
-        region = Region(
-            index=len(regions), graph=retrace(graph_module), original=graph_module, route=route,
-            code=torch_internals.traced_code(),
-        )  # fmt: skip
-        reason = torch_internals.break_reason(graph_module)
-        if reason is not None:
-            breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
-        regions.append(region)
-        return route
-
-    live.compiled = compiled = DynamoCall(torch_internals.compiled_call(model, collect))
-    lines = contextlib.nullcontext() if with_lines else torch_internals.without_source_lines()
-    try:
-        with (
-            torch.no_grad(), torch_internals.raise_recompile_limit(64), torch_internals.no_collection(), collector_paused(),
-            torch_internals.linear_in_one_step(), lines,
-        ):  # fmt: skip
-            live.output = in_one_piece(lambda: compiled.call(*args, **kwargs))
-    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
-        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
-    finally:
-        torch_internals.forget_real_tensors(modes)
-        modes.clear()
+    collector = _Collector(with_lines=with_lines)
+    live.compiled = collector.compiled = DynamoCall(dynamo.compiled_call(model, collector.backend))
+    live.output = _run_under_dynamo(collector, live.compiled, args, kwargs, model_id=model_id)
     written.rewind()
-    runs: dict[int, list[tuple[Any, ...]]] = {}
-    for route, values in seen:
-        runs.setdefault(id(route), []).append(values)
-    live.breaks = breaks
-    live.regions = [region for region in regions if id(region.route) in runs]
-    places = {id(region.route): place for place, region in enumerate(live.regions)}
-    live.runs = [Run(places[id(route)], values) for route, values in seen]
-    for region in regions:
-        assert region.route is not None
-        region.route.seen = None
+    collector.hand_over(live)
     if not live.regions:
         raise CannotCapture(model_id=model_id, detail="dynamo ran it op by op; every frame was skipped or broke at its first op")
-    regions.clear()  # dynamo keeps the function above, and with it would keep the inputs of this call alive
-    seen.clear()
     known = _known_tensors(model, args, kwargs)
-    for region in live.regions:
-        mine = runs[id(region.route)]
+    for place, region in enumerate(live.regions):
+        mine = [run.args for run in live.runs if run.place == place]
         region.example_args = mine[0]
         region.names, region.roles = _name_inputs(mine, known)
     return live
 
 
+class _Collector:
+    """The backend that dynamo hands the graphs of one call to.
+
+    Dynamo keeps it for as long as the compiled call lives, so that what it has collected is handed over and forgotten.
+    """
+
+    def __init__(self, *, with_lines: bool) -> None:
+        self.with_lines = with_lines
+        self.compiled: DynamoCall | None = None
+        self._regions: list[Region] = []
+        self._breaks: list[GraphBreak] = []
+        self._seen: list[tuple[Route, tuple[Any, ...]]] = []
+        self._modes: list[Any] = []
+
+    def backend(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Retrace a graph and return a route to it that notes the tensors of each run."""
+        assert self.compiled is not None
+        if self.compiled.later is not None:
+            return self.compiled.later(graph_module, example_inputs)
+        if not self.with_lines:
+            dynamo.leave_new_guards_untried()
+        route = Route(graph_module.forward, self._seen)
+        self._modes.extend(dynamo.fake_modes_of(graph_module))
+        region = Region(
+            index=len(self._regions), graph=retrace(graph_module), original=graph_module, route=route,
+            code=dynamo.traced_code(),
+        )  # fmt: skip
+        reason = dynamo.break_reason(graph_module)
+        if reason is not None:
+            self._breaks.append(GraphBreak(reason=reason[0], source=relative_path(reason[1])))
+        self._regions.append(region)
+        return route
+
+    def forget_traces(self) -> None:
+        """Drop what dynamo's fake modes keep of the tensors that were traced."""
+        fake_mode.forget_real_tensors(self._modes)
+        self._modes.clear()
+
+    def hand_over(self, live: LiveCapture) -> None:
+        """Give the graphs that ran to a capture, with their runs in order, and forget them."""
+        ran = {id(route) for route, _ in self._seen}
+        live.breaks = self._breaks
+        live.regions = [region for region in self._regions if id(region.route) in ran]
+        places = {id(region.route): place for place, region in enumerate(live.regions)}
+        live.runs = [Run(places[id(route)], values) for route, values in self._seen]
+        for region in self._regions:
+            assert region.route is not None
+            region.route.seen = None
+        self._regions.clear()
+        self._seen.clear()
+
+
+def _run_under_dynamo(
+    collector: _Collector, compiled: DynamoCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, model_id: str
+) -> Any:
+    """Run the compiled call once, and return the model's output.
+
+    Raises:
+        CannotCapture: with dynamo's own sentence.
+    """
+    lines = contextlib.nullcontext() if collector.with_lines else dynamo.without_source_lines()
+    try:
+        with (
+            torch.no_grad(), dynamo.raise_recompile_limit(64), dynamo.no_collection(), collector_paused(),
+            dispatcher.linear_in_one_step(), lines,
+        ):  # fmt: skip
+            return in_one_piece(lambda: compiled.call(*args, **kwargs))
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # its own first line names no cause
+        raise CannotCapture(model_id=model_id, detail=_cause(error.inner_exception)) from error
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CannotCapture(model_id=model_id, detail=str(error).strip().splitlines()[0]) from error
+    finally:
+        collector.forget_traces()
+
+
 def _refuse_own_ops(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], model_id: str) -> None:
     """Leave what sees each op by itself to the model's own ops."""
-    if torch_internals.is_mode_active():
+    if dispatcher.is_mode_active():
         detail = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
         raise CannotCapture(model_id=model_id, detail=detail)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *arguments(args, kwargs).items()):
-        if torch_internals.sees_its_ops(type(tensor)):
+        if dispatcher.sees_its_ops(type(tensor)):
             kind = f"a {type(tensor).__name__}, a tensor class that handles its ops by itself"
             raise CannotCapture(model_id=model_id, detail=f"`{name}` is {kind} (__torch_function__ or __torch_dispatch__)")
 
@@ -240,134 +269,10 @@ def _cause(error: Exception) -> str:
     return f"tracing{where} ended with {type(error).__name__}: {text.splitlines()[0]}"
 
 
-def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
-    """Turn a live graph into records.
-
-    Args:
-        region: its placeholders must have been named (``capture_regions`` does).
-        first_index: index of the region's first record.
-
-    Returns:
-        The records in execution order and the index of each fx node.
-    """
-    ops: list[OpNode] = []
-    index_of: dict[Node, int] = {}
-    owner: dict[int, int] = {}  # storage -> index of the op that made it
-    sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
-    placeholder = 0
-    for node in region.graph.graph.nodes:
-        index = first_index + len(ops)
-        index_of[node] = index
-        metas = _metas(node)
-        if node.op == "placeholder":
-            role = region.roles[placeholder] if region.roles else "input"
-            target = region.names[placeholder] if region.names else str(node.target)
-            placeholder += 1
-            op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
-            for key in storages(node):
-                sharers.setdefault(key, []).append(index)
-        elif node.op == "get_attr":
-            op = OpNode(
-                index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant"
-            )
-        elif node.op == "output":
-            op = OpNode(
-                index=index,
-                region=region.index,
-                target="output",
-                op_class=OpClass.OTHER,
-                args=tuple(_encode(argument, index_of) for argument in node.args),
-                role="output",
-            )
-        else:
-            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
-        # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            for key in storages(node):
-                owner.setdefault(key, index)
-        ops.append(op)
-    return ops, index_of
-
-
-def _describe_op(
-    node: Node,
-    index: int,
-    region: int,
-    index_of: dict[Node, int],
-    owner: dict[int, int],
-    sharers: Mapping[int, list[int]],
-    metas: tuple[TensorMeta, ...],
-) -> OpNode:
-    target = _target_name(node)
-    own_storages = storages(node)
-    written = [key for key in written_storages(node) if key in owner]
-    mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
-    owners = [owner.get(key) for key in own_storages]
-    is_alias = bool(own_storages) and all(found is not None for found in owners)
-    is_view = is_alias and not mutates
-    file, line, text = source_of(node)
-    return OpNode(
-        index=index,
-        region=region,
-        target=target,
-        op_class=OpClass.VIEW if is_view or target == "getitem" else _computed_class(target),
-        args=tuple(_encode(argument, index_of) for argument in node.args),
-        kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
-        outputs=metas,
-        alias_of=owners[0] if is_alias else None,
-        mutates=mutates,
-        module_path=module_path(node),
-        source_file=file,
-        source_line=line,
-        source_text=text,
-    )
-
-
-def _computed_class(target: str) -> OpClass:
-    # A view op that did not return a view (reshape of a strided tensor, a contiguous() that copied) moved memory.
-    found = class_of(base_name(target))
-    return OpClass.MEMORY if found is OpClass.VIEW else found
-
-
-def _target_name(node: Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _metas(node: Node) -> tuple[TensorMeta, ...]:
-    return tuple(
-        TensorMeta(
-            shape=tuple(map(int, value.shape)),
-            stride=tuple(map(int, value.stride())),
-            dtype=str(value.dtype).removeprefix("torch."),
-            offset=int(value.storage_offset()),
-            device=value.device.type,
-        )
-        for value in tensors_of(node.meta.get("val"))
-    )
-
-
 def writes_to_inputs(region: Region) -> bool:
     """Whether a region writes to a tensor that it was given: it then cannot be run twice and give the same."""
     given = {key for node in region.graph.graph.nodes if node.op == "placeholder" for key in storages(node)}
     return any(key in given for node in region.graph.graph.nodes if node.op == "call_function" for key in written_storages(node))
-
-
-def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
-    if isinstance(value, Node):
-        return Ref(index=index_of[value])
-    if isinstance(value, list | tuple):
-        return tuple(_encode(item, index_of) for item in value)
-    if isinstance(value, dict):
-        return tuple(_encode(item, index_of) for item in value.values())
-    if isinstance(value, torch.dtype):
-        return f"dtype:{str(value).removeprefix('torch.')}"
-    if isinstance(value, torch.device):
-        return f"device:{value.type}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return f"{type(value).__name__}:{value}"
 
 
 def _known_tensors(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, str]]:

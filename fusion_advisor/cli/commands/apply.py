@@ -116,14 +116,7 @@ def apply(
         max_autotune=max_autotune,
         freeze=freeze,
     )
-    shown = runner.Output(
-        directory=output,
-        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
-        as_json=as_json,
-        force=force,
-        is_opened=open_html,
-        embed_trace=embed_trace,
-    )
+    shown = runner.output_of(output, formats, embed_trace=embed_trace, as_json=as_json, force=force, is_opened=open_html)
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,
@@ -140,9 +133,8 @@ def apply(
         trust_remote_code=trust_remote_code,
         offline=offline,
     )
-    typed = {name for name in asked if _is_typed(context, _PARAMETERS.get(name, name))}
-    rules = parse_rules(fail_on or (), absolute=absolute)
-    runner.run_apply(settings, _request(target, asked, typed), chosen, shown, rules)
+    request = _request(context, target, asked)
+    runner.run_apply(settings, request, chosen, shown, parse_rules(fail_on or (), absolute=absolute))
 
 
 def _is_typed(context: typer.Context, parameter: str) -> bool:
@@ -150,12 +142,13 @@ def _is_typed(context: typer.Context, parameter: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _request(target: str | None, asked: dict[str, object], typed: set[str]) -> Any:
+def _request(context: typer.Context, target: str | None, asked: dict[str, object]) -> Any:
     """Return what to run; a run that is repeated keeps its own model and shapes whatever the configuration says."""
     if target is not None and not run_dir.is_run(target):
         return core.make_request(model_id=target, **asked)
     directory = run_dir.resolve(target)
-    clash = [name for name in asked if name in typed and name not in _ALLOWED_WITH_RUN]
+    typed = (name for name in asked if _is_typed(context, _PARAMETERS.get(name, name)))
+    clash = [name for name in typed if name not in _ALLOWED_WITH_RUN]
     if clash:
         option = "--" + clash[0].replace("_", "-")
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fusion_advisor.cli.commands import trace
-from fusion_advisor.cli.common import completion, core, options, run_dir
+from fusion_advisor.cli.common import completion, core, options
 
 
 def profile(
@@ -91,14 +91,7 @@ def profile(
         fast_math=fast_math,
         nvtx=nvtx,
     )
-    target = runner.Output(
-        directory=output,
-        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
-        as_json=as_json,
-        force=force,
-        is_opened=open_html,
-        embed_trace=embed_trace,
-    )
+    target = runner.output_of(output, formats, embed_trace=embed_trace, as_json=as_json, force=force, is_opened=open_html)
     asked = options.workload_fields(
         revision=revision,
         dtype=dtype,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,29 @@ class Output:
     force: bool
     is_opened: bool = False
     embed_trace: bool = False
+
+
+def output_of(
+    directory: Path | None, formats: Iterable[str] | None, *, embed_trace: bool, as_json: bool, force: bool, is_opened: bool
+) -> Output:
+    """Return where results go, from a command's options.
+
+    Args:
+        directory: of the run.
+        formats: asked for, repeated or separated by commas.
+        embed_trace: put traces into the HTML.
+        as_json: print the report as JSON.
+        force: overwrite a run.
+        is_opened: open the HTML page.
+    """
+    return Output(
+        directory=directory,
+        formats=run_dir.parse_formats(formats, embed_trace=embed_trace),
+        as_json=as_json,
+        force=force,
+        is_opened=is_opened,
+        embed_trace=embed_trace,
+    )
 
 
 def run_profile(settings: Settings, request: Any, options: ProfileOptions, output: Output) -> None:

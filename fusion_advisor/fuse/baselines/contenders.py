@@ -28,7 +28,7 @@ from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite import device_memory
 from fusion_advisor.records import COMPILED, OURS_COMPILED, Baseline, StepProfile, Timing
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops, cuda_state, dynamo, inductor
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
@@ -104,7 +104,7 @@ def peers(
         def make() -> Call:
             if mode == "reduce-overhead" and not on_cuda:
                 raise NotAvailable("it is the default mode in CUDA graphs, and a CPU has none")
-            call = torch_internals.compiled_call(loaded.model, "inductor", mode=mode)
+            call = dynamo.compiled_call(loaded.model, "inductor", mode=mode)
             return lambda: call(*loaded.args, **loaded.kwargs)
 
         return make
@@ -140,7 +140,7 @@ def peers(
 
 
 def ours_compiled(
-    loaded: LoadedWorkload, bench: Bench, variant: Variant, *, is_graphed: bool, compiler: Compiler = torch_internals.inductor
+    loaded: LoadedWorkload, bench: Bench, variant: Variant, *, is_graphed: bool, compiler: Compiler = inductor.compile_graph
 ) -> Contender:
     """Return ours with torch.compile for the rest.
 
@@ -178,7 +178,7 @@ def in_graph(call: Call, loaded: LoadedWorkload, rewind: Callable[[], object]) -
     """
     static = [value for value in (*loaded.args, *loaded.kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cuda]
     fresh = [value.clone() for value in static]
-    replay = interleaving.recorded(call, before=rewind, around=torch_internals.own_gemm_workspace)
+    replay = interleaving.recorded(call, before=rewind, around=cuda_state.own_gemm_workspace)
     return _InGraph(call, static, fresh, replay)
 
 
@@ -193,7 +193,7 @@ class _InGraph:
 
     def __call__(self) -> None:
         if self.static:
-            torch_internals.copy_all(self.static, self.fresh)
+            aten_ops.copy_all(self.static, self.fresh)
         self.replay()
 
 
@@ -230,62 +230,87 @@ def measure_all(
         on_required: given the rows of those that the run needs, where there are others.
     """
     progress = progress or Progress()
-
-    def rows_of(ready: Sequence[_Ready], *, is_last: bool = False) -> dict[str, Baseline]:
-        calls, all_s = [one.call for one in ready], budget_s * len(ready)
-        patience = _PATIENCE if is_last else 1.0
-        timings = step_profile.walls(
-            calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, patience=patience, rewind=rewind,
-            timer=timer,
-        )  # fmt: skip
-        rested: Sequence[Timing | None] = [None] * len(ready)
-        if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
-            rested = step_profile.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much
-        return {
-            one.contender.name: Baseline(
-                name=one.contender.name,
-                step=replace(one.step, wall=wall, rested=after_rest),
-                first_call_s=one.first_call_s,
-                note=one.contender.note,
-            )
-            for one, wall, after_rest in zip(ready, timings, rested, strict=True)
-        }
-
+    how = _How(
+        needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
+        rewind=rewind, timer=timer,
+    )  # fmt: skip
     in_order = sorted(contenders, key=lambda one: not one.is_required)
     failed: dict[str, Baseline] = {}
     ready: list[_Ready] = []
-    with torch.no_grad(), torch_internals.raise_recompile_limit(64):
+    with torch.no_grad(), dynamo.raise_recompile_limit(64):
         for number, contender in enumerate(in_order):
             if not contender.is_required:  # the others take no time to make ready
                 if number and in_order[number - 1].is_required:
-                    on_required(tuple(rows_of(ready).values()))
+                    on_required(tuple(_timed_in_turn(ready, how).values()))
                 progress.step(number, len(contenders), contender.name)
-            limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
-            try:
-                with nullcontext() if contender.limit_s is None else deadline(contender.limit_s or limit_s):
-                    ready.append(_made_ready(contender, needed_bytes, on_cuda=on_cuda, traced_steps=traced_steps, rewind=rewind))
-            except TimeIsUp:
-                note = f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
-                failed[contender.name] = Baseline(name=contender.name, note=note)
-                progress.note(f"{contender.name}: {note}")
-            except Exception as error:  # compilers and peers raise what they like; the row says what it was
-                if contender.is_required:
-                    raise
-                failed[contender.name] = Baseline(name=contender.name, note=_sentence(error))
-                progress.note(f"{contender.name}: {_sentence(error)}")
-                if not isinstance(error, NotAvailable):
-                    _log.info("%s", contender.name, exc_info=error)
-        rows = rows_of(ready, is_last=True)
+            made = _made_ready_or_why_not(contender, ready, how)
+            if isinstance(made, _Ready):
+                ready.append(made)
+            else:
+                failed[contender.name] = Baseline(name=contender.name, note=made)
+                progress.note(f"{contender.name}: {made}")
+        rows = _timed_in_turn(ready, how, is_last=True)
     return tuple({**rows, **failed}[contender.name] for contender in contenders)
 
 
-def _made_ready(
-    contender: Contender, needed_bytes: int, *, on_cuda: bool, traced_steps: int, rewind: Callable[[], object]
-) -> _Ready:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """How contenders are measured; the fields are :func:`measure_all`'s."""
+
+    needed_bytes: int
+    on_cuda: bool
+    runs: int
+    budget_s: float
+    least_s: float
+    traced_steps: int
+    rewind: Callable[[], object]
+    timer: HostTimer | None
+
+
+def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False) -> dict[str, Baseline]:
+    """Time contenders against each other; the last time for longer, and after rests where the power limit throttles one."""
+    calls, all_s = [one.call for one in ready], how.budget_s * len(ready)
+    timings = step_profile.walls(
+        calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if is_last else 1.0,
+        rewind=how.rewind, timer=how.timer,
+    )  # fmt: skip
+    rested: Sequence[Timing | None] = [None] * len(ready)
+    if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
+        # A quarter of the time: few rounds tell as much.
+        rested = step_profile.rested_walls(calls, runs=how.runs, budget_s=all_s / 4, rewind=how.rewind)
+    return {
+        one.contender.name: Baseline(
+            name=one.contender.name,
+            step=replace(one.step, wall=wall, rested=after_rest),
+            first_call_s=one.first_call_s,
+            note=one.contender.note,
+        )
+        for one, wall, after_rest in zip(ready, timings, rested, strict=True)
+    }
+
+
+def _made_ready_or_why_not(contender: Contender, ready: Sequence[_Ready], how: _How) -> _Ready | str:
+    """Make a contender ready within its time limit, or say in one sentence why it is not; one that is required must succeed."""
+    limit_s = max([_LEAST_LIMIT_S, *(_TIMES_ANOTHER * one.first_call_s for one in ready if one.contender.is_compiled)])
+    try:
+        with nullcontext() if contender.limit_s is None else deadline(contender.limit_s or limit_s):
+            return _made_ready(contender, how)
+    except TimeIsUp:
+        return f"it was not ready after {contender.limit_s or limit_s:.0f} s and was given up"
+    except Exception as error:  # compilers and peers raise what they like; the row says what it was
+        if contender.is_required:
+            raise
+        if not isinstance(error, NotAvailable):
+            _log.info("%s", contender.name, exc_info=error)
+        return _sentence(error)
+
+
+def _made_ready(contender: Contender, how: _How) -> _Ready:
+    on_cuda, rewind = how.on_cuda, how.rewind
     wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
     before = device_memory.held_bytes(on_cuda=on_cuda)
     rewind()
-    with torch_internals.empty_compile_caches() if contender.is_compiled else nullcontext():
+    with inductor.empty_compile_caches() if contender.is_compiled else nullcontext():
         wait()
         started = time.perf_counter()
         call = contender.make()
@@ -297,10 +322,10 @@ def _made_ready(
             call()
     held = device_memory.held_bytes(on_cuda=on_cuda) - before + contender.held_bytes
     rewind()
-    peak = needed_bytes + held + device_memory.transient_bytes(call, on_cuda=on_cuda)
+    peak = how.needed_bytes + held + device_memory.transient_bytes(call, on_cuda=on_cuda)
     step = contender.step
     if step is None:
-        trace = profiler.record(call, steps=traced_steps, on_cuda=on_cuda, before=rewind)
+        trace = profiler.record(call, steps=how.traced_steps, on_cuda=on_cuda, before=rewind)
         launches = median_step(trace, on_cuda=on_cuda).launches
         step = step_profile.step_profile(contender.name, step_profile.classed_by_name(launches))
     first_s = taken_s if contender.first_call_s is None else contender.first_call_s

@@ -20,7 +20,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.baselines.liger import NotAvailable
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy
 from fusion_advisor.fuse.rewrite.odd_width_gemm import OddRows
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import inductor
 
 _NAMESPACE = "fusion_advisor_rest"
 
@@ -28,7 +28,7 @@ Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
 def compile_rest(
-    regions: Sequence[Region], modules: Sequence[GraphModule], compiler: Compiler = torch_internals.inductor
+    regions: Sequence[Region], modules: Sequence[GraphModule], compiler: Compiler = inductor.compile_graph
 ) -> tuple[GraphModule, ...]:
     """Compile rewritten regions; the results hold the ops in them.
 
@@ -133,7 +133,7 @@ def _call_op(graph: Graph, original: Node, node: Node, library: torch.library.Li
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    torch_internals.inductor_calls_as_it_is(op)
+    inductor.call_without_lowering(op)
     with graph.inserting_before(node):
         made = graph.call_function(op, (list(node.args),))
         if len(values) == 1:

@@ -17,7 +17,7 @@ from fusion_advisor.capture.graph.split_bias import allows_tf32
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, MakeResult, as_it_is
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state, tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 from fusion_advisor.verify.subgraph_oracle import extent
 
@@ -56,11 +56,11 @@ class CudaRecorder:
 
     def refusal(self) -> str | None:
         """Graphs share memory: they run one after the other on one stream, and never inside another capture."""
-        if torch_internals.current_device_number() != self._device:
+        if cuda_state.current_device_number() != self._device:
             return f"the current device is not cuda:{self._device}, where it was recorded"
         if torch.cuda.is_current_stream_capturing():
             return "the call is itself being recorded into a CUDA graph"
-        stream = torch_internals.current_stream_number(self._device)
+        stream = cuda_state.current_stream_number(self._device)
         if self._stream is None:
             self._stream = stream
         return None if stream == self._stream else "the call comes from another stream than the first one did"
@@ -71,7 +71,7 @@ class CudaRecorder:
         try:
             # Only this thread's calls are watched: a data loader may pin memory meanwhile.
             with (
-                torch_internals.own_gemm_workspace(),
+                cuda_state.own_gemm_workspace(),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 result = call()
@@ -167,10 +167,10 @@ class Recording:
     read: tuple[weakref.ref[torch.UntypedStorage], ...]
     watched: tuple[weakref.ref[torch.Tensor], ...]
     watched_slots: tuple[int, ...]
-    watched_addresses: torch_internals.Addresses
+    watched_addresses: tensor_memory.Addresses
     layouts: Mapping[int, Layout]
     gone: list[weakref.ref[Any]]
-    addresses: torch_internals.Addresses
+    addresses: tensor_memory.Addresses
     slots: tuple[int, ...]
     others: tuple[tuple[int, Any], ...]
     folded_from: tuple[tuple[torch.Tensor, int], ...]

@@ -36,13 +36,13 @@ from fusion_advisor.fuse.cuda_graph.recording import (
     backend_flags,
     layout_of,
     results_of,
-    static_copy,
 )
+from fusion_advisor.fuse.cuda_graph.region_inputs import Undo, sort_inputs
 from fusion_advisor.fuse.cuda_graph.tail import LeftOut, left_out
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
-from fusion_advisor.runtime import torch_internals
 from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.runtime.torch_internals import tensor_memory
 from fusion_advisor.timing.interleaving import CannotRecord
 
 MOST_RECORDINGS = 8
@@ -280,57 +280,59 @@ class GraphedRegion:
         Raises:
             CannotRecord: naming the op and the line at which recording stopped.
         """
-        place = {id(leaf): position for position, leaf in enumerate(leaves)}
-        copies, slots, others, inputs = [], [], [], list(args)
-        for slot, value in enumerate(args):
-            if not isinstance(value, torch.Tensor):
-                others.append((slot, value))
-            elif id(value) in place and slot not in self._written:
-                copy = static_copy(slot, place[id(value)], value)
-                copies.append(copy)
-                inputs[slot] = copy.static if copy.is_dense else copy.static.as_strided(value.shape, value.stride())
-            else:
-                slots.append(slot)
-        devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
-        if len(devices) > 1:
-            on_host = [self.names[slot] for slot, value in enumerate(inputs) if getattr(value, "is_cpu", False)]
-            raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
-        apart = left_out(self.module, [copy.slot for copy in copies]) if outputs == "clone" else {}
+        inputs = sort_inputs(args, leaves, self._written)
+        self._require_one_device(inputs.values)
+        slots_of_copies = [copy.slot for copy in inputs.copies]
+        apart = left_out(self.module, slots_of_copies) if outputs == "clone" else {}
         runner = _Watched(self.module, _stand_ins(apart))
-        written = [inputs[slot] for slot in self._saved or ()]
-        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
-        written = written if can_undo else []
-        with torch.inference_mode(False):
-            saved = [torch.empty_like(tensor) for tensor in written]
+        undo = self._undo(inputs.values)
 
         def step() -> Any:
-            if saved:
-                torch._foreach_copy_(saved, written)
-            return runner.run(*inputs)
+            undo.save()
+            return runner.run(*inputs.values)
 
         try:
             play, result = recorder.record(step)
         except CannotRecord as error:
             raise CannotRecord(f"{error} ({runner.where()})") from error
+        slots = inputs.slots
         used = [args[slot] for slot in slots]
         read_behind = {slot for last in apart.values() for slot in last.slots}
         watched = [slot for slot in slots if slot in self._written or slot in read_behind]
         gone: list[weakref.ref[Any]] = []
-        kind = type(result) if isinstance(result, tuple | list) else torch.Tensor
-        memories, results = results_of(list(result) if isinstance(result, tuple | list) else [result], inputs, apart)
+        is_list = isinstance(result, tuple | list)
+        memories, results = results_of(list(result) if is_list else [result], inputs.values, apart)
         return Recording(
-            name=", ".join(self.names[copy.slot] for copy in copies),
-            play=play, copies=tuple(copies), slots=tuple(slots), others=tuple(others),
-            read=tuple(torch_internals.storage_reference(tensor, gone.append) for tensor in used),
+            name=", ".join(self.names[slot] for slot in slots_of_copies),
+            play=play, copies=inputs.copies, slots=slots, others=inputs.others,
+            read=tuple(tensor_memory.storage_reference(tensor, gone.append) for tensor in used),
             watched=tuple(weakref.ref(args[slot], gone.append) for slot in watched), watched_slots=tuple(watched),
-            watched_addresses=torch_internals.Addresses([args[slot] for slot in watched]),
+            watched_addresses=tensor_memory.Addresses([args[slot] for slot in watched]),
             layouts={place: layout_of(args[slot]) for place, slot in enumerate(watched) if slot in read_behind},
-            gone=gone, addresses=torch_internals.Addresses(used),
+            gone=gone, addresses=tensor_memory.Addresses(used),
             folded_from=_folded_from(self.module), flags=backend_flags(), is_pure=self._is_pure,
-            saved=tuple(zip(map(weakref.ref, written), saved, strict=True)) if can_undo else None,
-            objects=tuple(map(weakref.ref, objects)),
-            memories=memories, results=results, kind=kind,
+            saved=undo.pairs(), objects=tuple(map(weakref.ref, objects)),
+            memories=memories, results=results, kind=type(result) if is_list else torch.Tensor,
         )  # fmt: skip
+
+    def _require_one_device(self, values: Sequence[Any]) -> None:
+        """Refuse inputs that a CUDA graph cannot read.
+
+        Raises:
+            CannotRecord: they lie on several devices, or one lies in host memory.
+        """
+        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+        if len(devices) > 1:
+            on_host = [self.names[slot] for slot, value in enumerate(values) if getattr(value, "is_cpu", False)]
+            raise CannotRecord(f"it reads `{on_host[0]}` in host memory" if on_host else "its inputs lie on several devices")
+
+    def _undo(self, values: Sequence[Any]) -> Undo:
+        """Make room for copies of the inputs that the region writes to, unless these are too large or would not undo it."""
+        written = [values[slot] for slot in self._saved or ()]
+        can_undo = self._saved is not None and sum(tensor.nbytes for tensor in written) <= _UNDO_BYTES
+        written = written if can_undo else []
+        with torch.inference_mode(False):
+            return Undo(can_undo=can_undo, written=tuple(written), saved=tuple(map(torch.empty_like, written)))
 
 
 def _folded_from(module: GraphModule) -> tuple[tuple[torch.Tensor, int], ...]:

@@ -1,8 +1,9 @@
-"""What a rewrite that changes more than chains is expected to save: the ops in which two steps differ, timed by themselves.
+"""Expected saving of a rewrite that changes more than chains: the ops in which two steps differ, timed by themselves.
 
-Merged GEMMs, rows left out, activations in epilogues and GEMV kernels take the place of ops and of fused calls alike, so what
-they save is no difference of two chains. The two steps' graphs tell it: what stands in one and not in the other runs by itself,
-all layers in a row (one layer's weight alone would stay in the cache), on the model's own weights and random activations.
+Merged GEMMs, rows left out, activations in epilogues and GEMV kernels replace ops and fused calls, so their saving is not a
+difference of two chains. It follows from the graphs of the two steps: the ops of one graph that the other does not have run by
+themselves, all layers in a row (one layer's weight alone would stay in the cache), on the model's own weights and random
+activations.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None
     Returns:
         Nanoseconds per step, negative where the second takes longer; None where the ops cannot run by themselves: they write to
         what the model holds or is given, run in autocast that the model enters, divide integers that are not known, cannot be
-        recorded as the step can, or do not fit into memory beside the model.
+        recorded as the step can, or do not fit into memory together with the model.
     """
     method = runner.method
     try:
@@ -137,10 +138,10 @@ def _only_in(module: GraphModule, other: GraphModule) -> list[Node]:
 
 
 def _key(node: Node) -> Hashable:
-    """Tell an op by what it stands for in the captured graph, and by the layouts of what it reads and returns.
+    """Identify an op by the captured ops that it computes, and by the layouts of its inputs and outputs.
 
-    Ops that hold a tensor or a view are made anew with each variant, under the same name. What joins a GEMM with its bias gets a
-    new name; beside it stands which captured ops it is made of.
+    Each variant makes its own ops that hold a tensor or a view, under the same names. An op that joins a GEMM with its bias has a
+    new name, and its node lists the captured ops that it is made of.
     """
     name: Hashable = (getattr(node.target, "__name__", str(node.target)), node.name)
     if "fusion_id" in node.meta:
@@ -183,7 +184,7 @@ def _alone(module: GraphModule, nodes: list[Node], made: dict[Hashable, torch.Te
             else:
                 given.append(_made_up(source, position, mine, made))
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(None)  # so that each result is freed behind the last op that reads it
+    graph.output(None)  # so that each result is freed after the last op that reads it
     return _Alone(module=GraphModule(torch.nn.Module(), graph, class_name="Alone"), given=tuple(given))
 
 

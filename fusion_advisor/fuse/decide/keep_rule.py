@@ -24,7 +24,7 @@ from fusion_advisor.fuse.decide.alone import judged_alone
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status, Timing
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.host_timer import HostTimer
@@ -108,22 +108,15 @@ def decide(
         confidence: of the intervals.
         budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
             than ``min_gain``; small gains take as long again, the confirmation a third.
-        note: told how the step is timed.
+        note: gets a sentence on how the step is timed.
         step: given the rounds made, the rounds expected and what is timed.
         alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
     """
     runner = StepRunner(bench)
-    prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
-    calls = runner.calls([prefixes[0], *prefixes])
-    note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
-    rewind = bench.live.written.rewind
-    rest = runner.rest([calls[0], calls[-1]])
-    times = interleaving.interleave(
-        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if bench.on_cuda else 0.0,
-        rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=bench.on_cuda, before=rewind,
-        timer=runner.timer, after=_shown(step, candidates, budget_s, runner.timer),
-    )  # fmt: skip
-    control, stacked = times[0], times[1:]
+    control, *stacked = _timed_prefixes(
+        runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step
+    )
+    runner.forget()
     untouched_ns = median_interval(stacked[0])[0]
     noise_share = interleaving.noise_ns(control, stacked[0], confidence) / max(untouched_ns, 1)
     verdicts = {}
@@ -133,25 +126,55 @@ def decide(
         by_step = verdict_of(candidate.id, change, step_ns=step_ns, noise_ns=noise_share * step_ns, min_gain=min_gain)
         own = (alone or {}).get(candidate.id)
         verdicts[candidate.id] = judged_alone(by_step, own, step_ns=step_ns, min_gain=min_gain)
-    del calls
-    runner.forget()
     verdicts = _with_small_ones(
         runner, candidates, verdicts,
         step_ns=median_interval(stacked[-1])[0], min_gain=min_gain, confidence=confidence, budget_s=budget_s,
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
-    confirm = interleaving.interleave(
-        runner.calls([(), kept]), rounds=100, budget_s=budget_s / 3, rest=rest, on_cuda=bench.on_cuda, before=rewind,
-        timer=runner.timer,
-    )  # fmt: skip
+    before, after = _timed_twice(runner, runner.calls([(), kept]), budget_s=budget_s / 3)
     return Decision(
         verdicts=verdicts,
         noise_share=noise_share,
-        before=as_timing(confirm[0], runner.method, rest=rest),
-        after=as_timing(confirm[1], runner.method, rest=rest),
+        before=before,
+        after=after,
         method=runner.method,
         untouched_ns=round(untouched_ns),
     )
+
+
+def _timed_prefixes(
+    runner: StepRunner,
+    candidates: Sequence[Candidate],
+    *,
+    min_gain: float,
+    confidence: float,
+    budget_s: float,
+    note: Callable[[str], None],
+    step: Callable[[int, int, str], None],
+) -> list[list[int]]:
+    """Time the step without rewrites twice, then with the first, with the first two, and so on; parameters as for :func:`decide`.
+
+    Returns:
+        Nanoseconds of each round, for each of these steps.
+    """
+    prefixes = [candidates[:count] for count in range(len(candidates) + 1)]
+    calls = runner.calls([prefixes[0], *prefixes])
+    note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
+    return interleaving.interleave(
+        calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
+        rest=runner.rest([calls[0], calls[-1]]), is_settled=interleaving.is_quiet(min_gain, confidence),
+        on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+        after=_shown(step, candidates, budget_s, runner.timer),
+    )  # fmt: skip
+
+
+def _timed_twice(runner: StepRunner, calls: Sequence[Callable[[], Any]], *, budget_s: float) -> tuple[Timing, Timing]:
+    """Time two steps of a runner against each other, after rests where the power limit throttles them."""
+    rest = runner.rest(calls)
+    one, other = interleaving.interleave(
+        calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
+    )
+    return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
 
 def _shown(
@@ -304,17 +327,8 @@ def confirmed(
     runner: StepRunner, decision: Decision, original: Callable[[], Any], after: Callable[[], Any], *, budget_s: float
 ) -> Decision:
     """Time the step as it is now against the step without any rewrite; returns the decision with the new figures."""
-    calls = runner.recorded([original, after])
-    rest = runner.rest(calls)
-    times = interleaving.interleave(
-        calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
-    )
-    return replace(
-        decision,
-        before=as_timing(times[0], runner.method, rest=rest),
-        after=as_timing(times[1], runner.method, rest=rest),
-        method=runner.method,
-    )
+    without, with_all = _timed_twice(runner, runner.recorded([original, after]), budget_s=budget_s)
+    return replace(decision, before=without, after=with_all, method=runner.method)
 
 
 class StepRunner:
@@ -351,7 +365,7 @@ class StepRunner:
         if self.method != "cuda_graph":
             return plain
         try:
-            around = torch_internals.own_gemm_workspace
+            around = cuda_state.own_gemm_workspace
             finish = self._memsets.replace  # as the fused model's own graph is recorded
             return [
                 interleaving.recorded(call, pool=self._pool, before=self.rewind, around=around, finish=finish) for call in plain

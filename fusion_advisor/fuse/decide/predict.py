@@ -1,4 +1,4 @@
-"""What rewrites were expected to save, to be held against what the step measured.
+"""Expected savings of rewrites, for comparison with the measured ones.
 
 A chain costs the step its kernels' time as traced in place, and for each launch what the step takes beyond its kernels: that is
 measured in the same run, as the captured step less the sum of its kernels, per launch (0.2 to 0.9 µs on an H200). It is never
@@ -69,7 +69,7 @@ def price_passes(rewrites: Iterable[GraphRewrite], bench: Bench, capture: Captur
         cost_ns: from :func:`launch_cost_ns`.
     """
     placed: list[str] = []
-    # Biases of GEMMs, which the trace had apart, are in their GEMMs again without any pass.
+    # The trace had biases of GEMMs as ops of their own; without any pass they are in their GEMMs again.
     gone = removed_ops(bench, bench.build((), ()))
     priced = []
     for row in rewrites:

@@ -1,7 +1,7 @@
 """The step with every kept rewrite against the same step on changed graphs: merged GEMMs, rows that nobody reads left out.
 
-What is behind a changed op may have another layout or another size, so the kept kernels are bound (and checked) on it anew, and
-the whole is timed on top of all that was kept.
+The ops after a changed op may have another layout or another size, so the kept kernels are bound to them and checked again, and
+the whole step is timed on top of all rewrites that were kept.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fusion_advisor.ir.dtypes import CannotLower
 from fusion_advisor.records import Fusion, GraphRewrite, RenderedKernel, Status
 
 ON_TOP = " (on top of all that was kept)"
-"""Said of a verdict behind its times."""
+"""Words of a verdict, after its times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What stays in the model, the bench whose graphs it is written into, and the one that has the graphs as captured."""
+    """The rewrites that stay, the bench whose graphs have them, and the bench whose graphs are as captured."""
 
     bench: Bench
     captured: Bench
@@ -52,7 +52,7 @@ class ChangedStep:
     bench: Bench
     built: list[BuiltFusion]
     kernels: dict[str, tuple[RenderedKernel, ...]]
-    """What runs on the changed graphs, by fusion id."""
+    """Kernels on the changed graphs, by fusion id."""
     changed: int
     held_bytes: int
 
@@ -66,7 +66,7 @@ def mover(kept: Kept, options: ApplyOptions, kernel_dir: Path, *, suffix: str) -
     Args:
         kept: with the fusions as they are.
         options: whether kernels may approximate, and the user's limit on their errors.
-        kernel_dir: where its source goes, beside the kernel of the layout before.
+        kernel_dir: folder of its source, which has the kernel of the layout before too.
         suffix: of its file's name.
     """
     backends = {item.planned.id: item.kernel.backend for item in kept.built}
@@ -158,7 +158,7 @@ def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, op
         kept: so far.
         changed: the same fusions on changed graphs.
         rewrite: that changed them.
-        words: what is said of it behind its times.
+        words: of its verdict, after its times.
         options: the keep rule's thresholds.
         budget_s: seconds for the timing.
 

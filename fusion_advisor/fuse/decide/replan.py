@@ -1,4 +1,4 @@
-"""Planned fusions on another layout: the same chains in a changed graph, lowered and bound anew.
+"""Planned fusions on another layout: the same chains in a changed graph, lowered and bound again.
 
 The nodes of a chain have copies in the changed graph, but what they read may now be a slice of a wider tensor, so each site is
 lowered again from the new layouts. Sites that had equal programs may differ then (the slice of k starts elsewhere than that of

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fusion_advisor.capture.graph.tracer import LiveCapture, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import LiveCapture
 from fusion_advisor.codegen.common.interface import BuiltKernel
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import PlannedFusion

@@ -29,7 +29,7 @@ _KNOWN = 0.01
 
 
 def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepProfile:
-    """Sum a step's launches by category and by kernel, dearest first."""
+    """Sum a step's launches by category and by kernel, the most expensive first."""
     frame = pandas.DataFrame(
         {
             "kernel": [launch.kernel_name for launch in launches],
@@ -53,8 +53,8 @@ def step_profile(label: str, launches: tuple[Launch, ...], **more: Any) -> StepP
 def classed_by_name(launches: Iterable[Launch]) -> tuple[Launch, ...]:
     """Class the launches that no op was found for by what their kernels are called.
 
-    For steps that are only shown beside ours: a graph's replay and Inductor's code launch without ATen ops, and what ours costs
-    more than they do is told by class.
+    For steps that are shown for comparison: a graph's replay and Inductor's code launch without ATen ops, and the report compares
+    their kernels with ours by class.
     """
     return tuple(
         replace(launch, category=kernel_class(launch.kernel_name).value) if launch.category == OpClass.OTHER else launch

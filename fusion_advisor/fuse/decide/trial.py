@@ -13,7 +13,7 @@ import torch
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.tune import best_tuning
 from fusion_advisor.capture.graph.fx_nodes import source_path
-from fusion_advisor.capture.profile import named_range
+from fusion_advisor.capture.unchanged_step import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher
@@ -31,7 +31,7 @@ _SOURCE_CONTEXT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is known of a fusion before the step is timed."""
+    """A fusion as it is known before the step is timed."""
 
     fusion: Fusion
     built: BuiltFusion | None
@@ -193,7 +193,7 @@ def _timed(
 
 
 def original_source(planned: PlannedFusion) -> tuple[tuple[int, str], ...]:
-    """Return the lines around a chain's dearest op in the model's own source; empty where the file cannot be read."""
+    """Return the lines around a chain's most expensive op in the model's own source; empty where the file cannot be read."""
     site = planned.chain.sites[0]
     return source_around(site.source_file, site.source_line)
 

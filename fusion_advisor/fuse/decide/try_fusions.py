@@ -1,4 +1,4 @@
-"""Which rewrites stay: each fusion by itself first, then all of them in the step."""
+"""Chooses the rewrites that stay: each fusion is tried by itself first, then all of them in the step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def try_all(
         plan: what to try.
         options: backend, fast_math, run directory. ``fastest`` tries each kernel in Triton and in CUDA C++,
             None those that Triton is known to be slower at.
-        progress: told about each.
+        progress: gets a line about each.
         so_far: given all fusions tried, after each.
 
     Returns:
@@ -159,17 +159,13 @@ def choose(
         fusions: all that were tried.
         built: those that may stay.
         options: the keep rule's thresholds.
-        progress: told how the step is timed.
+        progress: gets a line on how the step is timed.
         budget_s: seconds for the timing.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
     """
-    found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
-    every = bench.build((), found)
-    names = [name for name in found if every.changed[name]]
-    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
-    tried = [name for name in names if name not in inexact]
+    every, names, tried = _passes_with_sites(bench, options)
     by_gain = sorted(built, key=lambda item: -_predicted(fusions, item))
     candidates = [
         *(Candidate(id=name, graph_pass=name) for name in tried),
@@ -198,6 +194,20 @@ def choose(
     return decision, tuple(rewrites), judged, [item for item in by_gain if item.planned.id in kept]
 
 
+def _passes_with_sites(bench: Bench, options: ApplyOptions) -> tuple[Variant, list[str], list[str]]:
+    """Find the graph passes that change this step.
+
+    Returns:
+        The step with all passes that the options allow, the names of those that found a site, and of those that are to be timed:
+        with --exact a pass that changes a bit of the results is not.
+    """
+    found = [name for name, one in PASSES.items() if options.wants(name) and (options.freeze or not one.needs_freeze)]
+    every = bench.build((), found)
+    names = [name for name in found if every.changed[name]]
+    inexact = inexact_passes(bench, names) if options.exact else frozenset[str]()
+    return every, names, [name for name in names if name not in inexact]
+
+
 def _tell(candidates: Sequence[Candidate], decision: Decision, fusions: Sequence[Fusion], progress: Progress) -> None:
     """Show each kept gain as soon as it is known."""
     kernels = {fusion.id: fusion.kernel for fusion in fusions}
@@ -221,13 +231,13 @@ def _pass_row(rewrite: PassRewrite, every: Variant, verdict: Verdict | None, tim
     if verdict is None:
         reason = "with --exact: the step's results have other bits with it"
         return row_of(rewrite, status=Status.NOT_REPLACED, reason=reason, sites=sites)
-    held = sum(rewrite.held_bytes(module.graph) for module in every.modules)
+    kept_bytes = sum(rewrite.held_bytes(module.graph) for module in every.modules)
     return replace(
         row_of(rewrite, status=verdict.status, reason=verdict.reason, sites=sites),
-        reason=f"{verdict.reason}; {held:,} bytes are held" if held else verdict.reason,
+        reason=f"{verdict.reason}; {kept_bytes:,} bytes of derived tensors stay in memory" if kept_bytes else verdict.reason,
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
-        held_bytes=held if verdict.status is Status.KEPT else 0,
+        held_bytes=kept_bytes if verdict.status is Status.KEPT else 0,
         predicted_saving_ns=timed_ns,
     )
 

@@ -9,7 +9,7 @@ from fusion_advisor.records import Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the step's own time says of one rewrite."""
+    """The answer of the step's own time on one rewrite."""
 
     id: str
     status: Status

@@ -1,4 +1,4 @@
-"""Which rewrite makes the whole model's numbers wrong: found by bisection, with the number check only, and dropped by name.
+"""Finds by bisection the rewrite that makes the whole model's numbers wrong, with the number check only, and drops it by name.
 
 Every rewrite has passed its own check by then, on its own tensors. In the model it can still be wrong: a later layer has other
 numbers than the first one, whose tensors were checked.

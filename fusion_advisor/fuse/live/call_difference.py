@@ -20,10 +20,10 @@ def describe_difference(key: Any, verified: Iterable[Any]) -> str:
     """
     mine = dict(_tensors(key, ""))
     known = [dict(_tensors(other, "")) for other in verified]
-    alike = [other for other in known if other.keys() == mine.keys()]
-    if not alike:
+    same_names = [other for other in known if other.keys() == mine.keys()]
+    if not same_names:
         return ""
-    nearest = min(alike, key=lambda other: sum(other[name] != mine[name] for name in mine))
+    nearest = min(same_names, key=lambda other: sum(other[name] != mine[name] for name in mine))
     name = next((name for name in mine if nearest[name] != mine[name]), None)
     if name is None:
         return ""

@@ -1,4 +1,4 @@
-"""What makes two calls of a model alike: names, layouts, plain values, and what the objects hold that they pass."""
+"""Signature of a call: names, layouts, plain values, and the contents of the objects that it passes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def signature(
 
 
 class ObjectKey:
-    """What an object holds, hashed once and compared once: either takes 12 µs for a KV cache of 28 layers (600 parts)."""
+    """Contents of an object, hashed once and compared once: either takes 12 µs for a KV cache of 28 layers (600 parts)."""
 
     __slots__ = ("_hash", "parts")
 
@@ -62,11 +62,11 @@ class Seen:
 
     Attributes:
         value: a weak reference to it.
-        key: what it held.
+        key: its contents then.
         holders: the attributes of each object inside, and the items of each list, as they are now.
         lengths: of the holders, when they were read.
-        contents: what they held then, one after the other.
-        is_held_inside: something inside refers to the object itself: remembered, it would never be freed.
+        contents: of the holders then, one after the other.
+        refers_to_itself: something inside refers to the object: remembered, it would never be freed.
     """
 
     value: Callable[[], Any]
@@ -74,12 +74,12 @@ class Seen:
     holders: list[Collection[Any]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     contents: list[Any] = field(default_factory=list)
-    is_held_inside: bool = False
+    refers_to_itself: bool = False
 
     def note(self, holder: Collection[Any]) -> None:
         """Remember what a part of the object holds."""
         root = self.value()
-        self.is_held_inside |= any(item is root or getattr(item, "__self__", None) is root for item in holder)
+        self.refers_to_itself |= any(item is root or getattr(item, "__self__", None) is root for item in holder)
         self.holders.append(holder)
         self.lengths.append(len(holder))
         self.contents += holder
@@ -94,9 +94,9 @@ class Seen:
 
 
 def _exact(value: Any) -> Any:
-    """What tells a plain value from others that equal it, and is equal for one that does not equal itself.
+    """Return a key that differs for plain values that are equal and not the same, and is the same for each NaN.
 
-    0.0 and -0.0 are equal, and a NaN equals nothing: floats are told by their bits, of any NaN alike.
+    0.0 and -0.0 are equal, and a NaN equals nothing: a float's key is its bits, and every NaN has one key.
     """
     if isinstance(value, float):
         return float.hex(value)  # of a NaN it is "nan"
@@ -138,7 +138,7 @@ class _Reader:
         except TypeError:  # cannot be referred to weakly
             seen = None
         key = ObjectKey(_state(value, 0, seen))
-        if seen is None or seen.is_held_inside:  # read each time
+        if seen is None or seen.refers_to_itself:  # read each time
             self.passed.append(Seen(_nobody))
             return key
         seen.key = key
@@ -159,12 +159,12 @@ def _state(value: Any, depth: int, seen: Seen | None) -> Any:
         if seen is not None:
             seen.note(value)
         return (type(value), *(_state(item, depth + 1, seen) for item in value))
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if held is None:
+    contents = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if contents is None:
         return object()
     if seen is not None:
-        seen.note(held.values())
-    return (type(value), *((_named(name), _state(item, depth + 1, seen)) for name, item in held.items()))
+        seen.note(contents.values())
+    return (type(value), *((_named(name), _state(item, depth + 1, seen)) for name, item in contents.items()))
 
 
 def _nobody() -> None:

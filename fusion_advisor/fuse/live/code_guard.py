@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "__setattr__")
-"""What decides how a module is called, whether dynamo looked through it or not."""
+"""Attributes that decide how a module is called, whether dynamo looked through them or not."""
 _DEEPEST = 4
 """Decorators around a function that are looked through."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -37,7 +37,7 @@ class WatchedCode:
 
         Args:
             model: whose modules' classes are searched, and the classes of the objects that these hold.
-            codes: from :func:`~fusion_advisor.runtime.torch_internals.traced_code`.
+            codes: from :func:`~fusion_advisor.runtime.torch_internals.dynamo.traced_code`.
         """
         self._kinds = list(dict.fromkeys(map(type, model.modules())))
         self._spaces: list[Mapping[str, Any]] = []

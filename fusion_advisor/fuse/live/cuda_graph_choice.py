@@ -6,7 +6,7 @@ Device time cannot say: a graph changes no kernel, it takes away the host's time
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def why_no_graph(breaks: Sequence[GraphBreak], runs: Sequence[int]) -> str | Non
     return f"the step runs its captured graph {runs[0]} times, and Python of the model's own in between" if runs[0] != 1 else None
 
 
-_BEHIND = "runs behind it, into memory that the caller keeps"
+_AFTER_GRAPH = "runs after the graph and writes into memory that the caller keeps"
 
 
 def choose_graph(
@@ -70,7 +70,7 @@ def choose_graph(
         budget_s: seconds of timing; twice as many once more where that is too little to tell.
         least_s: seconds for each side at least, beyond ``rounds`` and ``budget_s``.
         wait: returns when the device has nothing left to do.
-        on_cuda: whether that is a GPU, which may be held down by its power limit.
+        on_cuda: whether that is a GPU, whose power limit may throttle it.
         device_ns: what the device takes for the step when nothing keeps it waiting; the step is expected to come down to that.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
         is_timed: False switches the graph on if it can be recorded.
@@ -78,58 +78,97 @@ def choose_graph(
     """
     graphs = fused.graphs
     assert graphs is not None
-
-    def with_graph() -> None:
-        graphs.is_on = True
-        call()
-        wait()
-
-    def plain() -> None:
-        graphs.is_on = False
-        without()
-        wait()
-
-    with torch.no_grad():
-        for _ in range(3):  # warm, recorded, replayed
-            rewind()
-            with_graph()
+    sides = _Sides(graphs=graphs, call=call, without=without, wait=wait, rewind=rewind)
+    sides.record()
     if not graphs.recordings:
         graphs.is_on = False
         reason = next(iter(graphs.refusals), "the step did not run through its graph")
         return row_of(CUDA_GRAPH, status=Status.NOT_REPLACED, reason=reason, sites=0)
+    if not is_timed:
+        return _switched(graphs, untimed(CUDA_GRAPH.id), None)
     # The graph is still on: queued runs are replays.
-    rest = interleaving.REST if is_timed and is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
+    rest = interleaving.REST if is_held_down([call], on_cuda=on_cuda, before=rewind) else 0.0
+    rule = _Rule(min_gain=min_gain, confidence=confidence, rounds=rounds, least_s=least_s, rest=rest, timer=timer or WallTimer())
+    verdict, step_ns = sides.compare(rule, budget_s)
+    if is_unclear(verdict, step_ns, min_gain):
+        verdict = once_more(verdict, sides.compare(rule, 2 * budget_s)[0])
+    predicted_ns = None if device_ns is None else max(0, round(step_ns) - device_ns)
+    return _switched(graphs, verdict, predicted_ns)
 
-    def look(seconds: float) -> tuple[Verdict, float]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """How long the two sides are timed, and what the graph must save; the fields are :func:`choose_graph`'s.
+
+    Attributes:
+        rest: idle time ahead of each run, as a multiple of the run before it.
+    """
+
+    min_gain: float
+    confidence: float
+    rounds: int
+    least_s: float
+    rest: float
+    timer: HostTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """The step with its graph and the step without; the fields are :func:`choose_graph`'s."""
+
+    graphs: Graphs
+    call: Callable[[], Any]
+    without: Callable[[], Any]
+    wait: Callable[[], None]
+    rewind: Callable[[], object]
+
+    def with_graph(self) -> None:
+        """Run the fused step, by its graph where it has one, and wait for it."""
+        self.graphs.is_on = True
+        self.call()
+        self.wait()
+
+    def plain(self) -> None:
+        """Run what the graph has to beat, and wait for it."""
+        self.graphs.is_on = False
+        self.without()
+        self.wait()
+
+    def record(self) -> None:
+        """Run the step until its graph is replayed."""
+        with torch.no_grad():
+            for _ in range(3):  # warm, recorded, replayed
+                self.rewind()
+                self.with_graph()
+
+    def compare(self, rule: _Rule, seconds: float) -> tuple[Verdict, float]:
+        """Return the verdict of so many seconds of timing, and the step without the graph in nanoseconds."""
         with torch.no_grad():
             control, before, after = interleaving.interleave(
-                [plain, plain, with_graph], rounds=rounds, budget_s=seconds, least_s=3 * least_s, most_s=PATIENCE * seconds,
-                rest=rest, is_settled=interleaving.is_quiet(min_gain, confidence), on_cuda=False, before=rewind,
-                timer=timer or WallTimer(),
+                [self.plain, self.plain, self.with_graph], rounds=rule.rounds, budget_s=seconds, least_s=3 * rule.least_s,
+                most_s=PATIENCE * seconds, rest=rule.rest, is_settled=interleaving.is_quiet(rule.min_gain, rule.confidence),
+                on_cuda=False, before=self.rewind, timer=rule.timer,
             )  # fmt: skip
         step_ns = median_interval(before)[0]
-        change, noise_ns = interleaving.difference(before, after, confidence), interleaving.noise_ns(control, before, confidence)
-        return verdict_of(CUDA_GRAPH.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
-
-    verdict, step_ns = look(budget_s) if is_timed else (untimed(CUDA_GRAPH.id), 0.0)
-    if is_timed and is_unclear(verdict, step_ns, min_gain):
-        verdict = once_more(verdict, look(2 * budget_s)[0])
-    predicted_ns = None if device_ns is None or not is_timed else max(0, round(step_ns) - device_ns)
-    return _switched(graphs, verdict, predicted_ns)
+        change = interleaving.difference(before, after, rule.confidence)
+        noise_ns = interleaving.noise_ns(control, before, rule.confidence)
+        return verdict_of(CUDA_GRAPH.id, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=rule.min_gain), step_ns
 
 
 def _switched(graphs: Graphs, verdict: Verdict, predicted_ns: int | None) -> GraphRewrite:
     """Switch graphs on or off for good, and return their row."""
     graphs.is_on = verdict.status is Status.KEPT
-    held = graphs.pool_bytes()
-    behind = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
+    pool_bytes = graphs.pool_bytes()
+    after_graph = ", ".join(f"`{memory.name}`" for memory in graphs.recordings[-1].memories if memory.name)
     if not graphs.is_on:
         graphs.forget()
-    reason = f"{'wall time ' if verdict.is_timed else ''}{verdict.reason}{f'; {behind} {_BEHIND}' if behind else ''}"
+    reason = (
+        f"{'wall time ' if verdict.is_timed else ''}{verdict.reason}{f'; {after_graph} {_AFTER_GRAPH}' if after_graph else ''}"
+    )
     return replace(
         row_of(CUDA_GRAPH, status=verdict.status, reason=reason, sites=1),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         predicted_saving_ns=predicted_ns,
-        held_bytes=held,
+        held_bytes=pool_bytes,
     )

@@ -11,9 +11,9 @@ Several calls may be verified: one plan per signature, each added by :meth:`Fuse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -22,17 +22,17 @@ from torch.fx import GraphModule
 from fusion_advisor.capture.graph.side_effects import kept_as_it_is
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region, writes_to_inputs
 from fusion_advisor.errors import AdvisorError, CannotCopy, HalfWritten
-from fusion_advisor.fuse.cuda_graph.replay import GraphedRegion, Graphs
+from fusion_advisor.fuse.cuda_graph.replay import Graphs
 from fusion_advisor.fuse.live.call_difference import describe_difference
 from fusion_advisor.fuse.live.call_signature import Seen, holds_object, sharing, signature
-from fusion_advisor.fuse.live.code_guard import WatchedCode
+from fusion_advisor.fuse.live.counters import Fallbacks, LaunchCounter
+from fusion_advisor.fuse.live.graph_table import GraphTable
+from fusion_advisor.fuse.live.module_guard import TRAINING, ModuleGuard
 from fusion_advisor.fuse.live.specialize import ReusablePlan, Specialised, specialise
 from fusion_advisor.fuse.rewrite.frozen_values import held_calls
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.fuse.rewrite.launch_count import Tally, tallies_in, total
 from fusion_advisor.records import Report
-from fusion_advisor.runtime import torch_internals
-from fusion_advisor.runtime.fallback_warning import warn_caller
+from fusion_advisor.runtime.torch_internals import cuda_state, dispatcher, dynamo, module_call
 
 
 @dataclass(slots=True, eq=False)
@@ -87,67 +87,42 @@ class FusedModel:
         self.graphs = graphs
         self.specialised: list[Specialised] = []
         """What :meth:`specialize` built, with the seconds it took."""
-        self.fallbacks: dict[str, int] = {}
-        """Why calls ran the original ops, and how often."""
+        self._fallbacks = Fallbacks()
         self._plan = plan
         self._on_first_use = on_first_use
-        self._tallies: dict[int, Tally] = {}
-        self._launched_before = 0
-        self._modules_by_code: dict[Any, tuple[GraphModule, tuple[str, ...], bool]] = {}
+        self._launches = LaunchCounter(graphs)
+        self._rewritten = GraphTable(graphs, self._fallbacks)
         self._verified: dict[Any, _Verified] = {}
         """By signature."""
         self._unlearnable: set[Any] = set()
         self._objects: dict[int, Seen] = {}
-        self._hooks = [(table, len(table)) for table in torch_internals.hook_tables(model) if table]
-        self._code: set[CodeType] = set()
-        self._watched: list[WatchedCode] = []
-        self._fake_modes: list[Any] = []
-        self._look_at_parts()
-        self._original = torch_internals.original_call(model)
+        self._guard = ModuleGuard(model)
+        self._original = module_call.original_call(model)
         captured = None if live is None else live.compiled
         if captured is None or captured.later is not None:
-            self._compiled = torch_internals.compiled_call(model, self._choose)
+            self._compiled = dynamo.compiled_call(model, self._rewritten.backend)
         else:
-            self._compiled, captured.later = captured.call, self._choose
-            for region, module in zip(regions, modules, strict=True):
-                self._redirect(region, module, is_whole=len(regions) == 1)
+            self._compiled, captured.later = captured.call, self._rewritten.backend
+            self._rewritten.redirect(regions, modules)
         self._before: Callable[..., Any] | None = None
         self.is_applied = False
         self._is_broken = False
-        self._chosen = 0
         self._add(regions, modules, args, kwargs)
-
-    def _redirect(self, region: Region, module: GraphModule, *, is_whole: bool) -> None:
-        """Let the captured call run a rewritten graph."""
-        route = region.route
-        assert route is not None
-
-        def first(*args: Any) -> Any:
-            self._chosen += 1
-            route.forward = self._runner(module, region.names, is_whole=is_whole)
-            return route.forward(*args)
-
-        route.forward = first
 
     def _add(
         self, regions: Sequence[Region], modules: Sequence[GraphModule], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        is_whole = len(regions) == 1
-        for region, module in zip(regions, modules, strict=True):
-            graph = (_code_of(region.original), _input_layouts(region.example_args))
-            self._modules_by_code[graph] = (module, region.names, is_whole)
-        self._count_in(modules)
+        self._rewritten.add(regions, modules)
+        self._launches.include(modules)
         leaves: list[torch.Tensor] = []
         key = signature(args, kwargs, leaves)
         self._verified[key] = _Verified(sharing(leaves) if any(map(writes_to_inputs, regions)) else None)
-        self._watch(code for region in regions for code in region.code)
+        self._guard.watch(code for region in regions for code in region.code)
 
-    def _watch(self, code: Iterable[CodeType]) -> None:
-        """Note which code the verified graphs stand for."""
-        new = set(code) - self._code
-        if new or not self._watched:
-            self._code |= new
-            self._watched.append(WatchedCode(self.model, new))
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Why calls ran the original ops, and how often."""
+        return self._fallbacks.counts
 
     def _repr_html_(self) -> str | None:
         """What Jupyter shows: the report's own view, and how things stand now; None leaves it to ``repr``."""
@@ -170,17 +145,17 @@ class FusedModel:
 
         Raises:
             HalfWritten: a value inside a model that writes to its cache was laid out differently than when it was verified (later
-                calls run the original ops), or the original ops ran behind a CUDA graph that was launched ahead.
+                calls run the original ops), or the original ops ran after a CUDA graph had been launched ahead of them.
         """
-        if torch_internals.is_mode_active():  # it would see what is read of the tensors below
-            self._say(_MODE)
+        if dispatcher.is_mode_active():  # it would see what is read of the tensors below
+            self._fallbacks.add(_MODE)
             return self._original(*args, **kwargs)
         leaves: list[torch.Tensor] = []
         objects: list[Seen] = []
         key = signature(args, kwargs, leaves, self._objects, objects)
         verified = self._verified.get(key)
         device = -1 if verified is None else _device_of(leaves)
-        if device >= 0 and torch_internals.current_device_number() != device:
+        if device >= 0 and cuda_state.current_device_number() != device:
             with torch.cuda.device(device):  # as every op of torch does: streams and CUDA graphs belong to it
                 return self.dispatch(*args, **kwargs)
         refusal = self._refusal_at_once(verified, leaves)
@@ -189,7 +164,7 @@ class FusedModel:
             call = verified
 
             def run() -> Any:
-                later = self._refusal()
+                later = self._guard.change()
                 if later is not None:
                     raise _Refused(later)
                 return self._run_compiled(call, args, kwargs)
@@ -210,22 +185,22 @@ class FusedModel:
                 self.specialize(*args, **kwargs)
             except AdvisorError as error:
                 self._unlearnable.add(key)
-                self._say(str(error))
+                self._fallbacks.add(str(error))
             return result
         is_new = refusal is _UNSEEN and _UNSEEN not in self.fallbacks
-        self._say(refusal, describe_difference(key, self._verified) if is_new else "")
+        self._fallbacks.add(refusal, describe_difference(key, self._verified) if is_new else "")
         return self._original(*args, **kwargs)
 
     def _run_compiled(self, verified: _Verified, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if verified.is_in_place:
             return self._compiled(*args, **kwargs)
         # Every fused model adds graphs to the class's code object; at dynamo's default limit it would silently run eager.
-        before = self._chosen
-        with torch_internals.raise_recompile_limit(1024):
+        before = self._rewritten.handed_over
+        with dynamo.raise_recompile_limit(1024):
             result = self._compiled(*args, **kwargs)
-        verified.is_in_place = self._chosen > before
+        verified.is_in_place = self._rewritten.handed_over > before
         if not verified.is_in_place:
-            self._say("dynamo did not hand over the graphs that were verified")
+            self._fallbacks.add("dynamo did not hand over the graphs that were verified")
         return result
 
     def _refusal_at_once(self, verified: _Verified | None, leaves: Sequence[torch.Tensor]) -> str | None:
@@ -235,69 +210,16 @@ class FusedModel:
         if torch.is_grad_enabled():
             return "gradients are enabled; wrap the call in torch.no_grad()"
         if self.model.training:
-            return _TRAINING
+            return TRAINING
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
-        if any(type(leaf) is not torch.Tensor and torch_internals.sees_its_ops(type(leaf)) for leaf in leaves):
+        if any(type(leaf) is not torch.Tensor and dispatcher.sees_its_ops(type(leaf)) for leaf in leaves):
             return _OWN_OPS
         if verified is None:
-            return self._refusal() or _UNSEEN
+            return self._guard.change() or _UNSEEN
         if verified.sharing is not None and sharing(leaves) != verified.sharing:
             return "its inputs share memory in another way than those that were verified, and the model writes to them"
         return None
-
-    def _look_at_parts(self) -> None:
-        """Note which modules the model is made of, and where their hooks would be registered."""
-        parts = [module._modules for module in self.model.modules()]
-        self._parts, self._no_parts = [part for part in parts if part], [part for part in parts if not part]
-        self._parts_then = [dict(parts) for parts in self._parts]
-        self._live_dropouts = _dropouts(self.model)
-        known = {id(table) for table, _ in self._hooks}
-        self._no_hooks = [table for table in torch_internals.hook_tables(self.model) if id(table) not in known]
-
-    def _refusal(self) -> str | None:
-        # Dynamo compares neither: a module in another's place may have hooks of its own, a class other methods.
-        # Qwen2.5-7B's 371 modules of 11 classes take 7 µs.
-        if any(self._no_parts) or self._parts != self._parts_then:
-            self._look_at_parts()
-            tables = set(map(id, torch_internals.hook_tables(self.model)))
-            if any(id(table) not in tables for table, _ in self._hooks):
-                self._parts_then = []  # looked at again by every call
-                return _HOOK
-        for watched in self._watched:
-            replaced = watched.change()
-            if replaced is not None:
-                return f"the code of `{replaced}` was replaced after the model was verified"
-        if any(module.training for module in self._live_dropouts):
-            return _TRAINING
-        # `any` over 740 empty tables takes 5 µs; asking each module would take 100.
-        if any(self._no_hooks) or any(len(table) != size for table, size in self._hooks):
-            return _HOOK
-        return None
-
-    def _say(self, reason: str, detail: str = "") -> None:
-        """Count a call that runs the original ops, and warn at the first for each reason."""
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
-        if self.fallbacks[reason] == 1:
-            warn_caller(f"fusion-advisor runs the original ops: {reason}" + (f": {detail}" if detail else ""))
-
-    def _choose(self, graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Dynamo's backend: the rewritten graph for a graph that was verified, dynamo's own graph for any other."""
-        self._fake_modes += torch_internals.fake_modes_of(graph_module)
-        found = self._modules_by_code.get((_code_of(graph_module), _input_layouts(example_inputs)))
-        if found is None:
-            self._say("dynamo captured a graph that was not verified (something in the model changed)")
-            return graph_module.forward if self.graphs is None else self.graphs.other(graph_module.forward)
-        module, names, is_whole = found
-        self._chosen += 1
-        return self._runner(module, names, is_whole=is_whole)
-
-    def _runner(self, module: GraphModule, names: tuple[str, ...], *, is_whole: bool) -> Callable[..., Any]:
-        if self.graphs is None:
-            return module.forward
-        if not is_whole:
-            return self.graphs.other(module.forward)
-        return GraphedRegion(module, names, self.graphs)
 
     # ------------------------------------------------------------------ launches
 
@@ -308,17 +230,7 @@ class FusedModel:
         Each fused call counts as one, in any backend; ATen's and cuBLAS's kernels do not count. A replay that was launched ahead
         of dynamo's guards and thrown away counts: its kernels ran.
         """
-        return self._launched() - self._launched_before
-
-    def _launched(self) -> int:
-        return total(self._tallies.values()) + (0 if self.graphs is None else self.graphs.launches)
-
-    def _count_in(self, modules: Sequence[GraphModule]) -> None:
-        """Count the launches of further graphs, from now on."""
-        for tally in tallies_in(modules):
-            if id(tally) not in self._tallies:
-                self._tallies[id(tally)] = tally
-                self._launched_before += tally.launches
+        return self._launches.count
 
     # ------------------------------------------------------------------ other shapes
 
@@ -346,19 +258,19 @@ class FusedModel:
         return made
 
     def include(self, other: FusedModel) -> FusedModel:
-        """Take over the calls that another ``apply`` on this model verified, decode beside prefill, say; returns this one.
+        """Take over the calls that another ``apply`` on this model verified (decode after prefill, say); returns this model.
 
-        Making the other one reverted this one: apply it again afterwards.
+        Making the other model reverted this one: apply this one again afterwards.
 
         Raises:
-            ValueError: the other one fuses another model.
+            ValueError: the other model was made from another module.
         """
         if other.model is not self.model:
             raise ValueError("both must have been made from one model")
         other.revert()
-        self._modules_by_code = {**other._modules_by_code, **self._modules_by_code}
-        self._count_in([module for module, _, _ in other._modules_by_code.values()])
-        self._watched += other._watched
+        self._rewritten.include(other._rewritten)
+        self._launches.include(other._rewritten.modules)
+        self._guard.include(other._guard)
         self._verified = {**{key: _Verified(call.sharing) for key, call in other._verified.items()}, **self._verified}
         return self
 
@@ -368,7 +280,7 @@ class FusedModel:
         Call it after a write that torch does not count (through ``.data``, numpy, dlpack or the storage). Recorded CUDA graphs
         stay: the values are written into the memory that they read. Without ``--freeze`` there is nothing to do.
         """
-        for module, _, _ in self._modules_by_code.values():
+        for module in self._rewritten.modules:
             for call in held_calls(module):
                 call.refresh()
 
@@ -380,24 +292,23 @@ class FusedModel:
     # ------------------------------------------------------------------ applying and reverting
 
     def apply(self) -> FusedModel:
-        """Put the fusions in place of another one's, where the model has some; does nothing when they are."""
+        """Put the fusions in place and revert those of another fused model of the module; does nothing the second time."""
         if not self.is_applied:
             take_out(self.model)
             # Under somebody else's torch.compile (transformers compiles decode steps by itself) dynamo would look through this
             # call and run the model's own ops: it must stop here instead.
             stop = torch.compiler.disable(self.dispatch, reason="fusion-advisor runs its own graphs here")
-            self._before = torch_internals.set_compiled_call(self.model, stop)
+            self._before = module_call.set_compiled_call(self.model, stop)
             self.is_applied = True
-            self._launched_before = self._launched()
+            self._launches.restart()
         return self
 
     def revert(self) -> torch.nn.Module:
         """Take the fusions out again and return the model, which then is as it was before."""
         if self.is_applied:
-            torch_internals.set_compiled_call(self.model, self._before)
+            module_call.set_compiled_call(self.model, self._before)
             self.is_applied = False
-            torch_internals.forget_real_tensors(self._fake_modes)
-            self._fake_modes.clear()
+            self._rewritten.forget_real_tensors()
             if self.graphs is not None:
                 self.graphs.forget()
         return self.model
@@ -434,19 +345,10 @@ class FusedModel:
 
 def take_out(model: torch.nn.Module) -> None:
     """Revert what an earlier ``apply`` put into a model: two of them, reverted in the wrong order, would leave one in it."""
-    call = torch_internals.compiled_call_of(model)
+    call = module_call.compiled_call_of(model)
     earlier = None if call is None else getattr(inspect.unwrap(call), "__self__", None)
     if isinstance(earlier, FusedModel):
         earlier.revert()
-
-
-def is_training(model: torch.nn.Module) -> bool:
-    """Whether a model, or a dropout in it, is in train() mode: its calls then run the original ops."""
-    return model.training or any(module.training for module in _dropouts(model))
-
-
-def _dropouts(model: torch.nn.Module) -> list[torch.nn.Dropout]:
-    return [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
 
 
 class _Refused(Exception):
@@ -457,23 +359,9 @@ class _Refused(Exception):
         self.reason = reason
 
 
-_TRAINING = "the model is in train() mode"
 _MODE = "a TorchFunctionMode or TorchDispatchMode is active, and it is to see the model's own ops"
 _OWN_OPS = "an input is of a tensor class that handles its ops by itself (__torch_function__ or __torch_dispatch__)"
-_HOOK = "a hook was added or removed after the model was verified"
 _UNSEEN = "these inputs (names, shapes, dtypes or strides) were not verified"
-
-
-def _code_of(graph_module: GraphModule) -> tuple[str, ...]:
-    """Return the code of a graph and of the graphs inside it: the branches of ``torch.cond`` stand in none but their own."""
-    return tuple(module.code for module in graph_module.modules() if isinstance(module, GraphModule))
-
-
-def _input_layouts(values: Any) -> tuple[Any, ...]:
-    return tuple(
-        (tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else type(value)
-        for value in values
-    )
 
 
 def _device_of(leaves: Sequence[torch.Tensor]) -> int:

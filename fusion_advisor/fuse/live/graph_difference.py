@@ -12,7 +12,7 @@ from fusion_advisor.records import OpNode, TensorMeta
 def first_difference(before: tuple[OpNode, ...], now: list[OpNode]) -> tuple[int, str] | None:
     """Say where two captured graphs differ, or None when they are the same ops on the same layouts.
 
-    Where in its storage a model's own tensor begins is no part of its layout: a weight may lie beside others or alone.
+    The offset of a model's own tensor in its storage is no part of its layout: a weight may share a storage with others.
 
     Returns:
         The op's index and a sentence.

@@ -1,6 +1,6 @@
 """Whole-model numerics: the fused model's outputs and eager's own, against a higher-precision copy of the original.
 
-What a call writes (a KV cache, a count) is an output like any other: of each tensor the elements that changed are compared.
+Tensors that a call writes to (a KV cache, a count) are outputs like any other: the elements that changed are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion_advisor.capture.graph.side_effects import Written, live_tensors
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.records import ModelCheck, Tolerance
 from fusion_advisor.runtime.call_tensors import copied, tensors_in
-from fusion_advisor.verify.check_chain import check_model
+from fusion_advisor.verify.compare_models import check_model
 from fusion_advisor.verify.subgraph_oracle import to_float64
 from fusion_advisor.workload.device import memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
@@ -92,7 +92,7 @@ class _Outcome:
 
 
 def _judged(outputs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """What is compared: complex numbers as pairs; integers only where a model returns nothing else, and then exactly.
+    """Return the outputs to compare: complex numbers as pairs; integers, exactly, only where a model returns nothing else.
 
     Beside floats, integers are mostly what was chosen by comparing them, and a tie may fall either way.
     """

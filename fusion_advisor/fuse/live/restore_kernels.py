@@ -70,7 +70,7 @@ def build_fusions(bench: Bench, fusions: Sequence[PlannedFusion], saved: SavedPl
 
 
 def _rendered(planned: PlannedFusion, kernels: Sequence[RenderedKernel]) -> tuple[RenderedKernel, Rendered]:
-    """Render a fusion's kernel again; a fusion whose sites differ in layout has several, told apart by name."""
+    """Render a fusion's kernel again; a fusion whose sites differ in layout has several, which differ in name."""
     found = [
         backend_named(kernel.backend).render(
             planned.program, planned.header, tuning=kernel.parameters, fast_math=kernel.fast_math

@@ -61,7 +61,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
             run=saved.run_dir.name, detail=f"it was made on {saved.capture.environment.device_kind}, this is {kind}"
         )
     clock = clock or PhaseClock(Progress())
-    # Dynamo leaves a heap behind that takes half a second to walk.
+    # Dynamo keeps so many objects that the collector takes half a second to walk them.
     with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
         return in_one_piece(lambda: _put_in(loaded, saved, clock))
 

@@ -19,7 +19,7 @@ from fusion_advisor.runtime.gc_pause import collector_paused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlan:
-    """What a run kept."""
+    """The rewrites that a run kept."""
 
     run_dir: Path
     capture: Capture
@@ -50,7 +50,7 @@ def load_plan(run_dir: str | Path) -> SavedPlan:
     Raises:
         UnreadableReport: a file is missing, truncated or not one of ours.
     """
-    # In the process that captured, the collector would walk all that dynamo left behind.
+    # In the process that captured, the collector would walk all objects that dynamo keeps.
     with collector_paused():
         return _load(Path(run_dir))
 

@@ -1,8 +1,8 @@
 """Another shape of a model that is fused already: the kept kernels bound to its sizes, checked on its tensors, nothing timed.
 
 Rendered kernels take sizes and strides as arguments, so one compiled kernel serves every length whose chains have its layout key.
-What paid at many rows need not pay at one (decode reads weights, prefill computes), so a plan is only carried over within its
-regime.
+A rewrite that pays at many rows need not pay at one (decode reads weights, prefill computes), so a plan is carried over within
+its regime alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReusablePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialised:
-    """What one more call got."""
+    """The kernels that one more call got."""
 
     sites: dict[str, int]
     """Sites replaced, by kernel."""
@@ -219,7 +219,7 @@ def _places(bench: Bench, fusions: Sequence[PlannedFusion], plan: ReusablePlan) 
 
 
 def _in_epilogues(bench: Bench, placed: Sequence[try_epilogues.Placed], plan: ReusablePlan) -> list[BuiltLinear]:
-    """Let GEMMs compute the activations behind them in this call too; the numbers are checked on the first one's tensors."""
+    """Let GEMMs compute the activations after them in this call too; the numbers are checked on the first site's tensors."""
     if not placed:
         return []
     numerics = try_epilogues.check_first(bench, placed, fast_math=plan.fast_math, tolerance=plan.tolerance)

@@ -23,7 +23,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.receipts import reverted
 from fusion_advisor.records import Capture, GenerationCheck, Report
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.timing.wall_timer import as_timing, wall_times
 from fusion_advisor.workload.generate import Generation
 from fusion_advisor.workload.load import LoadedWorkload
@@ -141,11 +141,11 @@ def _compare(
 
     def eager_call() -> Any:
         # Not reverted: that would throw away the graphs that the next fused call replays.
-        in_place = torch_internals.set_compiled_call(call.model, None)
+        in_place = module_call.set_compiled_call(call.model, None)
         try:
             return call()
         finally:
-            torch_internals.set_compiled_call(call.model, in_place)
+            module_call.set_compiled_call(call.model, in_place)
 
     check = GenerationCheck(
         prompt_tokens=int(call.input_ids.shape[1]),

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_advisor.capture.profile import named_range, numbered, seen_by_nsys, warm_up
-from fusion_advisor.capture.trace import profiler
-from fusion_advisor.capture.trace.attribute import median_step
+from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
-from fusion_advisor.errors import AdvisorError, MissingKernels, NotTrainable, ProfilerAttached
+from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
+from fusion_advisor.errors import AdvisorError, NotTrainable
 from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.rewrite import device_memory
-from fusion_advisor.records import Capture, DataQuality, Report
+from fusion_advisor.records import Capture, DataQuality, Report, Timing, Training
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
-from fusion_advisor.runtime.external_profiler import BASELINE_RANGE, attached_profiler, recorded_by
-from fusion_advisor.timing import wall_timer
-from fusion_advisor.timing.clock_sampler import watching
+from fusion_advisor.timing.host_timer import WallTimer
 from fusion_advisor.workload.device import is_out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
 from fusion_advisor.workload.weights import seeded
+
+_NOTES = (
+    "A step is the forward pass in train() mode, the loss and the backward pass; gradients are made anew in each, the "
+    "optimizer is left out.",
+    "Shares come from a traced run, every wall time from runs without a profiler.",
+    "A kernel of the backward pass is joined to its module by the number that autograd gave the forward op.",
+)
 
 
 def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None) -> tuple[Report, Capture]:
@@ -43,58 +46,75 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     """
     progress = progress or Progress()
     clock = PhaseClock(progress)
-    device = torch.device(loaded.record.device)
     with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
             environment, bandwidth = describe_environment(loaded.record.device), measure_bandwidth(loaded.record.device)
-        on_cuda = environment.device_kind == "cuda"
-        with clock.phase("profile"), seeded(loaded.request.seed, device), in_training(loaded.model):
-            step = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
-            _first(step, loaded)
-            with named_range("fa:warmup", is_on=options.nvtx):
-                warm_up(step, options.warmup)
-            tool = attached_profiler(os.environ) if on_cuda else ""
-            with (
-                named_range(BASELINE_RANGE, is_on=options.nvtx),
-                watching(on_cuda=on_cuda and not tool) as watch,
-                seen_by_nsys(loaded.model, on_cuda=on_cuda, has_ranges=options.nvtx, is_recorded=options.nvtx or bool(tool)),
-            ):
+        with clock.phase("profile"), seeded(loaded.request.seed, torch.device(loaded.record.device)), in_training(loaded.model):
+            measured = _measure(loaded, options, progress, on_cuda=environment.device_kind == "cuda")
+    quality = _quality(measured)
+    for text in quality.warnings:
+        progress.warn(text)
+    capture = Capture(
+        workload=loaded.record,
+        environment=environment,
+        ops=(),
+        launches=(),
+        eager_launches=measured.traced.launches,
+        eager_step=measured.wall,
+        bandwidth=bandwidth,
+        quality=quality,
+    )
+    return _report(capture, measured, options, clock), capture
 
-                def between(number: int, last_ns: int) -> None:
-                    with named_range("fa:clocks", is_on=options.nvtx):
-                        watch.sample(number, 0, step, last_ns)
 
-                times = wall_timer.wall_times(
-                    numbered(step) if options.nvtx else step,
-                    runs=options.runs,
-                    budget_s=WALL_S,
-                    least_s=options.min_time_s,
-                    on_cuda=on_cuda,
-                    warmup=0,
-                    after=between,
-                )
-            wall = wall_timer.as_timing(times, "wall", watch.clocks())
-            progress.note(f"training step {wall.median_ns / 1e6:.2f} ms over {len(times)} runs, loss: {step.loss}")
-            if tool:
-                raise ProfilerAttached(tool=tool, recorded=recorded_by(tool, len(times), "training step"))
-            with (
-                named_range("fa:trace", is_on=options.nvtx),
-                profiler.module_ranges(loaded.model, torch.profiler.record_function),
-            ):
-                save_to = options.run_dir / "trace.before.json.gz" if options.run_dir else None
-                trace = profiler.record(step, steps=options.steps, on_cuda=on_cuda, save_to=save_to)
-            traced = median_step(trace, on_cuda=on_cuda)
-            if traced.calls and not traced.launches:
-                known = "another profiler may hold the device's counters; then its own recording is whole"
-                raise MissingKernels(kernels=0, launches=traced.calls, known=known)
-            training = join_modules(trace, traced, step.loss)
-            progress.note(f"{len(traced.launches)} kernels, {traced.calls} launches")
-            loaded.model.zero_grad(set_to_none=True)  # each step makes its own: they are part of what it needs
-            needed = device_memory.needed_bytes(loaded.model, loaded.args, loaded.kwargs)
-            peak = needed + device_memory.transient_bytes(step, on_cuda=on_cuda) if on_cuda else 0
-    named = sum(row.forward_ns + row.backward_ns for row in training.modules if row.path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What a training step showed.
+
+    Attributes:
+        wall: its wall time.
+        traced: the median of the traced steps.
+        training: time by module, forward and backward.
+        peak_bytes: device memory that it needs at most; 0 on a CPU.
+    """
+
+    wall: Timing
+    traced: Step
+    training: Training
+    peak_bytes: int
+
+
+def _measure(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress, *, on_cuda: bool) -> _Measured:
+    """Time and trace the training step."""
+    call = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
+    _first(call, loaded)
+    step = UnchangedStep(title="training step", call=call, model=loaded.model, on_cuda=on_cuda)
+    how = Measurement(
+        warmup=options.warmup,
+        runs=options.runs,
+        budget_s=WALL_S,
+        least_s=options.min_time_s,
+        traced_steps=options.steps,
+        with_nvtx=options.nvtx,
+        trace_to=options.run_dir / "trace.before.json.gz" if options.run_dir else None,
+    )
+    timed = step.time(how, WallTimer())
+    progress.note(f"training step {timed.timing.median_ns / 1e6:.2f} ms over {timed.runs} runs, loss: {call.loss}")
+    timed.refuse_profiler()
+    trace, traced = step.trace(how)
+    training = join_modules(trace, traced, call.loss)
+    progress.note(f"{len(traced.launches)} kernels, {traced.calls} launches")
+    loaded.model.zero_grad(set_to_none=True)  # each step makes its own: they are part of what it needs
+    needed = device_memory.needed_bytes(loaded.model, loaded.args, loaded.kwargs)
+    peak = needed + device_memory.transient_bytes(call, on_cuda=on_cuda) if on_cuda else 0
+    return _Measured(wall=timed.timing, traced=traced, training=training, peak_bytes=peak)
+
+
+def _quality(measured: _Measured) -> DataQuality:
+    traced = measured.traced
+    named = sum(row.forward_ns + row.backward_ns for row in measured.training.modules if row.path)
     warning = f"the trace has {len(traced.launches)} kernels for {traced.calls} launches: the profiler dropped some"
-    quality = DataQuality(
+    return DataQuality(
         launches=traced.calls,
         kernels=len(traced.launches),
         joined_share=named / max(traced.device_ns, 1),
@@ -103,43 +123,28 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
         reconciliation="eager alone, for a training step is not captured",
         warnings=(warning,) if traced.calls != len(traced.launches) else (),
     )
-    for text in quality.warnings:
-        progress.warn(text)
-    capture = Capture(
-        workload=loaded.record,
-        environment=environment,
-        ops=(),
-        launches=(),
-        eager_launches=traced.launches,
-        eager_step=wall,
-        bandwidth=bandwidth,
-        quality=quality,
-    )
-    before = step_profile.step_profile("eager", traced.launches, wall=wall)
-    report = Report(
+
+
+def _report(capture: Capture, measured: _Measured, options: ProfileOptions, clock: PhaseClock) -> Report:
+    before = step_profile.step_profile("eager", measured.traced.launches, wall=measured.wall)
+    return Report(
         run_id=options.run_id,
         config_hash=options.config_hash,
         status="profiled",
         command=options.command,
-        workload=loaded.record,
-        environment=environment,
-        quality=quality,
-        bandwidth=bandwidth,
-        before=replace(before, peak_memory_bytes=peak),
+        workload=capture.workload,
+        environment=capture.environment,
+        quality=capture.quality,
+        bandwidth=capture.bandwidth,
+        before=replace(before, peak_memory_bytes=measured.peak_bytes),
         captured=None,
         after=None,
         chains=(),
         answers=(),
-        training=training,
+        training=measured.training,
         durations_s=tuple(clock.durations_s),
-        notes=(
-            "A step is the forward pass in train() mode, the loss and the backward pass; gradients are made anew in each, the "
-            "optimizer is left out.",
-            "Shares come from a traced run, every wall time from runs without a profiler.",
-            "A kernel of the backward pass is joined to its module by the number that autograd gave the forward op.",
-        ),
+        notes=_NOTES,
     )
-    return report, capture
 
 
 def _first(step: TrainingStep, loaded: LoadedWorkload) -> None:

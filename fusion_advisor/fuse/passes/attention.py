@@ -19,7 +19,7 @@ from fusion_advisor.fuse.passes.constant_folding import evaluate, foldable_nodes
 from fusion_advisor.fuse.rewrite.price import PassEffect
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.records import Arg, Capture, OpClass, OpNode, Ref, TensorMeta
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 from fusion_advisor.verify.subgraph_oracle import extent
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -111,7 +111,7 @@ def _additive(call: Node) -> torch.Tensor | None:
     query, key, value, mask = (_any_like(_argument(call, name).meta["val"]) for name in _ARGUMENTS[:4])
     if bool(mask.all()):  # one key: what stands for "not allowed" cannot be seen
         return None
-    made = torch_internals.mask_in_attention(query, key, value, mask, **_options(call))
+    made = aten_ops.mask_in_attention(query, key, value, mask, **_options(call))
     is_mask = made is not None and torch.equal(made, torch.where(mask, 0.0, made.min()))
     return made if is_mask else None
 

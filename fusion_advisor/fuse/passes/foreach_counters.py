@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from fusion_advisor.capture.graph.fx_nodes import storages, written_storages
 from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.record import PassRewrite
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 
 MOST_ELEMENTS = 64
 """Above, an addition is no counter's: it has work of its own to do, and moving it up keeps its result in memory for long."""
@@ -110,7 +110,7 @@ def _add_together(graph: Graph, batch: Sequence[Node]) -> None:
     _move_sources(batch)
     with graph.inserting_before(first):
         lefts, rights = ([_viewed(graph, node, place) for node in batch] for place in (0, 1))
-        call = graph.call_function(torch_internals.ADD_MANY, (lefts, rights))
+        call = graph.call_function(aten_ops.ADD_MANY, (lefts, rights))
         call.meta = {**_origin(first), "val": [node.meta["val"] for node in batch]}
         for number, node in enumerate(batch):
             item = graph.call_function(operator.getitem, (call, number))
@@ -124,7 +124,7 @@ def _add_in_place_together(graph: Graph, batch: Sequence[Node]) -> None:
     first = batch[0]
     _move_sources(batch)
     with graph.inserting_before(first):
-        call = graph.call_function(torch_internals.ADD_MANY_IN_PLACE, ([node.args[0] for node in batch], first.args[1]))
+        call = graph.call_function(aten_ops.ADD_MANY_IN_PLACE, ([node.args[0] for node in batch], first.args[1]))
         call.meta = {**_origin(first), "val": None}
     for node in batch:
         source = node.args[0]

@@ -22,7 +22,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.derived_tensors import Held, joined, lie_together
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import fake_mode
 
 _LINEAR = torch.ops.aten.linear.default
 _SLICE = torch.ops.aten.slice.Tensor
@@ -202,7 +202,7 @@ def _update_layouts(region: Region, dirty: set[Node], merged: set[int], stale: s
             continue
         before = node.meta.get("val")
         try:
-            after = torch_internals.fake_result(region.graph, node)
+            after = fake_mode.fake_result(region.graph, node)
         except (RuntimeError, ValueError) as error:  # a view op on fake tensors raises either
             key = next(key for source in node.all_input_nodes if source in dirty for key in storages(source))
             raise _CannotView(origin[key], str(node.target)) from error

@@ -23,7 +23,7 @@ from fusion_advisor.capture.graph.tracer import Region
 from fusion_advisor.fuse.rewrite.record import CopyRoom, LayoutRewrite
 from fusion_advisor.fuse.rewrite.region_copy import ChangedRegion, copy_of, layouts
 from fusion_advisor.records.op_facts import PLAIN_VIEWS, PRODUCTS
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import fake_mode
 
 _ATEN = torch.ops.aten
 _SELECT, _SLICE = _ATEN.select.int, _ATEN.slice.Tensor
@@ -271,7 +271,7 @@ def _narrow(region: Region, plan: _Plan) -> None:
         elif node.op != "call_function" or dirty.isdisjoint(node.all_input_nodes):
             continue
         before = node.meta.get("val")
-        node.meta["val"] = torch_internals.fake_result(region.graph, node)
+        node.meta["val"] = fake_mode.fake_result(region.graph, node)
         if layouts(before) == layouts(node.meta["val"]) and not _is_view(node):
             node.meta["val"] = before
         else:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_advisor.capture.graph.tracer import Region
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import fx_trace
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ def copy_of(region: Region) -> ChangedRegion:
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(region.graph.graph, copies))
-    module = torch_internals.lazy_graph_module(region.graph, graph, class_name="ChangedRegion")
+    module = fx_trace.lazy_graph_module(region.graph, graph, class_name="ChangedRegion")
     copy = Region(
         index=region.index,
         graph=module,

@@ -10,13 +10,13 @@ import torch.nn.functional as F  # noqa: N812
 
 from fusion_advisor.capture.graph.dedupe import retrace_distinct
 from fusion_advisor.capture.graph.fx_nodes import module_path, source_of
-from fusion_advisor.runtime import torch_internals
-from tests.runtime.test_torch_internals import dynamo_graph
+from fusion_advisor.runtime.torch_internals import dynamo, fx_trace, tensor_memory
+from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
 from tests.tiny import gpt2, qwen2
 
 
 def whole(graph):
-    return torch_internals.retrace_to_aten(torch.fx.Interpreter(graph).run, torch_internals.placeholder_values(graph))
+    return fx_trace.retrace_to_aten(torch.fx.Interpreter(graph).run, dynamo.placeholder_values(graph))
 
 
 def both(graph):
@@ -49,7 +49,7 @@ def assert_same(ours, theirs):
         for mine, its in zip(values_of(one), values_of(other), strict=True):
             assert layout(mine) == layout(its), one
             if mine is not None:
-                key, its_key = torch_internals.storage_key(mine), torch_internals.storage_key(its)
+                key, its_key = tensor_memory.storage_key(mine), tensor_memory.storage_key(its)
                 assert places.setdefault(key, its_key) == its_key, one
     assert len(set(places.values())) == len(places)
 
@@ -128,8 +128,8 @@ def test_models(make, use_cache):
 
 def test_an_op_that_is_repeated_is_traced_once(monkeypatch):
     traced = []
-    real = torch_internals.retrace_to_aten
-    monkeypatch.setattr(torch_internals, "retrace_to_aten", lambda *args: traced.append(real(*args)) or traced[0])
+    real = fx_trace.retrace_to_aten
+    monkeypatch.setattr(fx_trace, "retrace_to_aten", lambda *args: traced.append(real(*args)) or traced[0])
 
     def layers(x):
         for _ in range(50):

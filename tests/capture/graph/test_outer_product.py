@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.outer_product import multiply_outer_products
 from fusion_advisor.capture.graph.retrace import trace
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.chains.find import find_groups
 from fusion_advisor.fuse.plan.plan import judge_with
 

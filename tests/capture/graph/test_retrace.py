@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.tracer import capture_regions, describe, writes_to_inputs
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions, writes_to_inputs
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass
 from tests.capture.graph.test_tracer import ops_of

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.split_bias import is_slower_with_bias, join_bias, leave_gemm_biases_apart, split_bias
-from fusion_advisor.capture.graph.tracer import Region, describe
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.runtime.torch_internals import aten_ops
 
 CASES = {
     "1d": (lambda x, w, b: F.conv1d(x, w, b).transpose(1, 2), (2, 6, 9), (4, 6, 3)),
@@ -187,8 +188,8 @@ def test_on_a_gpu_the_bits_are_the_same(case, memory_format, dtype):
     weight, bias = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((96, 96 // groups, 3, 3), (96,)))
     graph = trace(lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=groups), (x, weight, bias))
     expected = graph(x, weight, bias)
-    is_after = torch_internals.adds_bias_after_convolution(x, weight, bias, [1, 1], [1, 1], [1, 1], groups)
-    assert split_bias(graph, torch_internals.adds_bias_after_convolution, is_slower_with_bias) == is_after
+    is_after = aten_ops.adds_bias_after_convolution(x, weight, bias, [1, 1], [1, 1], [1, 1], groups)
+    assert split_bias(graph, aten_ops.adds_bias_after_convolution, is_slower_with_bias) == is_after
     assert is_after or case == "depthwise"  # ATen has a depthwise kernel of its own for some layouts
     found = graph(x, weight, bias)
     assert torch.equal(found, expected)

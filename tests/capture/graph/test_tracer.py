@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fusion_advisor.capture.graph.fx_nodes import relative_path, source_path
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import retrace, trace
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import CannotCapture
 from fusion_advisor.records import OpClass, Ref
 from tests.tiny import profiled, region_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import time
@@ -22,7 +23,7 @@ from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import COMPILED, EAGER, OURS, OURS_COMPILED, Clocks, ClockSample, StepProfile
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import dynamo, inductor
 from fusion_advisor.timing.wall_timer import as_timing, nothing
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.weight_packing import leave_room
@@ -312,14 +313,14 @@ def test_what_is_folded_becomes_an_input():
 @pytest.mark.parametrize("status", [keep_all, keep_none])
 def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, status):  # noqa: F811
     verdicts(monkeypatch, status)
-    monkeypatch.setattr(baselines.torch_internals, "empty_compile_caches", torch_internals.contextlib.nullcontext)
+    monkeypatch.setattr(inductor, "empty_compile_caches", contextlib.nullcontext)
     monkeypatch.setattr(
         baselines, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
     )
     monkeypatch.setattr(after_side, "ours_compiled", baselines.ours_compiled)
-    compiled = torch_internals.compiled_call
+    compiled = dynamo.compiled_call
     monkeypatch.setattr(
-        baselines.torch_internals,
+        dynamo,
         "compiled_call",
         lambda model, backend, mode=None: compiled(model, "eager" if backend == "inductor" else backend),
     )

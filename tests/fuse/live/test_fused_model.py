@@ -17,7 +17,7 @@ import fusion_advisor.fuse.live.fused_model as model_module
 from fusion_advisor.errors import CannotCopy
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.report.html.notebook import for_notebook
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import cuda_state
 from tests.report.fixtures import applied
 from tests.tiny import Toy, fuse, gpt2, toy
 
@@ -59,7 +59,7 @@ def test_a_call_makes_its_device_the_current_one(fused, x, monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(torch_internals, "current_device_number", lambda: current[-1])
+    monkeypatch.setattr(cuda_state, "current_device_number", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(model_module, "_device_of", lambda leaves: 1)
     for name in ("_run_compiled", "_original"):
@@ -456,7 +456,7 @@ def test_a_model_with_a_graph_break_is_fused_on_both_sides(x):
         with fuse(model, (x,)) as fused:
             torch.testing.assert_close(model(x), expected)
         assert fused.fallbacks == {}
-        assert len(fused._modules_by_code) == 2
+        assert len(fused._rewritten.modules) == 2
 
 
 def test_a_reverted_model_can_be_freed():

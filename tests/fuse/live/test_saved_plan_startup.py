@@ -15,7 +15,7 @@ from fusion_advisor.fuse.plan.plan import make_plan, recall
 from fusion_advisor.ir.program import layout_key
 from fusion_advisor.records import Match
 from fusion_advisor.records.serialize import decode, encode
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import dynamo
 from tests.tiny import Toy, patterns, planned, profiled
 
 
@@ -30,8 +30,8 @@ def test_a_fused_model_runs_through_the_call_of_its_capture(monkeypatch):
     x = torch.randn(3, 32)
     model, live, variant = captured(x)
     compiled = []
-    real = torch_internals.compiled_call
-    monkeypatch.setattr(torch_internals, "compiled_call", lambda *args, **more: compiled.append(args) or real(*args, **more))
+    real = dynamo.compiled_call
+    monkeypatch.setattr(dynamo, "compiled_call", lambda *args, **more: compiled.append(args) or real(*args, **more))
     fused = FusedModel(model, live.regions, variant.modules, (x,), {}, live=live)
     assert compiled == []
     ran = []

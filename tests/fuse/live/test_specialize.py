@@ -49,9 +49,9 @@ def test_an_unseen_length_runs_at_once_and_is_fused_after_specialize(applied):
             assert torch.equal(applied(x), expected)
         made = applied.specialize(x)
         assert sum(made.sites.values()) == 2 and made.seconds > 0
-        chosen = applied._chosen
+        chosen = applied._rewritten.handed_over
         torch.testing.assert_close(applied(x), expected, rtol=1e-5, atol=1e-5)
-        assert applied._chosen == chosen + 1
+        assert applied._rewritten.handed_over == chosen + 1
         assert applied.fallbacks == {"these inputs (names, shapes, dtypes or strides) were not verified": 1}
         y = torch.randn(48, 32)
         torch.testing.assert_close(applied(y), applied._original(y), rtol=1e-5, atol=1e-5)

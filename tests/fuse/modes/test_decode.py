@@ -74,7 +74,7 @@ def test_the_step_is_one_graph_that_writes_to_its_cache(decode):
 def test_only_the_counts_are_saved_for_a_graph_that_is_launched_ahead(decode, is_fused):
     _, _, live, fused, _ = decode
     names = live.regions[0].names
-    modules = [module for module, _, _ in fused._modules_by_code.values()] if is_fused else [live.regions[0].graph]
+    modules = fused._rewritten.modules if is_fused else [live.regions[0].graph]
     for module in modules:
         saved = [names[slot] for slot in saved_inputs(module)]
         assert saved == [name for name in names if name.endswith("cumulative_length")]
@@ -139,7 +139,7 @@ def test_the_position_is_a_value_and_needs_no_graph_of_its_own(decode, tokens):
         warnings.simplefilter("error")
         # Dynamo guards the length of transformers' table of model classes: when another test has made a model it compiles anew.
         fused.dispatch(**decode_step(model))
-        chosen = fused._chosen
+        chosen = fused._rewritten.handed_over
         for step in range(3):
             got, expected = fused.dispatch(**ours).logits, model(**theirs).logits
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -147,7 +147,7 @@ def test_the_position_is_a_value_and_needs_no_graph_of_its_own(decode, tokens):
             assert int(cache_in(ours).get_seq_length()) == tokens + step + 1
     for one, other in zip(contents(cache_in(ours)), contents(cache_in(theirs)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert fused.fallbacks == {} and fused._chosen == chosen
+    assert fused.fallbacks == {} and fused._rewritten.handed_over == chosen
 
 
 def other_class(model):

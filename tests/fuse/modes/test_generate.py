@@ -149,9 +149,9 @@ def test_a_decode_step_is_recorded_once_and_replayed_for_every_token(monkeypatch
         held = [*(copy.static for copy in recording.copies), *(memory.tensor for memory in recording.memories)]
         assert not {*map(id, held)} & {*map(id, tensors_of(seen[-1]))}
         # Another call brings another cache: recorded once more, at its first step, and dynamo traces nothing anew.
-        chosen = fused._chosen
+        chosen = fused._rewritten.handed_over
         assert torch.equal(call().sequences, expected)
-        assert (recorder.recorded, recorder.replayed, fused._chosen) == (2, 2 * NEW - 3, chosen)
+        assert (recorder.recorded, recorder.replayed, fused._rewritten.handed_over) == (2, 2 * NEW - 3, chosen)
         assert len(fused.graphs.recordings) == 1 and fused.graphs.refusals == {}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_advisor.capture import profile
+from fusion_advisor.capture import unchanged_step
 from fusion_advisor.errors import NotTrainable
 from fusion_advisor.fuse.modes import training
 from fusion_advisor.fuse.modes.training import profile_training
@@ -91,8 +91,8 @@ def test_what_cannot_be_trained_is_told(run):
 
 def test_nvtx_names_the_phases_of_a_training_step_too(run, monkeypatch):
     opened = []
-    annotate = profile.nvtx.annotate
-    monkeypatch.setattr(profile.nvtx, "annotate", lambda name, **more: opened.append(name) or annotate(name, **more))
+    annotate = unchanged_step.nvtx.annotate
+    monkeypatch.setattr(unchanged_step.nvtx, "annotate", lambda name, **more: opened.append(name) or annotate(name, **more))
     assert run("plain", nvtx=True)[1].training.backward_ns > 0
     assert list(dict.fromkeys(opened))[:5] == ["fa:warmup", "fa:baseline", "fa:step", "fa:module:up", "fa:module:norm"]
     assert opened[-1] == "fa:trace"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture.graph.tracer import describe
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.fuse.passes.linear_sites import MOST_ROWS, find_gemv_sites
 from fusion_advisor.fuse.passes.merge_gemms import merge_linears
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite, rewrite_region

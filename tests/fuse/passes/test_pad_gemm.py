@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.pad_gemm import pad_linears

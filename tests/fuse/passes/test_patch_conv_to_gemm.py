@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.split_bias import split_bias
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import receipts
 from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import Bench
@@ -20,7 +21,7 @@ from fusion_advisor.fuse.rewrite import layout_copy
 from fusion_advisor.fuse.rewrite.graph_rewriter import rewrite_region
 from fusion_advisor.fuse.rewrite.layout_copy import PlainCopy, build, is_permuted
 from fusion_advisor.records import GraphRewrite, Launch, Status
-from fusion_advisor.runtime import torch_internals
+from fusion_advisor.runtime.torch_internals import aten_ops
 from tests.tiny import profile_live
 
 
@@ -164,7 +165,7 @@ class Patches(nn.Module):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_it_is_expected_to_take_as_long_as_the_best_linear_and_two_copies(monkeypatch, has_bias):
-    monkeypatch.setattr(torch_internals, "adds_bias_after_convolution", lambda *_: True)  # as ATen does on a GPU
+    monkeypatch.setattr(aten_ops, "adds_bias_after_convolution", lambda *_: True)  # as ATen does on a GPU
     capture, live = profile_live(Patches(has_bias).eval(), (torch.randn(2, 3, 16, 8),))
     bench = Bench(live, on_cuda=False)
     (cut,) = (op for op in bench.ops if op.target == "aten.conv2d.default")

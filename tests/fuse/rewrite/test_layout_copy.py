@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.backend import CudaBackend, compile_for
 from fusion_advisor.codegen.cuda.nvrtc import find_nvcc

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.capture.graph.tracer import capture_regions, describe
+from fusion_advisor.capture.graph.op_records import describe
+from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.decide.predict import price_passes
 from fusion_advisor.fuse.decide.session import Bench

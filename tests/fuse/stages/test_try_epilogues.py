@@ -81,7 +81,7 @@ def row_of(run):
 
 def calls_of(fused):
     """Names of what its graphs call."""
-    return [node.name for module, *_ in fused._modules_by_code.values() for node in module.graph.nodes]
+    return [node.name for module in fused._rewritten.modules for node in module.graph.nodes]
 
 
 def kernel_of(run, name="gelu_erf"):

@@ -1,0 +1,138 @@
+"""Records of a captured graph's ops: class, layouts, source line, and which op's memory each one reads, shares or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion_advisor.capture.graph.fx_nodes import module_path, source_of, storages, tensors_of, written_storages
+from fusion_advisor.capture.graph.op_classes import base_name, class_of
+from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.records import Arg, OpClass, OpNode, Ref, TensorMeta
+
+
+def describe(region: Region, first_index: int = 0) -> tuple[list[OpNode], dict[Node, int]]:
+    """Turn a live graph into records.
+
+    Args:
+        region: its placeholders must have been named (``capture_regions`` does).
+        first_index: index of the region's first record.
+
+    Returns:
+        The records in execution order and the index of each fx node.
+    """
+    ops: list[OpNode] = []
+    index_of: dict[Node, int] = {}
+    owner: dict[int, int] = {}  # storage -> index of the op that made it
+    sharers: dict[int, list[int]] = {}  # storage -> all inputs of the region that lie in it
+    placeholder = 0
+    for node in region.graph.graph.nodes:
+        index = first_index + len(ops)
+        index_of[node] = index
+        metas = _metas(node)
+        if node.op == "placeholder":
+            role = region.roles[placeholder] if region.roles else "input"
+            target = region.names[placeholder] if region.names else str(node.target)
+            placeholder += 1
+            op = OpNode(index=index, region=region.index, target=target, op_class=OpClass.INPUT, outputs=metas, role=role)
+            for key in storages(node):
+                sharers.setdefault(key, []).append(index)
+        elif node.op == "get_attr":
+            op = OpNode(
+                index=index, region=region.index, target=str(node.target), op_class=OpClass.INPUT, outputs=metas, role="constant"
+            )
+        elif node.op == "output":
+            op = OpNode(
+                index=index,
+                region=region.index,
+                target="output",
+                op_class=OpClass.OTHER,
+                args=tuple(_encode(argument, index_of) for argument in node.args),
+                role="output",
+            )
+        else:
+            op = _describe_op(node, index, region.index, index_of, owner, sharers, metas)
+        # A list owns nothing: what it holds belongs to the item that is taken out of it, which a kernel can be given.
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for key in storages(node):
+                owner.setdefault(key, index)
+        ops.append(op)
+    return ops, index_of
+
+
+def _describe_op(
+    node: Node,
+    index: int,
+    region: int,
+    index_of: dict[Node, int],
+    owner: dict[int, int],
+    sharers: Mapping[int, list[int]],
+    metas: tuple[TensorMeta, ...],
+) -> OpNode:
+    target = _target_name(node)
+    own_storages = storages(node)
+    written = [key for key in written_storages(node) if key in owner]
+    mutates = tuple(sorted({found for key in written for found in (owner[key], *sharers.get(key, ()))}))
+    owners = [owner.get(key) for key in own_storages]
+    is_alias = bool(own_storages) and all(found is not None for found in owners)
+    is_view = is_alias and not mutates
+    file, line, text = source_of(node)
+    return OpNode(
+        index=index,
+        region=region,
+        target=target,
+        op_class=OpClass.VIEW if is_view or target == "getitem" else _computed_class(target),
+        args=tuple(_encode(argument, index_of) for argument in node.args),
+        kwargs=tuple((name, _encode(value, index_of)) for name, value in node.kwargs.items()),
+        outputs=metas,
+        alias_of=owners[0] if is_alias else None,
+        mutates=mutates,
+        module_path=module_path(node),
+        source_file=file,
+        source_line=line,
+        source_text=text,
+    )
+
+
+def _computed_class(target: str) -> OpClass:
+    # A view op that did not return a view (reshape of a strided tensor, a contiguous() that copied) moved memory.
+    found = class_of(base_name(target))
+    return OpClass.MEMORY if found is OpClass.VIEW else found
+
+
+def _target_name(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _metas(node: Node) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(
+            shape=tuple(map(int, value.shape)),
+            stride=tuple(map(int, value.stride())),
+            dtype=str(value.dtype).removeprefix("torch."),
+            offset=int(value.storage_offset()),
+            device=value.device.type,
+        )
+        for value in tensors_of(node.meta.get("val"))
+    )
+
+
+def _encode(value: Any, index_of: Mapping[Node, int]) -> Arg:
+    if isinstance(value, Node):
+        return Ref(index=index_of[value])
+    if isinstance(value, list | tuple):
+        return tuple(_encode(item, index_of) for item in value)
+    if isinstance(value, dict):
+        return tuple(_encode(item, index_of) for item in value.values())
+    if isinstance(value, torch.dtype):
+        return f"dtype:{str(value).removeprefix('torch.')}"
+    if isinstance(value, torch.device):
+        return f"device:{value.type}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"{type(value).__name__}:{value}"

@@ -1,0 +1,169 @@
+"""FA5xx: reports, traces, runs and plans, whether read or written."""
+
+from __future__ import annotations
+
+from fusion_advisor.errors.base import AdvisorError
+
+
+class UnreadableReport(AdvisorError):
+    """A report or capture that is truncated, damaged, or written by another program."""
+
+    code = "FA501"
+    message = "`{name}` is not readable as a report: {detail}"
+    note = "nothing was changed"
+    hint = "pass a run directory or its report.json; if the file was cut short, run the same command again"
+    exit_code = 9
+
+
+class UnreadableTrace(UnreadableReport):
+    """A trace that is truncated, damaged, or not written by torch.profiler."""
+
+    message = "`{name}` is not a readable trace: {detail}"
+    note = "{known}"
+    hint = (
+        "export it again with `profiler.export_chrome_trace(...)` once the profiler has stopped; "
+        "control characters can be taken out with `tr -d '\\000-\\037'`"
+    )
+
+
+class UnsafeName(UnreadableReport):
+    """A name in a file that would lead out of the folder it belongs to."""
+
+    message = "`{name}` does not name a file in `{folder}`: {detail}"
+    note = "nothing was written there"
+    hint = "fusion-advisor did not write this file, or the file was changed: run again"
+
+
+class MissingKernels(AdvisorError):
+    """Many launches in the trace have no kernel."""
+
+    code = "FA502"
+    message = "the trace has {kernels} of {launches} launched kernels; shares would be wrong"
+    note = "{known}"
+    hint = "record fewer steps, and synchronise the device before the profiler stops"
+    exit_code = 6
+
+
+class UnknownSchema(AdvisorError):
+    """A report of another version of the program."""
+
+    code = "FA503"
+    message = "`{name}` follows the schema `{found}`; this version reads `{expected}`"
+    note = "figures read with the wrong schema could be wrong without a sign, so nothing was read"
+    hint = "read it with the version that wrote it, or run again with this one"
+    exit_code = 9
+
+
+class UnknownRun(AdvisorError):
+    """A run that does not exist, or a prefix that fits none or several."""
+
+    code = "FA504"
+    message = "no run `{name}`: {detail}"
+    hint = "{known}"
+    exit_code = 9
+
+
+class RunExists(AdvisorError):
+    """The output directory already holds a run."""
+
+    code = "FA505"
+    message = "`{path}` already holds a run"
+    hint = "choose another directory with -o, or pass --force to overwrite its report"
+    exit_code = 2
+
+
+class PlanMismatch(AdvisorError):
+    """A saved plan that does not fit this model, this call or this device."""
+
+    code = "FA506"
+    message = "the plan of run `{run}` does not fit: {detail}"
+    note = "the model was left as it was"
+    hint = "run `fusion-advisor apply` again for this model and these inputs"
+    exit_code = 9
+
+
+class CannotSpecialize(AdvisorError):
+    """A plan that does not fit another call of the same model."""
+
+    code = "FA507"
+    message = "the plan cannot be carried over to this call: {detail}"
+    note = "the call still works, with the model's original ops"
+    hint = "make a plan for it with `fa.apply(model, inputs)`, and join the two with `fused.include(other)`"
+    exit_code = 9
+
+
+class NoSuchState(AdvisorError):
+    """`compare` was asked for a state of a run that was not measured."""
+
+    code = "FA508"
+    message = "the run `{run}` has no `{state}` step"
+    note = "{why}"
+    hint = "leave `:{state}` out, or run again and measure that step"
+    exit_code = 9
+
+
+class ProfilerAttached(AdvisorError):
+    """A run under nsys or ncu: torch.profiler would get no kernel, so it is not started."""
+
+    code = "FA509"
+    message = "{tool} is attached, so torch.profiler was not started, and there is no report"
+    note = "{recorded}"
+    hint = "run the same command without {tool} for a report"
+    exit_code = 6
+
+
+class NoCapture(AdvisorError):
+    """A run whose directory holds no capture, so that nothing can be planned from it."""
+
+    code = "FA511"
+    message = "there is no `{path}`"
+    note = "`profile` and `apply` write the capture; an interrupted run, a traced file and a training step have none"
+    hint = "run `fusion-advisor profile MODEL_ID -o DIR`, then `fusion-advisor plan DIR`"
+    exit_code = 9
+
+
+class MachineTooBusy(AdvisorError):
+    """The noise hid every gain that was expected."""
+
+    code = "FA512"
+    message = "could not tell what pays: this machine is too busy"
+    note = "{detail}"
+    hint = "run again when the machine is idle; the report has what was measured"
+    exit_code = 6
+
+
+class BadWeights(AdvisorError):
+    """A --weights file that does not name jobs and their GPU-hours."""
+
+    code = "FA513"
+    message = "`{name}`: {detail}"
+    hint = "the columns are job, gpu_hours and, if you like, model; one line for each job"
+    exit_code = 9
+
+
+class NoTraces(AdvisorError):
+    """A pattern that matches no file."""
+
+    code = "FA514"
+    message = "no trace matches {patterns}"
+    hint = "quote the pattern, so that the shell leaves ** alone: fusion-advisor fleet 'traces/**/*.json.gz'"
+    exit_code = 2
+
+
+class EngineLost(AdvisorError):
+    """The Ray cluster went away while traces were read."""
+
+    code = "FA515"
+    message = "Ray is gone after {done} of {all} traces: {detail}"
+    note = "the traces that were read are kept"
+    hint = "run the command again: it reads only what is new"
+    exit_code = 5
+
+
+class TraceTooLarge(AdvisorError):
+    """A trace whose first step alone does not fit into the memory of a worker."""
+
+    code = "FA516"
+    message = "`{name}` holds {events} events, and not one of its steps fits into a worker's memory"
+    hint = "record fewer steps, or mark them: torch.profiler.schedule(...) and profiler.step()"
+    exit_code = 9

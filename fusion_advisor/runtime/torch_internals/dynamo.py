@@ -1,0 +1,110 @@
+"""TorchDynamo: what it compiles a module's call with, and what its backend can ask about the graph in hand."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo.repro.after_dynamo  # the first torch.compile of a process loads it: 0.14 to 0.3 s, most of it networkx
+from torch._guards import TracingContext
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
+
+from fusion_advisor.runtime.torch_internals.module_call import original_call
+
+
+def placeholder_values(graph_module: torch.fx.GraphModule) -> list[Any]:
+    """Return the fake tensors that dynamo traced a graph's placeholders with (``example_value``), in order."""
+    return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def has_dynamic_shapes(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a dynamo graph was traced with symbolic sizes: what is measured for one size then proves nothing for others."""
+    for value in placeholder_values(graph_module):
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            return True
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+            return True
+    return False
+
+
+def break_reason(graph_module: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Return why dynamo ended this graph early as (reason, ``file:line``), or None when it ended with the function."""
+    compile_reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if compile_reason is None or not getattr(compile_reason, "graph_break", False):
+        return None
+    frames = list(getattr(compile_reason, "user_stack", None) or [])
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return str(compile_reason.reason).strip().splitlines()[0], where
+
+
+def traced_code() -> tuple[CodeType, ...]:
+    """Return the code of every function that dynamo has looked through for the graph that its backend has in hand, each once.
+
+    Dynamo guards the functions that it finds by name in a module's globals. It does not guard those that it finds in a class.
+    """
+    return tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+
+
+def fake_modes_of(graph_module: torch.fx.GraphModule) -> list[Any]:
+    """Return the fake modes that dynamo traced a graph with; call it in the backend, for dynamo replaces one of them there."""
+    context = TracingContext.try_get()
+    modes = [getattr(value, "fake_mode", None) for value in placeholder_values(graph_module)]
+    modes.append(None if context is None else context.fake_mode)
+    return list({id(mode): mode for mode in modes if mode is not None}.values())
+
+
+def compiled_call(module: torch.nn.Module, backend: Callable[..., Any] | str, *, mode: str | None = None) -> Callable[..., Any]:
+    """Return the module's own call as dynamo runs it with ``backend``, in a mode of torch.compile's where one is given.
+
+    The graphs are isolated from all other compiled code (where torch can do that), so neither earlier captures nor other fused
+    models of the same class count against their limit. A module whose forward is torch's own (``nn.Sequential``) gets a frame
+    around it, because dynamo looks into no frame of torch's.
+    """
+    call = original_call(module)
+    if torch._dynamo.trace_rules.check(module.forward):
+        call = torch._dynamo.external_utils.wrap_inline(call)
+    isolated: dict[str, Any] = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, mode=mode, dynamic=False, **isolated)
+    return compiled
+
+
+@contextlib.contextmanager
+def without_source_lines() -> Iterator[None]:
+    """Let dynamo trace without noting where in the source each op comes from: a tenth of its time goes into those texts.
+
+    It formats the frames of every op, unless the node has a stack trace when it is made; here all get an empty one.
+    """
+    with preserve_node_meta():
+        set_stack_trace([" "])
+        yield
+
+
+def leave_new_guards_untried() -> None:
+    """Let dynamo take the guards of the graph that its backend has in hand as they are; call it in the backend.
+
+    It would evaluate them at once on the call that they were made for, and then time them with all caches emptied, for a line in
+    its log: 256 MB are written for that, 0.08 s. Guards that do not hold for their own call compile the next call again.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    InstructionTranslator.current_tx().output.skip_guards_check = True
+
+
+def raise_recompile_limit(limit: int) -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo keep ``limit`` graphs per code object while the context lasts.
+
+    Each capture is a backend of its own; with dynamo's default of 8, the ninth profile of one process would silently run eager.
+    Entering it costs half a millisecond: use it around calls that compile, not around every call.
+    """
+    return torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit * 8))
+
+
+def no_collection() -> contextlib.AbstractContextManager[Any]:
+    """Let dynamo compile without looking for cycles after each frame: it takes 0.25 s with a model of 28 layers."""
+    return torch._dynamo.config.patch(run_gc_after_compile=False)

@@ -1,0 +1,163 @@
+"""Are the outputs of the whole model right? Fused and eager, each against a copy of higher precision where one fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_advisor.records import ModelCheck, Tolerance
+from fusion_advisor.verify.accuracy import Error, error_of, is_inside, unit_of
+from fusion_advisor.verify.likeliest import agreement
+
+_MODEL_FACTOR = 1.5
+_LEAST_LOGITS = 1000
+"""Columns above which an output holds logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """A floating output of the model.
+
+    Attributes:
+        name: of the output.
+        ours: of the fused model.
+        theirs: of the original model.
+        truth: of the oracle.
+        ours_error: against the oracle.
+        theirs_error: against the oracle.
+        between: error of the fused model's against the original model's.
+        is_exact: it holds integers as floats, for which there is no tolerance.
+    """
+
+    name: str
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    truth: torch.Tensor
+    ours_error: Error
+    theirs_error: Error
+    between: Error
+    is_exact: bool
+
+    @property
+    def is_logits(self) -> bool:
+        return self.ours.dim() >= 2 and self.ours.shape[-1] > _LEAST_LOGITS
+
+    def overrun(self, oracle_name: str) -> float:
+        """Return the error in multiples of its limit."""
+        unit = unit_of(self.ours.dtype)
+        if oracle_name == "eager":
+            return self.between.rel_l2 / (8 * unit)
+        return self.ours_error.rel_l2 / max(_MODEL_FACTOR * self.theirs_error.rel_l2, unit)
+
+
+def check_model(
+    fused: Sequence[tuple[str, torch.Tensor]],
+    eager: Sequence[tuple[str, torch.Tensor]],
+    oracle: Sequence[tuple[str, torch.Tensor]],
+    oracle_name: str,
+    *,
+    tolerance: Tolerance | None = None,
+    exact: Collection[str] = (),
+) -> ModelCheck:
+    """Compare whole-model outputs; the worst floating output decides.
+
+    Args:
+        fused: (name, tensor) of every output of the fused model.
+        eager: of the original model.
+        oracle: of a higher-precision copy, or of the original again where no copy fits.
+        oracle_name: ``float64 copy``, ``float32 copy`` or ``eager``.
+        tolerance: the user's limit instead of eager's own error; every floating output must keep to it.
+        exact: names of outputs that hold integers as floats, for which there is no tolerance.
+    """
+    other = [name for (name, ours), (_, theirs) in zip(fused, eager, strict=True) if ours.shape != theirs.shape]
+    if other:
+        return _of_other_shapes(other, oracle_name)
+    outputs = _floating_outputs(fused, eager, oracle, exact)
+    if not outputs:
+        raise ValueError("the model returns no floating tensor")
+    worst = max(outputs, key=lambda output: output.overrun(oracle_name))
+    logits = next((output for output in outputs if output.is_logits), None)
+    token, five = (None, None) if logits is None else agreement(logits.ours, logits.theirs)
+    own_token, own_five = (None, None) if logits is None or oracle_name == "eager" else agreement(logits.theirs, logits.truth)
+    mismatches = sum(output.between.nonfinite for output in outputs)
+    flat_ours, flat_theirs = worst.ours.flatten().to(torch.float64), worst.theirs.flatten().to(torch.float64)
+    return ModelCheck(
+        oracle=oracle_name,
+        outputs=tuple(output.name for output in outputs),
+        fused_rel_l2=worst.ours_error.rel_l2,
+        eager_rel_l2=worst.theirs_error.rel_l2,
+        fused_max_abs=worst.ours_error.max_abs,
+        eager_max_abs=worst.theirs_error.max_abs,
+        fused_vs_eager_max_abs=worst.between.max_abs,
+        cosine=float(torch.nn.functional.cosine_similarity(flat_ours, flat_theirs, dim=0)),
+        argmax_agreement=token,
+        top5_agreement=five,
+        eager_argmax_agreement=own_token,
+        eager_top5_agreement=own_five,
+        nonfinite_mismatches=mismatches,
+        limit=_limit(worst.ours.dtype, oracle_name, tolerance),
+        is_passed=_are_within(outputs, oracle_name, tolerance) and mismatches == 0,
+    )
+
+
+def _floating_outputs(
+    fused: Sequence[tuple[str, torch.Tensor]],
+    eager: Sequence[tuple[str, torch.Tensor]],
+    oracle: Sequence[tuple[str, torch.Tensor]],
+    exact: Collection[str],
+) -> list[_Output]:
+    return [
+        _Output(
+            name=name,
+            ours=ours,
+            theirs=theirs,
+            truth=truth,
+            ours_error=error_of(ours, truth),
+            theirs_error=error_of(theirs, truth),
+            between=error_of(ours, theirs),
+            is_exact=name in exact,
+        )
+        for (name, ours), (_, theirs), (_, truth) in zip(fused, eager, oracle, strict=True)
+        if ours.is_floating_point()
+    ]
+
+
+def _are_within(outputs: Sequence[_Output], oracle_name: str, tolerance: Tolerance | None) -> bool:
+    """Whether every output keeps to its limit: eager's own error, or the user's tolerance where the output has one."""
+    return all(
+        output.overrun(oracle_name) <= 1
+        if tolerance is None or output.is_exact
+        else is_inside(output.ours, output.truth, tolerance)
+        for output in outputs
+    )
+
+
+def _limit(dtype: torch.dtype, oracle_name: str, tolerance: Tolerance | None) -> str:
+    """Say in words how far the worst output may be off."""
+    if tolerance is not None:
+        return str(tolerance)
+    if oracle_name == "eager":
+        units = f"8 units in the last place of {str(dtype).removeprefix('torch.')}"
+        return f"‖fused − eager‖ / ‖eager‖ ≤ {8 * unit_of(dtype):.2g} ({units})"
+    return f"relative error against the oracle ≤ {_MODEL_FACTOR} × eager's own (or one unit in the last place)"
+
+
+def _of_other_shapes(names: Sequence[str], oracle_name: str) -> ModelCheck:
+    """A check that failed because outputs have other shapes than eager's: no error says how far they are off."""
+    return ModelCheck(
+        oracle=oracle_name,
+        outputs=tuple(names),
+        fused_rel_l2=math.inf,
+        eager_rel_l2=0.0,
+        fused_max_abs=math.inf,
+        eager_max_abs=0.0,
+        fused_vs_eager_max_abs=math.inf,
+        cosine=0.0,
+        argmax_agreement=None,
+        nonfinite_mismatches=0,
+        limit="the shapes of eager's outputs, which a model that draws random numbers may not keep to itself",
+        is_passed=False,
+    )

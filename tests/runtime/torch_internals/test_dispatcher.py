@@ -1,0 +1,103 @@
+"""The dispatcher: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import dispatcher, fake_mode
+
+LINEARS = [((5, 6), True), ((2, 5, 6), True), ((2, 5, 6), False), ((2, 3, 5, 6), True), ((6,), False)]
+
+
+@pytest.mark.parametrize(("shape", "has_bias"), LINEARS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_gradients_a_linear_is_one_step_of_a_trace_with_the_same_result(device, shape, has_bias):
+    def traced(context, *, needs_grad):
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x, weight, bias = (torch.empty(size, device=device) for size in (shape, (4, 6), (4,)))
+            weight.requires_grad_()
+            with context, enable_python_dispatcher(), torch.set_grad_enabled(needs_grad), dispatcher.OpLog() as watch:
+                found = [torch.nn.functional.linear(x, weight, bias if has_bias else None) for _ in range(2)]
+        layouts = [(one.shape, one.stride(), one.dtype, one.device.type, one.requires_grad) for one in found]
+        return [name for name, _ in watch.seen], layouts
+
+    # Autograd asks for the device's guard, which a build for CPUs does not have.
+    for needs_grad in (False, True) if device == "cpu" or torch.cuda.is_available() else (False,):
+        plain, expected = traced(contextlib.nullcontext(), needs_grad=needs_grad)
+        ops, layouts = traced(dispatcher.linear_in_one_step(), needs_grad=needs_grad)
+        assert layouts == expected
+        assert "aten.linear.default" not in plain
+        assert ops == (plain if needs_grad else ["aten.linear.default"] * 2)
+        assert traced(contextlib.nullcontext(), needs_grad=needs_grad) == (plain, expected)
+
+
+def test_a_linear_in_one_step_leaves_calls_and_other_tensors_alone():
+    from torch._dispatch.python import enable_python_dispatcher
+
+    x, weight = torch.randn(2, 6), torch.randn(4, 6, requires_grad=True)
+    with dispatcher.linear_in_one_step(), enable_python_dispatcher(), torch.no_grad(), dispatcher.OpLog() as watch:
+        torch.nn.functional.linear(x, weight)
+    assert "aten.mm.default" in [name for name, _ in watch.seen]
+    expected = torch.nn.functional.linear(x, weight)
+    with dispatcher.linear_in_one_step(), dispatcher.linear_in_one_step():
+        found = torch.nn.functional.linear(x, weight)
+    assert torch.equal(found, expected) and found.requires_grad
+
+
+def test_a_linear_in_one_step_is_taken_away_by_the_last_of_several_threads():
+    keys = set(torch.ops.aten.linear.default.py_kernels)
+    failures, before = [], sys.getswitchinterval()
+
+    def enter():
+        try:
+            for _ in range(100):
+                with dispatcher.linear_in_one_step():
+                    assert len(torch.ops.aten.linear.default.py_kernels) > len(keys)
+        except Exception as error:  # noqa: BLE001 - a thread's error is nobody's otherwise
+            failures.append(error)
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and set(torch.ops.aten.linear.default.py_kernels) == keys
+
+
+def test_wrapped_tensors_are_told_from_real_and_fake_ones():
+    seen = []
+    torch.vmap(lambda row: (seen.append(dispatcher.is_wrapped(row)), row)[1])(torch.zeros(2, 3))
+    assert seen == [True]
+    (fake,) = fake_mode.fake_tensors([torch.zeros(3)])
+    assert not dispatcher.is_wrapped(fake) and not dispatcher.is_wrapped(torch.zeros(3))
+    assert fake_mode.is_fake(fake) and not fake_mode.is_fake(torch.zeros(3)) and not fake_mode.is_fake(None)
+
+
+def test_modes_and_tensor_classes_that_see_their_ops():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    class Own(torch.Tensor):
+        pass
+
+    assert not dispatcher.is_mode_active()
+    with torch.device("cpu"):
+        assert not dispatcher.is_mode_active()
+        with Mode():
+            assert dispatcher.is_mode_active()
+    with dispatcher.OpLog():
+        assert dispatcher.is_mode_active()
+    assert dispatcher.sees_its_ops(Own)
+    assert not any(map(dispatcher.sees_its_ops, (torch.Tensor, torch.nn.Parameter)))

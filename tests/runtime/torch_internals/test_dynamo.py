@@ -1,0 +1,167 @@
+"""TorchDynamo: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import dynamo, fake_mode
+from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
+from tests.tiny import Toy
+
+
+def test_placeholder_values_are_fake_tensors_of_the_inputs():
+    x = torch.randn(3, 5)
+    values = dynamo_graph(lambda x: x.t() * 2, x, then=dynamo.placeholder_values)[1]
+    assert [(type(value).__name__, tuple(value.shape), value.stride()) for value in values] == [("FakeTensor", (3, 5), (5, 1))]
+
+
+def test_dynamo_traces_without_source_lines_and_keeps_modules():
+    def meta(graph):
+        nodes = [node for node in graph.graph.nodes if node.op.startswith("call")]
+        return [(str(node.meta["stack_trace"]).strip(), "nn_module_stack" in node.meta) for node in nodes]
+
+    model = Toy(blocks=1).eval()
+    with dynamo.without_source_lines():
+        _, without = dynamo_graph(model, torch.randn(2, 32), then=meta)
+    _, lines = dynamo_graph(model, torch.randn(2, 32), then=meta)
+    assert {text for text, _ in without} == {""} and all("tiny.py" in text for text, _ in lines)
+    assert [has for _, has in without] == [has for _, has in lines] and any(has for _, has in lines)
+
+
+def test_what_the_first_compile_would_load_is_loaded():
+    program = """
+import sys, torch
+from fusion_advisor.runtime.torch_internals import dynamo
+before = set(sys.modules)
+dynamo.compiled_call(torch.nn.ReLU(), lambda graph, inputs: graph.forward)
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & {"functorch", "networkx", "sympy"}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("is_untried", [False, True])
+def test_guards_that_are_left_untried_guard_nonetheless(is_untried, monkeypatch):
+    timed, graphs = [], []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1) or 0.0)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        if is_untried:
+            dynamo.leave_new_guards_untried()
+        return graph.forward
+
+    class Scaled(torch.nn.Module):
+        factor = 2
+
+        def forward(self, x):
+            return x * self.factor
+
+    model = Scaled()
+    call = dynamo.compiled_call(model, backend)
+    with torch.no_grad():
+        for rows, compiled in ((2, 1), (2, 1), (3, 2)):
+            assert call(torch.ones(rows)).sum() == 2 * rows and len(graphs) == compiled
+        model.factor = 5
+        assert call(torch.ones(3)).sum() == 15
+    assert len(graphs) == 3 and len(timed) == (0 if is_untried else 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_has_dynamic_shapes(dynamic):
+    _, found = dynamo_graph(lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=dynamo.has_dynamic_shapes)
+    assert found is dynamic
+
+
+def test_break_reason_names_the_line():
+    def breaks(x):
+        y = x * 5
+        torch._dynamo.graph_break()
+        return y + 1
+
+    graph, _ = dynamo_graph(breaks, torch.randn(2))
+    reason, where = dynamo.break_reason(graph)
+    assert reason
+    assert "test_dynamo.py:" in where
+    assert dynamo.break_reason(dynamo_graph(lambda x: x * 7, torch.randn(2))[0]) is None
+
+
+@pytest.mark.parametrize("model", [Toy(), torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU())], ids=["own", "torch's"])
+def test_compiled_call_reaches_the_backend(model):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        assert torch.equal(dynamo.compiled_call(model, backend)(x), model(x))
+    assert len(graphs) == 1
+
+
+def test_compiled_calls_do_not_count_against_each_other():
+    graphs = []
+
+    def backend_of_its_own():
+        # torch 2.11 runs what it compiled for one model in place of the next one's, where both have the same backend.
+        return lambda graph, _: (graphs.append(graph), graph.forward)[1]
+
+    x = torch.randn(2, 32)
+    with torch.no_grad(), dynamo.raise_recompile_limit(64):
+        for _ in range(20):
+            dynamo.compiled_call(Toy(), backend_of_its_own())(x)
+    assert len(graphs) == 20
+
+
+def test_raise_recompile_limit_is_undone():
+    before = torch._dynamo.config.recompile_limit
+    with dynamo.raise_recompile_limit(64):
+        assert torch._dynamo.config.recompile_limit == 64
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_mode_of_torch_compile_reaches_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch, "compile", lambda call, **options: seen.update(options) or call)
+    dynamo.compiled_call(torch.nn.Linear(2, 2), "inductor", mode="reduce-overhead")
+    assert (seen["backend"], seen["mode"], seen["dynamic"]) == ("inductor", "reduce-overhead", False)
+
+
+def test_dynamo_compiles_without_a_collection(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(generation))
+    for context, times in ((contextlib.nullcontext(), 1), (dynamo.no_collection(), 0)):
+        collected.clear()
+        with context, torch.no_grad():
+            dynamo.compiled_call(torch.nn.ReLU6(), lambda graph, _: graph.forward)(torch.ones(3))
+        assert len(collected) == times
+
+
+def test_dynamo_says_which_code_it_looked_through():
+    class Twice(torch.nn.Module):
+        def helper(self, x):
+            return x * 2
+
+        def forward(self, x):
+            return self.helper(x)
+
+    codes, modes = [], []
+
+    def backend(graph_module, inputs):
+        codes.extend(dynamo.traced_code())
+        modes.extend(dynamo.fake_modes_of(graph_module))
+        return graph_module.forward
+
+    x = torch.ones(2)
+    torch.compile(Twice(), backend=backend)(x)
+    assert {Twice.helper.__code__, Twice.forward.__code__} <= set(codes) and len(set(codes)) == len(codes)
+    assert modes
+    fake_mode.forget_real_tensors(modes)
+    torch.utils.swap_tensors(x, torch.zeros(2))

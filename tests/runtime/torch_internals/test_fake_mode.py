@@ -1,0 +1,74 @@
+"""Fake tensors: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import dynamo, fake_mode, fx_trace, tensor_memory
+from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
+
+
+def test_a_fake_tensor_is_plain_unless_more_than_its_layout_is_known_of_it():
+    plain, symbolic = (
+        dynamo_graph(
+            lambda x: x * 2, torch.randn(3, 5), dynamic=dynamic, then=lambda graph: dynamo.placeholder_values(graph)[-1]
+        )[1]
+        for dynamic in (False, True)
+    )
+    assert fake_mode.is_plain_fake(plain)
+    assert not fake_mode.is_plain_fake(symbolic)
+    assert not fake_mode.is_plain_fake(torch.randn(3))
+    with plain.fake_mode:
+        assert not fake_mode.is_plain_fake(torch.tensor(5))  # its value is known
+        assert not fake_mode.is_plain_fake(torch.randn(3, 5).to_sparse())
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_detached_fake_is_what_detach_gives(needs_grad):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode():
+        value = torch.nn.Parameter(torch.empty(4, 6), requires_grad=needs_grad) if needs_grad else torch.empty(6, 4).t()[1:]
+        found, expected = fake_mode.detached_fake(value), value.detach()
+        for name in ("shape", "dtype", "device", "requires_grad", "fake_mode"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert (found.stride(), found.storage_offset()) == (expected.stride(), expected.storage_offset())
+        assert type(found) is type(expected) and found is not value
+        assert tensor_memory.storage_key(found) == tensor_memory.storage_key(value)
+
+
+def test_fake_mode_of_fakes_is_their_own_and_of_nothing_is_none():
+    fakes = fake_mode.fake_tensors([torch.randn(3), 7])
+    assert fake_mode.fake_mode_of([7, *fakes]) is fakes[0].fake_mode
+    assert isinstance(fake_mode.fake_mode_of([7]), contextlib.nullcontext)
+
+
+def test_fake_tensors_keep_layouts_and_leave_other_values():
+    transposed = torch.randn(3, 4).t()
+    fake, other = fake_mode.fake_tensors([transposed, "text"])
+    assert (fake.shape, fake.stride(), fake.dtype) == (transposed.shape, transposed.stride(), transposed.dtype)
+    assert other == "text"
+
+
+def test_fake_result_runs_a_node_on_the_layouts_of_its_inputs():
+    module = fx_trace.retrace_to_aten(lambda x: (x + 1).view(6, 2), fake_mode.fake_tensors([torch.randn(3, 4)]))
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    added, viewed = nodes["aten.add.Tensor"], nodes["aten.view.default"]
+    again = fake_mode.fake_result(module, viewed)
+    assert (type(again).__name__, tuple(again.shape)) == ("FakeTensor", (6, 2))
+    assert tensor_memory.storage_key(again) == tensor_memory.storage_key(added.meta["val"])
+    added.meta["val"] = added.meta["val"].new_empty(3, 8)[:, :4]
+    with pytest.raises((RuntimeError, ValueError)):
+        fake_mode.fake_result(module, viewed)
+
+
+def test_fake_result_leaves_the_layouts_of_its_inputs():
+    module = fx_trace.retrace_to_aten(lambda x: (x + 1).unsqueeze_(0), fake_mode.fake_tensors([torch.randn(3, 4)]))
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    before = nodes["aten.add.Tensor"].meta["val"]
+    for _ in range(2):
+        assert fake_mode.fake_result(module, nodes["aten.unsqueeze_.default"]).shape == (1, 3, 4)
+    assert before.shape == (3, 4)

@@ -1,0 +1,55 @@
+"""FX: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import torch
+from torch._guards import TracingContext
+
+from fusion_advisor.runtime.torch_internals import dynamo, fx_trace
+from tests.runtime.torch_internals.dynamo_graphs import dynamo_graph
+from tests.tiny import Toy
+
+
+def test_a_lazy_graph_module_generates_its_code_when_it_is_needed():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.add, (graph.placeholder("x"), 1)))
+    made = fx_trace.lazy_graph_module(torch.nn.Module(), graph, class_name="Made")
+    generated = []
+    graph.set_codegen(_Telling(generated))
+    made.recompile()
+    assert torch.fx.Interpreter(made).run(1) == 2 and not generated
+    assert made(torch.tensor(1)) == 2 and generated
+    assert "torch.add" in made.code
+
+
+class _Telling(torch.fx.graph.CodeGen):
+    def __init__(self, generated):
+        super().__init__()
+        self.generated = generated
+
+    def _gen_python_code(self, *args, **kwargs):
+        self.generated.append(1)
+        return super()._gen_python_code(*args, **kwargs)
+
+
+def test_retrace_to_aten_keeps_modules_lines_and_composite_ops():
+    def retrace(graph):
+        interpreter = torch.fx.Interpreter(graph)
+        return fx_trace.retrace_to_aten(interpreter.run, dynamo.placeholder_values(graph))
+
+    _, traced = dynamo_graph(Toy(blocks=1).eval(), torch.randn(2, 32), then=retrace)
+    nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert "aten.layer_norm.default" in [str(node.target) for node in nodes]
+    assert all(node.meta.get("stack_trace") for node in nodes)
+    assert any("norms" in str(node.meta.get("nn_module_stack")) for node in nodes)
+
+
+def test_retrace_puts_the_tracing_context_back():
+    def retrace(graph):
+        before = TracingContext.try_get().fake_mode
+        fx_trace.retrace_to_aten(torch.fx.Interpreter(graph).run, dynamo.placeholder_values(graph))
+        return before, TracingContext.try_get().fake_mode
+
+    before, after = dynamo_graph(lambda x: x * 3, torch.randn(2), then=retrace)[1]
+    assert before is not None
+    assert after is before

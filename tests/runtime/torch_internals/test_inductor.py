@@ -1,0 +1,46 @@
+"""Inductor: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import fake_mode, fx_trace, inductor
+
+
+def test_compilers_begin_with_empty_caches_and_get_theirs_back(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before too")
+    with inductor.empty_compile_caches():
+        inside = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
+    assert "before" not in inside[0] and "before" not in inside[1]
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == ("before", "before too")
+
+
+def test_inductor_compiles_a_traced_graph():
+    # A matrix product alone needs no code of Inductor's own, which a C++ compiler would take seconds for.
+    a, b = torch.randn(4, 8), torch.randn(8, 2)
+    module = fx_trace.retrace_to_aten(lambda x, y: (torch.mm(x, y),), fake_mode.fake_tensors([a, b]))
+    (result,) = inductor.compile_graph(module, [a, b])(a, b)
+    torch.testing.assert_close(result, a @ b)
+
+
+def test_inductor_calls_an_op_that_it_was_told_of():
+    # Where implicit fallbacks are off, only what it was told of compiles: nothing is written out for a log line then.
+    library = torch.library.Library("fusion_advisor_test_told", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeExplicitAutograd")
+    torch.library.register_fake("fusion_advisor_test_told::twice", torch.empty_like, lib=library)
+    op = torch.ops.fusion_advisor_test_told.twice.default
+    x = torch.randn(4)
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(op, (graph.placeholder("x"),)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with torch._inductor.config.patch(implicit_fallbacks=False):
+        with pytest.raises(RuntimeError, match="missing lowering"):
+            inductor.compile_graph(module, [x])
+        inductor.call_without_lowering(op)
+        (result,) = inductor.compile_graph(module, [x])(x)
+    torch.testing.assert_close(result, x + x)

@@ -1,0 +1,55 @@
+"""Storages: one test for each private API of torch that is used, which names it when a release moves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion_advisor.runtime.torch_internals import fake_mode, tensor_memory
+
+
+@pytest.mark.parametrize("make", [lambda tensor: tensor, lambda tensor: fake_mode.fake_tensors([tensor])[0]])
+def test_storage_key_is_shared_by_views_alone(make):
+    tensor = make(torch.randn(4, 4))
+    assert tensor_memory.storage_key(tensor) == tensor_memory.storage_key(tensor[1:].view(-1))
+    assert tensor_memory.storage_key(tensor) != tensor_memory.storage_key(tensor.clone())
+
+
+def test_addresses_are_those_of_the_same_tensors_only():
+    tensors = [torch.randn(4) for _ in range(3)]
+    addresses = tensor_memory.Addresses(tensors)
+    assert addresses.are_of(tensors)
+    assert not addresses.are_of(tensors[:2])
+    assert not addresses.are_of([*tensors[:2], tensors[2].clone()])
+    assert not addresses.are_of([tensors[1], tensors[0], tensors[2]])
+    tensors[1].data = torch.randn(4)
+    assert not addresses.are_of(tensors)
+
+
+def watched_storage(device):
+    freed = []
+    parameter = torch.nn.Parameter(torch.randn(4, device=device))
+    reference = tensor_memory.storage_reference(parameter, freed.append)
+    parameter.untyped_storage()  # a Python object that comes and goes is not the memory's end
+    assert reference() is not None and freed == []
+    held, parameter.data = parameter.data, torch.randn(4, device=device)
+    assert reference() is not None and freed == []
+    del held
+    assert freed == [reference] and reference() is None
+
+
+def test_a_storage_is_seen_to_be_freed_under_a_living_tensor():
+    watched_storage("cpu")
+
+
+@pytest.mark.gpu
+def test_a_storage_is_seen_to_be_freed_on_a_gpu():
+    watched_storage("cuda")
+
+
+@pytest.mark.gpu
+def test_addresses_on_a_gpu():
+    tensors = [torch.randn(4, device="cuda") for _ in range(3)]
+    addresses = tensor_memory.Addresses(tensors)
+    assert addresses._at_once is not None
+    assert addresses.are_of(tensors) and not addresses.are_of([*tensors[:2], tensors[2].clone()])

@@ -1,0 +1,90 @@
+"""Outputs of the whole model: eager's own error or the user's tolerance is the limit, and the worst output decides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusion_advisor.records import Tolerance
+from fusion_advisor.verify.compare_models import check_model
+
+LOGITS = torch.randn(2, 3, 1200, dtype=torch.float64)
+
+
+def rows(tensor):
+    return [("logits", tensor.float()), ("ids", torch.arange(3))]
+
+
+def test_the_whole_model_is_held_to_eagers_own_error():
+    eager = LOGITS + 1e-5 * torch.randn_like(LOGITS)
+    near = check_model(rows(LOGITS + 1e-5 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy")
+    assert near.is_passed and near.argmax_agreement == 1.0 and near.outputs == ("logits",)
+    assert not check_model(rows(LOGITS + 1e-4 * torch.randn_like(LOGITS)), rows(eager), rows(LOGITS), "float64 copy").is_passed
+
+
+def test_the_whole_model_is_held_to_a_tolerance():
+    off = LOGITS + 1e-4
+    tolerance = Tolerance(rtol=0.0, atol=2e-4)
+    found = check_model(rows(off), rows(LOGITS), rows(LOGITS), "float64 copy", tolerance=tolerance)
+    assert found.is_passed and found.limit == str(tolerance)
+    assert not check_model(rows(off), rows(LOGITS), rows(LOGITS), "float64 copy").is_passed
+    assert not check_model(rows(LOGITS + 3e-4), rows(LOGITS), rows(LOGITS), "eager", tolerance=tolerance).is_passed
+    one_of_two = [("a", LOGITS.float()), ("b", LOGITS.float() + 1)]
+    both = [("a", LOGITS.float()), ("b", LOGITS.float())]
+    assert not check_model(one_of_two, both, both, "eager", tolerance=tolerance).is_passed
+
+
+def test_outputs_of_other_shapes_fail_and_are_named():
+    found = check_model([("logits", LOGITS), ("state", LOGITS[1:])], [("logits", LOGITS), ("state", LOGITS)], [], "eager")
+    assert not found.is_passed
+    assert (found.outputs, found.fused_rel_l2) == (("state",), float("inf"))
+
+
+def test_counts_have_no_tolerance():
+    counts, more = torch.arange(4.0).double(), torch.arange(4.0).double() + 1
+    mine, theirs = [*rows(LOGITS), ("written counts", more)], [*rows(LOGITS), ("written counts", counts)]
+    wide = Tolerance(rtol=10.0, atol=10.0)
+    assert not check_model(mine, theirs, theirs, "eager", tolerance=wide, exact={"written counts"}).is_passed
+    assert check_model(theirs, theirs, theirs, "eager", tolerance=wide, exact={"written counts"}).is_passed
+
+
+def test_without_a_copy_eager_is_the_measure():
+    eager = rows(LOGITS)
+    assert check_model(eager, eager, eager, "eager").is_passed
+    assert not check_model(rows(LOGITS * (1 + 1e-5)), eager, eager, "eager").is_passed
+
+
+def test_one_nan_in_the_model_is_refused():
+    spoiled = LOGITS.clone()
+    spoiled[0, 0, 0] = math.nan
+    found = check_model(rows(spoiled), rows(LOGITS), rows(LOGITS), "eager")
+    assert found.nonfinite_mismatches == 1 and not found.is_passed
+
+
+def test_the_worst_output_decides():
+    good, bad = LOGITS.float(), (LOGITS + 0.1).float()
+    found = check_model([("a", good), ("b", bad)], [("a", good), ("b", good)], [("a", LOGITS), ("b", LOGITS)], "float64 copy")
+    assert not found.is_passed
+
+
+def test_a_model_without_floats_has_nothing_to_check():
+    with pytest.raises(ValueError, match="no floating"):
+        check_model([("ids", torch.arange(3))], [("ids", torch.arange(3))], [("ids", torch.arange(3))], "eager")
+
+
+def test_the_five_likeliest_tokens_may_come_in_any_order():
+    logits = torch.zeros(2, 4, 2000)
+    logits[..., :5] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
+    swapped, other = logits.clone(), logits.clone()
+    swapped[0, 0, :2] = swapped[0, 0, :2].flip(0)
+    other[0, 0, 4], other[0, 0, 7] = 0.0, 1.0
+
+    def checked(fused):
+        return check_model([("logits", fused)], [("logits", logits)], [("logits", logits.double())], "float64 copy")
+
+    assert (checked(swapped).argmax_agreement, checked(swapped).top5_agreement) == (7 / 8, 1.0)
+    assert (checked(other).argmax_agreement, checked(other).top5_agreement) == (1.0, 7 / 8)
+    small = [("features", torch.ones(2, 8))]
+    assert check_model(small, small, [("features", torch.ones(2, 8).double())], "float64 copy").top5_agreement is None
