@@ -17,8 +17,6 @@ from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
 _LEAST_LIMIT_S = 20.0
-WALL_S = 3.0
-"""Seconds spent on each wall-time comparison."""
 
 
 def measure_after(installed: Installed, check: ModelCheck) -> Measured:
@@ -98,8 +96,8 @@ def _how(job: Job) -> dict[str, Any]:
     options, loaded = job.options, job.loaded
     return {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": job.bench.on_cuda,
-        "runs": options.runs, "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps,
-        "rewind": job.bench.live.written.rewind, "progress": job.progress, "timer": job.bench.timer,
+        "runs": options.runs, "budget_s": options.budgets.wall_s, "least_s": options.min_time_s, "traced_steps": options.steps,
+        "rewind": job.bench.live.written.rewind, "progress": job.progress, "instruments": job.instruments,
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
 from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
@@ -32,7 +33,6 @@ from fusion_advisor.runtime import torch_internals
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
-from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import nothing
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -207,7 +207,7 @@ def measure_all(
     least_s: float = 0.0,
     traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
-    timer: HostTimer | None = None,
+    instruments: Instruments = MEASURED,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
 ) -> tuple[Baseline, ...]:
@@ -225,7 +225,7 @@ def measure_all(
         least_s: seconds for each contender at least, beyond ``runs``.
         traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
-        timer: times the runs; left out, the one of the device.
+        instruments: time the runs.
         progress: told about each.
         on_required: given the rows of those that the run needs, where there are others.
     """
@@ -234,13 +234,13 @@ def measure_all(
     def rows_of(ready: Sequence[_Ready], *, is_last: bool = False) -> dict[str, Baseline]:
         calls, all_s = [one.call for one in ready], budget_s * len(ready)
         patience = _PATIENCE if is_last else 1.0
-        timings = step_profile.walls(
+        timings = instruments.walls(
             calls, on_cuda=on_cuda, runs=runs, budget_s=all_s, least_s=least_s, patience=patience, rewind=rewind,
-            timer=timer,
+            timer=instruments.timer,
         )  # fmt: skip
         rested: Sequence[Timing | None] = [None] * len(ready)
         if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
-            rested = step_profile.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much
+            rested = instruments.rested_walls(calls, runs=runs, budget_s=all_s / 4, rewind=rewind)  # few rounds tell as much
         return {
             one.contender.name: Baseline(
                 name=one.contender.name,

@@ -14,10 +14,10 @@ from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN
 from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.alone import savings_alone
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.fuse.decide.exact import inexact_passes
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, keep_all
 from fusion_advisor.fuse.decide.laid_out import layout_refusals
-from fusion_advisor.fuse.decide.result_bits import inexact_passes
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Variant, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
@@ -35,7 +35,12 @@ FASTEST = "fastest"
 
 
 def try_all(
-    bench: Bench, plan: Plan, options: ApplyOptions, progress: Progress, so_far: Callable[[list[Fusion]], None]
+    bench: Bench,
+    plan: Plan,
+    options: ApplyOptions,
+    progress: Progress,
+    so_far: Callable[[list[Fusion]], None],
+    instruments: Instruments = MEASURED,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
@@ -46,6 +51,7 @@ def try_all(
             None those that Triton is known to be slower at.
         progress: told about each.
         so_far: given all fusions tried, after each.
+        instruments: time each kernel against the ops that it replaces.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -73,6 +79,7 @@ def try_all(
                         with_nvtx=options.nvtx,
                         is_timed=options.is_timed and not options.dry_run,
                         log=progress.note,
+                        compare=instruments.compare_alone,
                     )
                     for backend in backends
                 ]
@@ -150,7 +157,14 @@ def kernel_dir_of(options: ApplyOptions) -> Iterator[Path]:
 
 
 def choose(
-    bench: Bench, fusions: list[Fusion], built: list[BuiltFusion], options: ApplyOptions, progress: Progress, *, budget_s: float
+    bench: Bench,
+    fusions: list[Fusion],
+    built: list[BuiltFusion],
+    options: ApplyOptions,
+    progress: Progress,
+    *,
+    budget_s: float,
+    instruments: Instruments = MEASURED,
 ) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
     """Time graph passes and fusions in the step and keep what pays.
 
@@ -161,6 +175,7 @@ def choose(
         options: the keep rule's thresholds.
         progress: told how the step is timed.
         budget_s: seconds for the timing.
+        instruments: time the step and decide.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
@@ -181,7 +196,7 @@ def choose(
     if options.is_timed:
         chains = {item.planned.chain.id: item.planned.chain.runs for item in built}
         timed = [fusion for fusion in fusions if fusion.chain_id in chains and bench.timer.method == CPU_TIME]
-        decision = decide(
+        decision = instruments.decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note,
             step=progress.step, alone=savings_alone(timed, chains, options.confidence),
         )  # fmt: skip
@@ -191,7 +206,7 @@ def choose(
     decision = replace(decision, verdicts={**decision.verdicts, **refused})
     rewrites = []
     for name in names:
-        timed_ns = _timed_saving_ns(bench, tried, name) if PASSES[name].is_in_trace and options.is_timed else None
+        timed_ns = _timed_saving_ns(bench, tried, name, instruments) if PASSES[name].is_in_trace and options.is_timed else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
@@ -244,12 +259,12 @@ def _with_verdict(fusion: Fusion, verdict: Verdict | None) -> Fusion:
     )
 
 
-def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str) -> int | None:
+def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str, instruments: Instruments) -> int | None:
     """Return what a pass saves alone, on top of the passes that were timed before it; None where it was not timed."""
     if name not in names:
         return None
     before = list(names[: names.index(name)])
-    return saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
+    return instruments.saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:

@@ -12,7 +12,6 @@ from fusion_advisor.capture.trace import profiler
 from fusion_advisor.capture.trace.attribute import median_step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
 from fusion_advisor.errors import AdvisorError, MissingKernels, NotTrainable, ProfilerAttached
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
@@ -46,7 +45,8 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     device = torch.device(loaded.record.device)
     with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
-            environment, bandwidth = describe_environment(loaded.record.device), measure_bandwidth(loaded.record.device)
+            environment = describe_environment(loaded.record.device)
+            bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
         on_cuda = environment.device_kind == "cuda"
         with clock.phase("profile"), seeded(loaded.request.seed, device), in_training(loaded.model):
             step = TrainingStep(loaded.model, loaded.args, loaded.kwargs, model_id=loaded.record.model_id)
@@ -67,7 +67,7 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
                 times = wall_timer.wall_times(
                     numbered(step) if options.nvtx else step,
                     runs=options.runs,
-                    budget_s=WALL_S,
+                    budget_s=options.budgets.wall_s,
                     least_s=options.min_time_s,
                     on_cuda=on_cuda,
                     warmup=0,
