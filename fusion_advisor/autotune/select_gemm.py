@@ -82,13 +82,22 @@ def tensors_refusal(problem: GemvProblem, tensors: Sequence[torch.Tensor]) -> st
     return ""
 
 
-def is_served(problem: GemvProblem, device: torch.device | str) -> bool:
+def _capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """A GPU's compute capability; None where cuda-core, which launches kernels for it, is missing."""
+    return torch.cuda.get_device_capability(device) if has_cuda_core() else None
+
+
+def is_served(
+    problem: GemvProblem,
+    device: torch.device | str,
+    capability_of: Callable[[torch.device | str], tuple[int, int] | None] = _capability_of,
+) -> bool:
     """Whether a device may have a kernel of ours for a problem: one for many rows needs Hopper's tensor cores, and cuda-core."""
     if problem.m <= MOST_ROWS:
         return True
-    if refusal(problem, "cuda_wgmma") or torch.device(device).type != "cuda" or not has_cuda_core():
+    if refusal(problem, "cuda_wgmma") or torch.device(device).type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device) == _WGMMA_CAPABILITY
+    return capability_of(device) == _WGMMA_CAPABILITY
 
 
 def choose(
