@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusion_advisor.fuse.passes import gemm_epilogue
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -12,3 +14,14 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cpu_epilogue(monkeypatch):
+    """A CPU's GEMMs are asked for their epilogue, which has the GELU with erf; returns a function that says it is another one."""
+
+    def plant(gelu):
+        monkeypatch.setattr(gemm_epilogue, "GELU_OF", {**gemm_epilogue.GELU_OF, "cpu": gelu})
+
+    plant("gelu_erf")
+    return plant

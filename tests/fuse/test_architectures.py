@@ -23,7 +23,6 @@ from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.session import Bench, replaced_sites
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
-from fusion_advisor.fuse.passes import gemm_epilogue
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
@@ -252,10 +251,10 @@ IN_GEMMS = {
 }
 
 
+@pytest.mark.usefixtures("cpu_epilogue")
 @pytest.mark.parametrize("model_id", IN_GEMMS)
-def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path, monkeypatch):
+def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path):
     """Of the two GELUs a CPU's epilogue has the one with erf."""
-    monkeypatch.setattr(gemm_epilogue, "GELU_OF", {"cpu": "gelu_erf"})
     run = Fused(tiny(model_id, batch=8), patterns, tmp_path, in_gemms=IN_GEMMS[model_id])
     calls = [node.name.rstrip("_0123456789") for module in run.variant.modules for node in module.graph.nodes]
     assert all(calls.count(name) == IN_GEMMS[model_id].count(name) for name in set(IN_GEMMS[model_id]))

@@ -116,6 +116,14 @@ def walls_of(*timings):
 TIMING, FASTER = as_timing([100] * 6, "wall"), as_timing([80] * 6, "wall")
 
 
+def compiler_without(name, folder):
+    """Write a C++ compiler that fails for files that have a word in their name."""
+    compiler = folder / "c++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{name}*) echo planted >&2; exit 1;; esac\nexec {find_compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    return compiler
+
+
 def keep_all(_):
     return Status.KEPT
 
@@ -254,10 +262,7 @@ def test_when_nothing_pays_the_model_is_as_it_was(loaded, quick):
 
 
 def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch, tmp_path):
-    compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *gelu_tanh*) echo planted >&2; exit 1;; esac\nexec {find_compiler()[0]} "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", str(compiler_without("gelu_tanh", tmp_path)))
     progress = Told()
     report = apply_workload(loaded, quick, progress, instruments=verdicts(keep_all)).report
     assert_consistent(report)

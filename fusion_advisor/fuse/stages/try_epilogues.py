@@ -58,7 +58,7 @@ def compute_in_epilogues(
     Returns:
         The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
     """
-    found, refusals = find_places(kept.bench, [item.planned for item in kept.built], fast_math=options.fast_math)
+    found, refusals = find_places(kept.bench, [item.planned for item in kept.built], rewrite, fast_math=options.fast_math)
     if not found:
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
         return not_replaced(kept, rewrite, reason=reason, sites=len(refusals)) if refusals else kept
@@ -130,12 +130,15 @@ def _timed(
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
 
 
-def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bool = False) -> tuple[list[Placed], list[str]]:
+def find_places(
+    bench: Bench, fusions: Sequence[PlannedFusion], rewrite: EpilogueRewrite = GEMM_EPILOGUE, *, fast_math: bool = False
+) -> tuple[list[Placed], list[str]]:
     """Return where an epilogue could compute an activation, region by region, and why others were left alone.
 
     Args:
         bench: over the graphs as they are now.
         fusions: what kernels compute in them.
+        rewrite: finds the sites.
         fast_math: take one GELU for the other, in 16 bits.
     """
     placed, refusals = [], []
@@ -146,7 +149,7 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
         node_at = {index: node for node, index in index_of.items()}
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
         device = "cuda" if bench.on_cuda else "cpu"
-        sites, reasons = GEMM_EPILOGUE.find(region.graph.graph, mine, device, fast_math=fast_math)
+        sites, reasons = rewrite.find(region.graph.graph, mine, device, fast_math=fast_math)
         refusals += reasons
         for site in sites:
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))

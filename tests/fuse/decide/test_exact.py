@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from fusion_advisor.fuse.decide.result_bits import has_same_bits
 
 import fusion_advisor as fa
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse import dynamo_backend
 from fusion_advisor.fuse.decide import exact
-from fusion_advisor.fuse.decide.result_bits import has_same_bits
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.report import kernel_rows

@@ -427,8 +427,8 @@ def raising(error):
 class Unobservable(Bench):
     """Cannot run its step once more."""
 
-    def __init__(self, live, error):
-        super().__init__(live, on_cuda=False)
+    def __init__(self, live, error, *, on_cuda=False):
+        super().__init__(live, on_cuda=on_cuda)
         self._error = error
 
     def observe_values(self, keep, check):
