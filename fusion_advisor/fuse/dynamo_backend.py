@@ -23,6 +23,7 @@ from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import choose, try_all
 from fusion_advisor.fuse.live.model_check import check_region
@@ -49,20 +50,27 @@ def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
     return graph_module.forward
 
 
-def optimise(region: Region, options: ApplyOptions, *, check: Callable[[Region, Call], ModelCheck] = check_region) -> Call:
+def optimise(
+    region: Region,
+    options: ApplyOptions,
+    *,
+    check: Callable[[Region, Call], ModelCheck] = check_region,
+    instruments: Instruments = MEASURED,
+) -> Call:
     """Find, check, time and install what pays in one graph.
 
     Args:
         region: named, with the tensors of a call.
         options: the keep rule's thresholds, whether weights and buffers are frozen, and whether kernels round as eager does.
         check: compares the graph's results with a more precise run.
+        instruments: measure, and decide what stays.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
         as a whole are further from the truth than a model's may be.
     """
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
-    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
+    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda", timer=instruments.timer)
     written = _written_input(bench.ops)
     if written is not None:
         return _unfused(region.original, f"the graph writes to its input `{written}`")
@@ -75,8 +83,8 @@ def optimise(region: Region, options: ApplyOptions, *, check: Callable[[Region, 
     plan = make_plan(
         capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact, is_timed=options.is_timed
     )
-    fusions, built = try_all(bench, plan, options, progress, lambda _: None)
-    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
+    fusions, built = try_all(bench, plan, options, progress, lambda _: None, instruments)
+    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
     passes = kept_passes(rewrites)
     if not kept and not passes:
         return region.original.forward
@@ -154,15 +162,22 @@ def fusion_advisor(
     Raises:
         UsageError: an option is not known.
     """
-    unknown = sorted(set(options or ()) - {"freeze", "exact"})
+    return fuse_graph(graph_module, example_inputs, chosen_options(options or {}))
+
+
+def chosen_options(options: Mapping[str, Any]) -> ApplyOptions:
+    """Return the options of a run for those of ``torch.compile``.
+
+    Raises:
+        UsageError: one is not known.
+    """
+    unknown = sorted(set(options) - {"freeze", "exact"})
     if unknown:
         raise UsageError(
             detail=f"the backend has no option {', '.join(unknown)}",
             help="its options are 'freeze' and 'exact', True or False",
         )
-    asked = options or {}
-    chosen = ApplyOptions(freeze=bool(asked.get("freeze", False)), exact=bool(asked.get("exact", False)))
-    return fuse_graph(graph_module, example_inputs, chosen)
+    return ApplyOptions(freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)))
 
 
 def fuse_graph(

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions, describe
 from fusion_advisor.codegen.common.interface import Tuning
 from fusion_advisor.codegen.registry import backend
@@ -284,8 +283,7 @@ def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, pat
             assert torch.equal(one, other)
 
 
-def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, monkeypatch):
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, slow_biases):
     run = Fused(tiny("openai-community/gpt2"), patterns, tmp_path)
     assert run.sites_of("bias_gelu_tanh") == 2
     assert run.sites_of("add_add_layer_norm_*") == 4

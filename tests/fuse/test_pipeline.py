@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import NoCompiler
@@ -203,7 +202,7 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick):
     assert_traces(quick.run_dir, report)
 
 
-def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, monkeypatch):
+def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, slow_biases):
     asked = []
 
     def alone(_, before, after):
@@ -212,7 +211,6 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
         )
         return 41_000
 
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
     report = apply_workload(loaded, quick, instruments=verdicts(keep_all, saving_alone_ns=alone)).report
     rows = {row.name: row for row in report.rewrites}
     assert rows[PASSES["split-biases"].title].predicted_saving_ns == 41_000

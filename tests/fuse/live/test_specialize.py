@@ -10,10 +10,11 @@ import torch
 from fusion_advisor.codegen.cpp import backend
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.live import specialize as specialising
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, quick, verdicts  # noqa: F401
+from tests.fuse.test_pipeline import faster_alone, keep_all, quick, verdicts  # noqa: F401
 from tests.tiny import Toy, qwen2, toy
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
@@ -100,7 +101,7 @@ def test_wrong_numbers_are_refused(applied, monkeypatch):
 def test_two_regimes_are_joined_in_one_model(applied, quick, monkeypatch):  # noqa: F811
     x = torch.randn(1, 32)
     with torch.no_grad():
-        other = apply_workload(describe_live(applied.revert(), (x,)), quick)
+        other = apply_workload(describe_live(applied.revert(), (x,)), quick, instruments=Instruments(compare_alone=faster_alone))
         joined = applied.include(other.fused).apply()
         assert joined is applied and joined.is_applied
         for value in (x, torch.randn(48, 32)):
