@@ -17,7 +17,7 @@ import torch
 
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher
-from fusion_advisor.autotune.tune import MUST_GAIN, time_launchers, version
+from fusion_advisor.autotune.tune import MUST_GAIN, Gpu, time_launchers, version
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
@@ -110,6 +110,7 @@ def choose(
     store: TuningStore | None = None,
     clock: Clock | None = None,
     build: Build | None = None,
+    gpu: Gpu | None = None,
 ) -> GemvChoice:
     """Return who computes a problem: from the store, or measured now.
 
@@ -123,6 +124,7 @@ def choose(
         store: the user's file by default.
         clock: of the device by default.
         build: makes a launcher for a configuration; renders and compiles by default.
+        gpu: that of the device by default.
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
@@ -137,13 +139,14 @@ def choose(
         return GemvChoice(config=fallback, source="default")
     store = TuningStore() if store is None else store
     contenders = (*backends, *(config.form for config in theirs))
-    key = choice_key(problem, header.title, contenders, torch.cuda.get_device_name(device))
+    gpu = gpu or Gpu(device)
+    key = choice_key(problem, header.title, contenders, gpu.name())
     stored = store.get_as(GemvConfig, key)
     if stored in tried:
         return GemvChoice(config=stored, source="stored")
     with tempfile.TemporaryDirectory() as folder:
         make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder), store=store))
-        timed = _timed(problem, tried, make, device, clock or make_clock(device))
+        timed = _timed(problem, tried, make, gpu, clock or make_clock(device))
     if not timed:
         return GemvChoice(config=fallback, source="default", tune_ns=time.perf_counter_ns() - started)
     chosen, _, best_ns = min(timed, key=lambda item: item[2])
@@ -156,7 +159,7 @@ def choose(
 
 
 def _timed(
-    problem: GemvProblem, tried: Sequence[GemvConfig], make: Build, device: torch.device, clock: Clock
+    problem: GemvProblem, tried: Sequence[GemvConfig], make: Build, gpu: Gpu, clock: Clock
 ) -> list[tuple[GemvConfig, str, int]]:
     """(configuration, its text, nanoseconds of one call) of every configuration that compiles."""
     built: list[tuple[GemvConfig, str, Launcher]] = []
@@ -165,7 +168,7 @@ def _timed(
             built.append((config, config.text, make(config)))
         except KernelBuildFailed:
             continue
-    return time_launchers(built, lambda seed: operands(problem, device, seed=seed), *_bytes(problem), device, clock)
+    return time_launchers(built, lambda seed: operands(problem, gpu.device, seed=seed), *_bytes(problem), gpu, clock)
 
 
 def launcher_for(

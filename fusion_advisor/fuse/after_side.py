@@ -12,7 +12,6 @@ from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, our
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.installed import Installed, Job, Measured
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
@@ -62,7 +61,7 @@ def _warm_up(installed: Installed) -> tuple[WarmUp | None, tuple[str, ...]]:
     job = installed.job
     with job.clock.phase("warm-up"):
         try:
-            warm_up = measure_warm_up(job.loaded, job.capture, installed.report, job.bench)
+            warm_up = job.last.measure_warm_up(job.loaded, job.capture, installed.report, job.bench)
         except AdvisorError as error:
             cannot = f"the plan could not be put in place a second time: {error}"
             job.progress.warn(cannot)

@@ -14,6 +14,7 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, 
 from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.passes.registry import kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
@@ -34,11 +35,13 @@ class LastStage:
         check_model: compares the whole model's numbers with the original's.
         graph_recorder: what records CUDA graphs on the bench's device; None where there are none.
         choose_graph: decides whether the graph stays.
+        measure_warm_up: times a saved plan's first call.
     """
 
     check_model: Callable[..., ModelCheck] = check_whole_model
     graph_recorder: Callable[[Bench], Recorder | None] = graph_recorder
     choose_graph: Callable[..., GraphRewrite] = choose_graph
+    measure_warm_up: Callable[..., WarmUp] = measure_warm_up
 
 
 LAST_STAGE = LastStage()

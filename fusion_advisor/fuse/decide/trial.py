@@ -96,12 +96,7 @@ def try_fusion(
         base, slower = _with_times(planned, base, *times)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
-    installed = bench.install(planned, made.kernel, made.built)
-    receipt = replace(base.receipt, refusals=installed.refusals)
-    if not installed.sites:
-        reason = "no site could be replaced: " + installed.refusals[0]
-        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
-    return Trial(fusion=replace(base, receipt=receipt), built=installed)
+    return _installed(bench, planned, made, base)
 
 
 def untried(planned: PlannedFusion) -> Fusion:
@@ -128,6 +123,16 @@ class _Made:
     kernel: RenderedKernel
     built: BuiltKernel
     launch: Launcher
+
+
+def _installed(bench: Bench, planned: PlannedFusion, made: _Made, base: Fusion) -> Trial:
+    """Bind a kernel that passed to the fusion's sites."""
+    installed = bench.install(planned, made.kernel, made.built)
+    receipt = replace(base.receipt, refusals=installed.refusals)
+    if not installed.sites:
+        reason = "no site could be replaced: " + installed.refusals[0]
+        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
+    return Trial(fusion=replace(base, receipt=receipt), built=installed)
 
 
 def _made(

@@ -12,6 +12,7 @@ import torch
 
 from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN
+from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.exact import inexact_passes
@@ -88,10 +89,7 @@ def try_all(
                 so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
                 raise fault from error
             trial = faster_of(trials)
-            for other, backend in zip(trials, backends, strict=True):
-                if other.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
-                    words = f"{planned.id} {planned.match.kernel} in {backend}: {other.fusion.reason}"
-                    progress.warn(words) if trial.built is None else progress.note(words)
+            _tell_failures(trials, backends, progress.warn if trial.built is None else progress.note)
             fusions.append(trial.fusion)
             if trial.built is not None:
                 built.append(trial.built)
@@ -99,17 +97,26 @@ def try_all(
     return fusions, built
 
 
-def backends_of(asked: str | None, program: Program, *, on_cuda: bool) -> tuple[str, ...]:
+def _tell_failures(trials: Sequence[Trial], backends: Sequence[str], say: Callable[[str], None]) -> None:
+    for trial, backend in zip(trials, backends, strict=True):
+        if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
+            say(f"{trial.fusion.id} {trial.fusion.kernel} in {backend}: {trial.fusion.reason}")
+
+
+def backends_of(
+    asked: str | None, program: Program, *, on_cuda: bool, is_available: Callable[[Backend], bool] = Backend.is_available
+) -> tuple[str, ...]:
     """Return the languages that a kernel is tried in, the preferred one first.
 
     Args:
         asked: for a backend or ``fastest``; None leaves it to the device and the kernel.
         program: what the kernel computes.
         on_cuda: whether the device is a GPU.
+        is_available: whether a backend's compiler is installed.
     """
     first, *others = backends_for("cuda" if on_cuda else "cpu")
     if asked is None:
-        others = [one for one in others if one.is_available() and one.is_worth_a_trial(program)]
+        others = [one for one in others if is_available(one) and one.is_worth_a_trial(program)]
     return (first.name, *(one.name for one in others)) if asked in (None, FASTEST) else (asked,)
 
 
