@@ -24,7 +24,7 @@ from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.plan.plan import Plan
+from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
@@ -89,7 +89,7 @@ def try_all(
                 so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
                 raise fault from error
             trial = faster_of(trials)
-            _tell_failures(trials, backends, progress.warn if trial.built is None else progress.note)
+            _tell_failures(planned, trials, backends, progress.warn if trial.built is None else progress.note)
             fusions.append(trial.fusion)
             if trial.built is not None:
                 built.append(trial.built)
@@ -97,10 +97,10 @@ def try_all(
     return fusions, built
 
 
-def _tell_failures(trials: Sequence[Trial], backends: Sequence[str], say: Callable[[str], None]) -> None:
+def _tell_failures(planned: PlannedFusion, trials: Sequence[Trial], backends: Sequence[str], say: Callable[[str], None]) -> None:
     for trial, backend in zip(trials, backends, strict=True):
         if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
-            say(f"{trial.fusion.id} {trial.fusion.kernel} in {backend}: {trial.fusion.reason}")
+            say(f"{planned.id} {planned.match.kernel} in {backend}: {trial.fusion.reason}")
 
 
 def backends_of(
