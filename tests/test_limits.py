@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "fusion_advisor"
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "fusion_advisor"
 MOST_LINES, MOST_BRANCHES, MOST_MODULE_LINES = 60, 25, 400
+MOST_PATCHES = 150
+"""Calls of ``monkeypatch.setattr`` in all tests: a patch breaks when its module moves, a parameter does not."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
@@ -69,6 +72,51 @@ def all_long():
     """Every module of the package over the limit, with its lines."""
     lengths = {short: len(path.read_text(encoding="utf-8").splitlines()) for path, short in paths()}
     return {short: lines for short, lines in lengths.items() if lines > MOST_MODULE_LINES}
+
+
+def patches_in(source):
+    """Count calls of ``setattr`` on a ``MonkeyPatch``, whatever it is called."""
+    tree = ast.parse(source)
+    names = {"monkeypatch", *names_of_patches(tree)}
+    return sum(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "setattr"
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in names
+        for node in ast.walk(tree)
+    )
+
+
+def names_of_patches(tree):
+    """Names that a ``with`` block or an assignment binds to a ``MonkeyPatch``, and parameters of that type."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.withitem) and node.optional_vars is not None and "MonkeyPatch" in ast.unparse(node.context_expr):
+            yield ast.unparse(node.optional_vars)
+        elif isinstance(node, ast.Assign) and "MonkeyPatch" in ast.unparse(node.value):
+            yield from map(ast.unparse, node.targets)
+        elif isinstance(node, ast.arg) and node.annotation is not None and "MonkeyPatch" in ast.unparse(node.annotation):
+            yield node.arg
+
+
+def test_tests_patch_few_attributes():
+    found = {path.relative_to(TESTS).as_posix(): patches_in(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")}
+    most = sorted(found.items(), key=lambda item: -item[1])[:5]
+    assert sum(found.values()) <= MOST_PATCHES, f"most in {most}"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def test(monkeypatch):\n    monkeypatch.setattr(a, 'b', 1)\n    monkeypatch.setattr('a.b', 1)", 2),
+        ("def test(monkeypatch):\n    monkeypatch.setenv('A', '1')\n    other.setattr(a, 'b', 1)  # monkeypatch.setattr", 0),
+        ("with pytest.MonkeyPatch.context() as patch:\n    patch.setattr(a, 'b', 1)", 1),
+        ("patch = pytest.MonkeyPatch()\npatch.setattr(a, 'b', 1)", 1),
+        ("def test(patch: pytest.MonkeyPatch):\n    patch.setattr(a, 'b', 1)", 1),
+    ],
+)
+def test_patches_are_counted(source, count):
+    assert patches_in(source) == count
 
 
 def test_functions_stay_small():

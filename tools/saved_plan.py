@@ -9,23 +9,39 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from fusion_advisor import load_plan
 from fusion_advisor.cli.common.core import load_request
+from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.restore_plan import apply_plan
+from fusion_advisor.fuse.live.saved_plan import SavedPlan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.workload.load import load_workload
+from fusion_advisor.workload.load import LoadedWorkload, load_workload
+from fusion_advisor.workload.request import WorkloadRequest
 from tools.host_cores import loop_ms
 
 
-def lines(run_dir: Path, times: int) -> Iterator[str]:
-    """A line for each time the plan was put in place."""
+def lines(
+    run_dir: Path,
+    times: int,
+    *,
+    load: Callable[[WorkloadRequest], LoadedWorkload] = load_workload,
+    put_in: Callable[[LoadedWorkload, SavedPlan, PhaseClock], FusedModel] = apply_plan,
+) -> Iterator[str]:
+    """A line for each time the plan was put in place.
+
+    Args:
+        run_dir: of the run.
+        times: how often.
+        load: makes the model of a request.
+        put_in: puts a plan into a model.
+    """
     path = run_dir / "request.json"
-    loaded = load_workload(load_request(path.read_bytes(), str(path)))
+    loaded = load(load_request(path.read_bytes(), str(path)))
     wait = torch.cuda.synchronize if torch.device(loaded.record.device).type == "cuda" else _nothing
     with torch.no_grad():
         loaded.model(*loaded.args, **loaded.kwargs)
@@ -34,7 +50,7 @@ def lines(run_dir: Path, times: int) -> Iterator[str]:
             before_ms, clock, started = loop_ms(), PhaseClock(Progress()), time.perf_counter()
             with clock.phase("read the plan"):
                 plan = load_plan(run_dir)
-            fused = apply_plan(loaded, plan, clock)
+            fused = put_in(loaded, plan, clock)
             with clock.phase("first step"):
                 fused(*loaded.args, **loaded.kwargs)
                 wait()

@@ -17,7 +17,7 @@ import torch
 
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.cublas_with_norm_and_gate import around_launcher
-from fusion_advisor.autotune.tune import MUST_GAIN, time_launchers, version
+from fusion_advisor.autotune.tune import MUST_GAIN, Gpu, time_launchers, version
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.cuda.nvrtc import has_cuda_core
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
@@ -82,13 +82,22 @@ def tensors_refusal(problem: GemvProblem, tensors: Sequence[torch.Tensor]) -> st
     return ""
 
 
-def is_served(problem: GemvProblem, device: torch.device | str) -> bool:
+def _capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """A GPU's compute capability; None where cuda-core, which launches kernels for it, is missing."""
+    return torch.cuda.get_device_capability(device) if has_cuda_core() else None
+
+
+def is_served(
+    problem: GemvProblem,
+    device: torch.device | str,
+    capability_of: Callable[[torch.device | str], tuple[int, int] | None] = _capability_of,
+) -> bool:
     """Whether a device may have a kernel of ours for a problem: one for many rows needs Hopper's tensor cores, and cuda-core."""
     if problem.m <= MOST_ROWS:
         return True
-    if refusal(problem, "cuda_wgmma") or torch.device(device).type != "cuda" or not has_cuda_core():
+    if refusal(problem, "cuda_wgmma") or torch.device(device).type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device) == _WGMMA_CAPABILITY
+    return capability_of(device) == _WGMMA_CAPABILITY
 
 
 def choose(
@@ -101,6 +110,7 @@ def choose(
     store: TuningStore | None = None,
     clock: Clock | None = None,
     build: Build | None = None,
+    gpu: Gpu | None = None,
 ) -> GemvChoice:
     """Return who computes a problem: from the store, or measured now.
 
@@ -114,6 +124,7 @@ def choose(
         store: the user's file by default.
         clock: of the device by default.
         build: makes a launcher for a configuration; renders and compiles by default.
+        gpu: that of the device by default.
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
@@ -128,13 +139,14 @@ def choose(
         return GemvChoice(config=fallback, source="default")
     store = TuningStore() if store is None else store
     contenders = (*backends, *(config.form for config in theirs))
-    key = choice_key(problem, header.title, contenders, torch.cuda.get_device_name(device))
+    gpu = gpu or Gpu(device)
+    key = choice_key(problem, header.title, contenders, gpu.name())
     stored = store.get_as(GemvConfig, key)
     if stored in tried:
         return GemvChoice(config=stored, source="stored")
     with tempfile.TemporaryDirectory() as folder:
         make = build or (lambda config: launcher_for(problem, config, header=header, folder=Path(folder), store=store))
-        timed = _timed(problem, tried, make, device, clock or make_clock(device))
+        timed = _timed(problem, tried, make, gpu, clock or make_clock(device))
     if not timed:
         return GemvChoice(config=fallback, source="default", tune_ns=time.perf_counter_ns() - started)
     chosen, _, best_ns = min(timed, key=lambda item: item[2])
@@ -147,7 +159,7 @@ def choose(
 
 
 def _timed(
-    problem: GemvProblem, tried: Sequence[GemvConfig], make: Build, device: torch.device, clock: Clock
+    problem: GemvProblem, tried: Sequence[GemvConfig], make: Build, gpu: Gpu, clock: Clock
 ) -> list[tuple[GemvConfig, str, int]]:
     """(configuration, its text, nanoseconds of one call) of every configuration that compiles."""
     built: list[tuple[GemvConfig, str, Launcher]] = []
@@ -156,7 +168,7 @@ def _timed(
             built.append((config, config.text, make(config)))
         except KernelBuildFailed:
             continue
-    return time_launchers(built, lambda seed: operands(problem, device, seed=seed), *_bytes(problem), device, clock)
+    return time_launchers(built, lambda seed: operands(problem, gpu.device, seed=seed), *_bytes(problem), gpu, clock)
 
 
 def launcher_for(

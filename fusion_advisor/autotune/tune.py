@@ -57,6 +57,29 @@ class Tuned:
         return f"measured, best of {len(self.tried)}" if self.source == "measured" else self.source
 
 
+class Gpu:
+    """What tuning asks of a device.
+
+    Attributes:
+        device: where operands are and kernels run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def name(self) -> str:
+        """Return the GPU's name, for which a choice holds."""
+        return torch.cuda.get_device_name(self.device)
+
+    def cache_bytes(self) -> int:
+        """Return the size of the last cache."""
+        return cache_bytes(self.device)
+
+    def free_bytes(self) -> int:
+        """Return how much memory is free now."""
+        return free_bytes(self.device)
+
+
 def best_tuning(
     program: Program,
     declared: Sequence[Tuning],
@@ -69,6 +92,7 @@ def best_tuning(
     budget_s: float = _BUDGET_S,
     clock: Clock | None = None,
     build: Build | None = None,
+    gpu: Gpu | None = None,
 ) -> Tuned:
     """Return the launch parameters for a kernel at one shape: from the store, or measured now.
 
@@ -83,6 +107,7 @@ def best_tuning(
         budget_s: seconds after which no further configuration is built.
         clock: of the device by default.
         build: makes a launcher for a tuning; renders and compiles by default.
+        gpu: that of the device by default.
     """
     started = time.perf_counter_ns()
     device = torch.device(device)
@@ -90,8 +115,8 @@ def best_tuning(
     if not language.tile_parameters or device.type not in language.device_kinds or 0 in program.dims:
         return Tuned(tuning=Tuning(), source="default")
     store = TuningStore() if store is None else store
-    device_name = torch.cuda.get_device_name(device)
-    key = tuning_key(program, header.title, backend, device_name, fast_math=fast_math, declared=declared)
+    gpu = gpu or Gpu(device)
+    key = tuning_key(program, header.title, backend, gpu.name(), fast_math=fast_math, declared=declared)
     stored = store.get(key)
     if stored is not None:
         return Tuned(tuning=stored, source="stored")
@@ -101,7 +126,7 @@ def best_tuning(
     with tempfile.TemporaryDirectory() as folder:
         make = build or _builder(program, header, backend, fast_math, Path(folder))
         built = _built(choices, make, started_ns=started, budget_s=budget_s)
-        timed = _times(program, built, device, clock or make_clock(device))
+        timed = _times(program, built, gpu, clock or make_clock(device))
     if not timed:
         return Tuned(tuning=Tuning(), source="default", tune_ns=time.perf_counter_ns() - started)
     chosen, median_ns, default_ns = _choose([(tuning, ns) for tuning, _, ns in timed])
@@ -207,11 +232,11 @@ def _builder(program: Program, header: Header, backend: str, fast_math: bool, fo
 
 
 def _times(
-    program: Program, built: Sequence[tuple[Tuning, str, Launcher]], device: torch.device, clock: Clock
+    program: Program, built: Sequence[tuple[Tuning, str, Launcher]], gpu: Gpu, clock: Clock
 ) -> list[tuple[Tuning, str, int]]:
     inputs = sum(ITEM_BYTES[o.dtype] * o.element_count for o in program.operands if not o.is_output)
     outputs = program.moved_bytes - inputs
-    return time_launchers(built, lambda seed: list(allocate(program, device, seed=seed)), inputs, outputs, device, clock)
+    return time_launchers(built, lambda seed: list(allocate(program, gpu.device, seed=seed)), inputs, outputs, gpu, clock)
 
 
 def time_launchers(
@@ -219,7 +244,7 @@ def time_launchers(
     make_set: Callable[[int], list[torch.Tensor]],
     input_bytes: int,
     output_bytes: int,
-    device: torch.device,
+    gpu: Gpu,
     clock: Clock,
 ) -> list[tuple[Choice, str, int]]:
     """Median nanoseconds of one call over sets of operands larger than the cache; what cannot be launched is left out.
@@ -229,13 +254,11 @@ def time_launchers(
         make_set: makes the operands of the set with this number.
         input_bytes: of one set.
         output_bytes: of one set.
-        device: where they are.
+        gpu: where they are.
         clock: of the device.
     """
     least_ns = max((input_bytes + output_bytes) / _GUESSED_BYTES_PER_NS, 1000.0)
-    rotation = plan_rotation(
-        input_bytes, output_bytes, cache_bytes(device), least_ns, free_bytes(device) // 4, most_sets=_MOST_SETS
-    )
+    rotation = plan_rotation(input_bytes, output_bytes, gpu.cache_bytes(), least_ns, gpu.free_bytes() // 4, most_sets=_MOST_SETS)
     sets = [make_set(number) for number in range(rotation.sets)]
 
     def call_of(launch: Launcher) -> Callable[[int], Any]:

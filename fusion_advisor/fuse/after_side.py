@@ -12,13 +12,10 @@ from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, our
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.installed import Installed, Job, Measured
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.rewrite.device_memory import needed_bytes
 from fusion_advisor.records import EAGER, OURS, Baseline, ModelCheck, Status, StepProfile, WarmUp
 
 _LEAST_LIMIT_S = 20.0
-WALL_S = 3.0
-"""Seconds spent on each wall-time comparison."""
 
 
 def measure_after(installed: Installed, check: ModelCheck) -> Measured:
@@ -64,7 +61,7 @@ def _warm_up(installed: Installed) -> tuple[WarmUp | None, tuple[str, ...]]:
     job = installed.job
     with job.clock.phase("warm-up"):
         try:
-            warm_up = measure_warm_up(job.loaded, job.capture, installed.report, job.bench)
+            warm_up = job.last.measure_warm_up(job.loaded, job.capture, installed.report, job.bench)
         except AdvisorError as error:
             cannot = f"the plan could not be put in place a second time: {error}"
             job.progress.warn(cannot)
@@ -98,8 +95,8 @@ def _how(job: Job) -> dict[str, Any]:
     options, loaded = job.options, job.loaded
     return {
         "needed_bytes": needed_bytes(loaded.model, loaded.args, loaded.kwargs), "on_cuda": job.bench.on_cuda,
-        "runs": options.runs, "budget_s": WALL_S, "least_s": options.min_time_s, "traced_steps": options.steps,
-        "rewind": job.bench.live.written.rewind, "progress": job.progress, "timer": job.bench.timer,
+        "runs": options.runs, "budget_s": options.budgets.wall_s, "least_s": options.min_time_s, "traced_steps": options.steps,
+        "rewind": job.bench.live.written.rewind, "progress": job.progress, "instruments": job.instruments,
     }  # fmt: skip
 
 

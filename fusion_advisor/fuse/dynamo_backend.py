@@ -23,6 +23,7 @@ from fusion_advisor.capture.graph.side_effects import Numbers
 from fusion_advisor.capture.graph.tracer import LiveCapture, Region
 from fusion_advisor.capture.profile import profile_regions
 from fusion_advisor.errors import UsageError
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.try_fusions import choose, try_all
 from fusion_advisor.fuse.live.model_check import check_region
@@ -32,7 +33,7 @@ from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
 from fusion_advisor.library.patterns import library_patterns
-from fusion_advisor.records import OpNode
+from fusion_advisor.records import ModelCheck, OpNode
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
 from fusion_advisor.runtime.fallback_warning import warn_caller
@@ -44,83 +45,32 @@ _PARAMETER = re.compile(r"_(parameters|buffers)_(\w+?)_?$")
 Call = Callable[..., Any]
 
 
-def fusion_advisor(
-    graph_module: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
-) -> Call:
-    """Dynamo's entry: return what runs in place of ``graph_module``.
-
-    Args:
-        graph_module: dynamo's graph.
-        example_inputs: its inputs; only whether they ask for gradients is read here.
-        options: of ``torch.compile``. ``{"exact": True}`` rounds each op's result as eager does. ``{"freeze": True}`` folds what
-            depends on weights and buffers alone. They must then not be written in a way that torch does not count (``.data``,
-            numpy), or ``torch.compiler.reset()`` is called after the write.
-
-    Raises:
-        UsageError: an option is not known.
-    """
-    unknown = sorted(set(options or ()) - {"freeze", "exact"})
-    if unknown:
-        raise UsageError(
-            detail=f"the backend has no option {', '.join(unknown)}",
-            help="its options are 'freeze' and 'exact', True or False",
-        )
-    asked = options or {}
-    chosen = ApplyOptions(freeze=bool(asked.get("freeze", False)), exact=bool(asked.get("exact", False)))
-    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
-    if dynamo.has_dynamic_shapes(graph_module):
-        return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
-    return _FirstCall(graph_module, chosen)
-
-
 def _unfused(graph_module: torch.fx.GraphModule, reason: str) -> Call:
     warn_caller(f"fusion-advisor runs the original ops: {reason}")
     return graph_module.forward
 
 
-class _FirstCall:
-    """Optimises a graph with the tensors of its first call, then stands for the result."""
-
-    def __init__(self, graph_module: torch.fx.GraphModule, options: ApplyOptions) -> None:
-        self._original = graph_module
-        self._options = options
-        self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
-        self._call: Call | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self._call is None:
-            self._region.example_args = args
-            self._region.names, self._region.roles = _names(self._region, args)
-            numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
-            try:
-                has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
-                self._call = optimise(self._region, self._options) if has_tensors else self._original.forward
-            finally:
-                numbers.restore()
-            self._region.example_args = ()  # nothing of the call is kept alive
-        try:
-            return self._call(*args)
-        except LayoutChanged as change:
-            self._call = _unfused(
-                self._original, f"a value inside the model was laid out differently than when it was verified ({change})"
-            )
-            return self._call(*args)
-
-
-def optimise(region: Region, options: ApplyOptions) -> Call:
+def optimise(
+    region: Region,
+    options: ApplyOptions,
+    *,
+    check: Callable[[Region, Call], ModelCheck] = check_region,
+    instruments: Instruments = MEASURED,
+) -> Call:
     """Find, check, time and install what pays in one graph.
 
     Args:
         region: named, with the tensors of a call.
         options: the keep rule's thresholds, whether weights and buffers are frozen, and whether kernels round as eager does.
+        check: compares the graph's results with a more precise run.
+        instruments: measure, and decide what stays.
 
     Returns:
         The rewritten graph, or the original one when nothing pays, its inputs are written to, nsys or ncu watches, or the results
         as a whole are further from the truth than a model's may be.
     """
     device = next(value.device for value in region.example_args if isinstance(value, torch.Tensor))
-    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda")
+    bench = Bench(LiveCapture(regions=[region]), on_cuda=device.type == "cuda", timer=instruments.timer)
     written = _written_input(bench.ops)
     if written is not None:
         return _unfused(region.original, f"the graph writes to its input `{written}`")
@@ -128,23 +78,23 @@ def optimise(region: Region, options: ApplyOptions) -> Call:
     if tool and bench.on_cuda:
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
     progress = Progress()
-    capture = profile_regions(bench.live, measure_bandwidth(device), device)
+    capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
     patterns, sources = library_patterns()
     plan = make_plan(
         capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact, is_timed=options.is_timed
     )
-    fusions, built = try_all(bench, plan, options, progress, lambda _: None)
-    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S)
+    fusions, built = try_all(bench, plan, options, progress, lambda _: None, instruments)
+    _, rewrites, _, kept = choose(bench, fusions, built, options, progress, budget_s=_BUDGET_S, instruments=instruments)
     passes = kept_passes(rewrites)
     if not kept and not passes:
         return region.original.forward
     forward: Call = bench.build(kept, passes).modules[0].forward
-    check = check_region(region, forward)
-    if not check.is_passed:
+    found = check(region, forward)
+    if not found.is_passed:
         return _unfused(
             region.original,
-            f"the graph's results as a whole are too far from {check.oracle}: relative error {check.fused_rel_l2:.2e}, "
-            f"eager's own {check.eager_rel_l2:.2e}; the limit is: {check.limit}",
+            f"the graph's results as a whole are too far from {found.oracle}: relative error {found.fused_rel_l2:.2e}, "
+            f"eager's own {found.eager_rel_l2:.2e}; the limit is: {found.limit}",
         )
     return forward
 
@@ -163,3 +113,89 @@ def _names(region: Region, args: tuple[Any, ...]) -> tuple[tuple[str, ...], tupl
         is_buffer = found is not None and found.group(1) == "buffers"
         roles.append("parameter" if isinstance(value, torch.nn.Parameter) else "buffer" if is_buffer else "input")
     return tuple(names), tuple(roles)
+
+
+class _FirstCall:
+    """Optimises a graph with the tensors of its first call, then stands for the result."""
+
+    def __init__(
+        self, graph_module: torch.fx.GraphModule, options: ApplyOptions, optimiser: Callable[[Region, ApplyOptions], Call]
+    ) -> None:
+        self._original = graph_module
+        self._optimiser = optimiser
+        self._options = options
+        self._region = Region(index=0, graph=retrace(graph_module), original=graph_module)
+        self._call: Call | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._call is None:
+            self._region.example_args = args
+            self._region.names, self._region.roles = _names(self._region, args)
+            numbers = Numbers.now()  # the step itself draws what it would have drawn without the runs that are timed
+            try:
+                has_tensors = any(isinstance(arg, torch.Tensor) for arg in args)
+                self._call = self._optimiser(self._region, self._options) if has_tensors else self._original.forward
+            finally:
+                numbers.restore()
+            self._region.example_args = ()  # nothing of the call is kept alive
+        try:
+            return self._call(*args)
+        except LayoutChanged as change:
+            self._call = _unfused(
+                self._original, f"a value inside the model was laid out differently than when it was verified ({change})"
+            )
+            return self._call(*args)
+
+
+def fusion_advisor(
+    graph_module: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Call:
+    """Dynamo's entry: return what runs in place of ``graph_module``.
+
+    Args:
+        graph_module: dynamo's graph.
+        example_inputs: its inputs; only whether they ask for gradients is read here.
+        options: of ``torch.compile``. ``{"exact": True}`` rounds each op's result as eager does. ``{"freeze": True}`` folds what
+            depends on weights and buffers alone. They must then not be written in a way that torch does not count (``.data``,
+            numpy), or ``torch.compiler.reset()`` is called after the write.
+
+    Raises:
+        UsageError: an option is not known.
+    """
+    return fuse_graph(graph_module, example_inputs, chosen_options(options or {}))
+
+
+def chosen_options(options: Mapping[str, Any]) -> ApplyOptions:
+    """Return the options of a run for those of ``torch.compile``.
+
+    Raises:
+        UsageError: one is not known.
+    """
+    unknown = sorted(set(options) - {"freeze", "exact"})
+    if unknown:
+        raise UsageError(
+            detail=f"the backend has no option {', '.join(unknown)}",
+            help="its options are 'freeze' and 'exact', True or False",
+        )
+    return ApplyOptions(freeze=bool(options.get("freeze", False)), exact=bool(options.get("exact", False)))
+
+
+def fuse_graph(
+    graph_module: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    options: ApplyOptions,
+    optimiser: Callable[[Region, ApplyOptions], Call] = optimise,
+) -> Call:
+    """Return what runs in place of a graph: the backend for whoever has all the options of a run.
+
+    Args:
+        graph_module: dynamo's graph.
+        example_inputs: its inputs; only whether they ask for gradients is read here.
+        options: of the run.
+        optimiser: rewrites the graph at its first call.
+    """
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return _unfused(graph_module, "gradients are enabled; wrap the call in torch.no_grad()")
+    if dynamo.has_dynamic_shapes(graph_module):
+        return _unfused(graph_module, "its sizes are symbolic; pass dynamic=False to torch.compile to get one graph per shape")
+    return _FirstCall(graph_module, options, optimiser)

@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_advisor import units
-from fusion_advisor.fuse import after_side
 from fusion_advisor.fuse.after_side import measure_after, measure_others, profile_of, without_doubles
-from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, replaced_sites, step_of
-from fusion_advisor.fuse.installed import Installed, Job, KeptStep, Measured
+from fusion_advisor.fuse.installed import LAST_STAGE, Installed, Job, KeptStep, LastStage, Measured
 from fusion_advisor.fuse.live import bisect
-from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph, why_no_graph
+from fusion_advisor.fuse.live.cuda_graph_choice import why_no_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.live.specialize import ReusablePlan, gemm_rows
 from fusion_advisor.fuse.method_notes import method_notes
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
@@ -69,6 +67,8 @@ def install(
     *,
     linears: Sequence[BuiltLinear] = (),
     on_report: Callable[[Report], object] = lambda _: None,
+    instruments: Instruments = MEASURED,
+    last: LastStage = LAST_STAGE,
 ) -> AppliedRun:
     """Put the kept rewrites into the live model, check the whole of it, and measure the after side.
 
@@ -87,10 +87,12 @@ def install(
         clock: of the phases.
         linears: calls of linears with what is around them that stay, in place of the fusions whose ops they take in.
         on_report: given the report without the other ways to run the step, ahead of the minutes that these take.
+        instruments: time the step after.
+        last: checks the fused model and records its graph.
     """
     job = Job(
         loaded=loaded, capture=capture, bench=bench, options=options, progress=progress, clock=clock, on_report=on_report,
-        original=module_call.original_call(loaded.model),
+        original=module_call.original_call(loaded.model), instruments=instruments, last=last,
     )  # fmt: skip
     return _install(job, KeptStep(report=report, decision=decision, built=built, linears=tuple(linears)))
 
@@ -139,7 +141,7 @@ def _installed(job: Job, kept: KeptStep) -> Installed:
         fusions=tuple(kept.built), rewrites=(*kept_ids(report.rewrites), *([LINEAR_KERNELS.id] if has_kernels else [])),
         rows=gemm_rows(bench.ops), on_cuda=bench.on_cuda, fast_math=options.fast_math, tolerance=options.tolerance,
     )  # fmt: skip
-    recorder = graph_recorder(bench) if options.graph and options.wants(CUDA_GRAPH.id) else None
+    recorder = job.last.graph_recorder(bench) if options.graph and options.wants(CUDA_GRAPH.id) else None
     no_graph = why_no_graph(bench.live.breaks, bench.live.runs_of_regions())
     fused = FusedModel(
         job.loaded.model, bench.live.regions, variant.modules, job.loaded.args, job.loaded.kwargs, plan=plan,
@@ -160,7 +162,7 @@ def _with_graph(installed: Installed) -> Installed:
     else:
         decision = installed.kept.decision
         with job.clock.phase("CUDA graph"):
-            row = choose_graph(
+            row = job.last.choose_graph(
                 fused, installed.fused_call, installed.fused_call if installed.has_rewrites else job.eager_call,
                 min_gain=options.min_gain, confidence=options.confidence, rounds=4 * options.runs, budget_s=_GRAPH_S,
                 least_s=options.min_time_s, wait=bench.wait, on_cuda=bench.on_cuda, rewind=bench.live.written.rewind,
@@ -187,7 +189,7 @@ def _checked(installed: Installed) -> ModelCheck:
     job = installed.job
     with job.clock.phase("check the model"):
         with torch.no_grad():
-            check = check_whole_model(
+            check = job.last.check_model(
                 job.loaded, job.eager_call, installed.fused_call, job.bench.live.written, tolerance=job.options.tolerance
             )
         job.progress.note(f"error {check.fused_rel_l2:.1e} against {check.oracle}, eager {check.eager_rel_l2:.1e}")
@@ -207,7 +209,7 @@ def _without_guilty(job: Job, kept: KeptStep) -> KeptStep | None:
     linears = tuple(one for one in kept.linears if one.id not in names)
     dropped = bisect.without(kept.report, guilty, tuple(replaced_sites(bench.build(left, (), linears))))
     step, original = step_of(bench, left, kept_passes(dropped.rewrites), linears), step_of(bench, (), ())
-    budget_s = after_side.WALL_S if job.options.is_timed else 0.0
+    budget_s = job.options.budgets.wall_s if job.options.is_timed else 0.0
     timed = confirmed(StepRunner(bench), kept.decision, original.run, step.run, budget_s=budget_s)
     return KeptStep(report=dropped, decision=timed, built=left, linears=linears)
 
@@ -260,8 +262,3 @@ def _refusal(installed: Installed, measured: Measured, before: StepProfile, afte
     if refusal is None and options.is_timed and not bench.live.is_whole():
         refusal = why_parts_do_not_pay(installed.kept.decision, before.wall, after.wall, options.confidence)
     return refusal
-
-
-def graph_recorder(bench: Bench) -> Recorder | None:
-    """Return what records CUDA graphs on the model's device; None on a CPU, which has none."""
-    return CudaRecorder() if bench.on_cuda else None

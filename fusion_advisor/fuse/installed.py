@@ -7,14 +7,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_advisor.capture.trace.attribute import Step
+from fusion_advisor.fuse.cuda_graph.recording import CudaRecorder, Recorder
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, Variant
+from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph
 from fusion_advisor.fuse.live.fused_model import FusedModel
+from fusion_advisor.fuse.live.model_check import check_whole_model
+from fusion_advisor.fuse.live.restore_plan import measure_warm_up
 from fusion_advisor.fuse.passes.registry import kept_ids
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
-from fusion_advisor.records import Baseline, Capture, ModelCheck, Report, WarmUp
+from fusion_advisor.records import Baseline, Capture, GraphRewrite, ModelCheck, Report, WarmUp
 from fusion_advisor.workload.load import LoadedWorkload
+
+
+def graph_recorder(bench: Bench) -> Recorder | None:
+    """Return what records CUDA graphs on the model's device; None on a CPU, which has none."""
+    return CudaRecorder() if bench.on_cuda else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStage:
+    """What checks the fused model and puts it into a CUDA graph; a test plants its own answers.
+
+    Attributes:
+        check_model: compares the whole model's numbers with the original's.
+        graph_recorder: what records CUDA graphs on the bench's device; None where there are none.
+        choose_graph: decides whether the graph stays.
+        measure_warm_up: times a saved plan's first call.
+    """
+
+    check_model: Callable[..., ModelCheck] = check_whole_model
+    graph_recorder: Callable[[Bench], Recorder | None] = graph_recorder
+    choose_graph: Callable[..., GraphRewrite] = choose_graph
+    measure_warm_up: Callable[..., WarmUp] = measure_warm_up
+
+
+LAST_STAGE = LastStage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +59,8 @@ class Job:
     clock: PhaseClock
     on_report: Callable[[Report], object]
     original: Callable[..., Any]
+    instruments: Instruments = MEASURED
+    last: LastStage = LAST_STAGE
 
     def eager_call(self) -> Any:
         """Run the original model."""

@@ -20,14 +20,15 @@ from fusion_advisor.chains.launch_bound import judge_launches
 from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import ModelInTraining, NoCompiler, NoTensorOutput
 from fusion_advisor.fuse.advice import evaluated_masks, find_findings, torch_settings
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.too_busy import with_noise_judged
 from fusion_advisor.fuse.decide.try_fusions import choose, kernel_dir_of, try_all
 from fusion_advisor.fuse.finish import AppliedRun, install
+from fusion_advisor.fuse.installed import LAST_STAGE, LastStage
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import named_tensors
 from fusion_advisor.fuse.live.module_guard import is_training
@@ -35,17 +36,15 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
+from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
 from fusion_advisor.library.patterns import library_patterns
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.machine_load import machine_load
-from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, memory_bytes, out_of_memory
+from fusion_advisor.workload.device import current_device, first_fault, is_out_of_memory, out_of_memory
 from fusion_advisor.workload.load import LoadedWorkload
-
-_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
-"""Of rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner."""
 
 
 def profile_workload(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress | None = None) -> tuple[Report, Capture]:
@@ -69,7 +68,10 @@ def apply_workload(
     options: ApplyOptions,
     progress: Progress | None = None,
     on_report: Callable[[Report], None] = lambda _: None,
-    timer: HostTimer | None = None,
+    *,
+    instruments: Instruments = MEASURED,
+    linear_kernels: Callable[..., LinearKernels | None] = linear_kernels,
+    last: LastStage = LAST_STAGE,
 ) -> AppliedRun:
     """Profile, try every fusion, keep what pays, and leave the model fused.
 
@@ -78,7 +80,9 @@ def apply_workload(
         options: how to measure and decide.
         progress: told what goes on.
         on_report: given the report so far after every fusion.
-        timer: times steps from the host's side; left out, the one of the device.
+        instruments: measure, and decide what stays.
+        linear_kernels: says where kernels of linears come from.
+        last: checks the fused model and records its graph.
 
     Raises:
         NoTensorOutput: no number shows whether a fused call is right.
@@ -94,27 +98,31 @@ def apply_workload(
     with (
         on_device(loaded, "applying"), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs), ExitStack() as at_the_end,
     ):  # fmt: skip
-        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=timer)
+        capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer)
         at_the_end.callback(live.written.restore)
         if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
             raise NoTensorOutput(model_id=loaded.record.model_id)
         report = _first_report(capture, live, plan, options, clock)
         on_report(report)
-        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=timer)
+        bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer)
         with clock.phase("fusions"):
-            fusions, built = try_all(bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))))
+            fusions, built = try_all(
+                bench, plan, options, progress, lambda done: on_report(replace(report, fusions=tuple(done))), instruments
+            )
         if options.dry_run:
             return _dry_run(loaded, capture, bench, replace(report, fusions=tuple(fusions)), clock)
         with clock.phase("keep what pays"):
-            budget_s = _DECIDE_S[capture.environment.device_kind]
-            decision, rewrites, fusions, built = choose(bench, fusions, built, options, progress, budget_s=budget_s)
+            budget_s = options.budgets.decide_on(capture.environment.device_kind)
+            decision, rewrites, fusions, built = choose(
+                bench, fusions, built, options, progress, budget_s=budget_s, instruments=instruments
+            )
             kept = Kept(bench=bench, captured=bench, decision=decision, rewrites=rewrites, fusions=fusions, built=built)
-            kept = _on_top(kept, loaded, options, progress, budget_s=budget_s)
+            kept = _on_top(kept, loaded, options, progress, instruments, linear_kernels, budget_s=budget_s)
         report = _with_decision(report, kept, plan, bench, capture, is_timed=options.is_timed)
         on_report(report)
         return install(
             loaded, capture, kept.bench, report, kept.decision, kept.built, options, progress, clock,
-            linears=kept.linears, on_report=on_report,
+            linears=kept.linears, on_report=on_report, instruments=instruments, last=last,
         )  # fmt: skip
 
 
@@ -165,13 +173,23 @@ def _dry_run(loaded: LoadedWorkload, capture: Capture, bench: Bench, report: Rep
     return AppliedRun(fused=fused, report=fused.report, capture=capture)
 
 
-def _on_top(kept: Kept, loaded: LoadedWorkload, options: ApplyOptions, progress: Progress, *, budget_s: float) -> Kept:
+def _on_top(
+    kept: Kept,
+    loaded: LoadedWorkload,
+    options: ApplyOptions,
+    progress: Progress,
+    instruments: Instruments,
+    linear_kernels: Callable[..., LinearKernels | None],
+    *,
+    budget_s: float,
+) -> Kept:
     device = torch.device(loaded.record.device)
-    free_bytes, _ = memory_bytes(device)
+    free_bytes, _ = instruments.memory_bytes(device)
     with kernel_dir_of(options) as kernel_dir:
         trial = Trial(
-            options=options, kernel_dir=kernel_dir, progress=progress, device=device, budget_s=budget_s, free_bytes=free_bytes
-        )
+            options=options, kernel_dir=kernel_dir, progress=progress, device=device, budget_s=budget_s, free_bytes=free_bytes,
+            instruments=instruments, linear_kernels=linear_kernels,
+        )  # fmt: skip
         return try_on_top(kept, trial)
 
 
@@ -187,7 +205,7 @@ def _profile(
     device = loaded.record.device
     with clock.phase("bandwidth"):
         environment = describe_environment(device)
-        bandwidth = measure_bandwidth(device)
+        bandwidth = options.bandwidth or measure_bandwidth(device)
         progress.note(f"copy {bandwidth.copy_bytes_per_s / 1e9:.0f} GB/s, smallest kernel {bandwidth.launch_ns / 1e3:.2f} µs")
     with clock.phase("profile"):
         trace_to = options.run_dir / "trace.before.json.gz" if options.run_dir else None
@@ -201,7 +219,7 @@ def _profile(
             how=Measurement(
                 warmup=options.warmup,
                 runs=options.runs,
-                budget_s=WALL_S,
+                budget_s=options.budgets.wall_s,
                 least_s=options.min_time_s,
                 traced_steps=options.steps,
                 with_nvtx=options.nvtx,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -29,10 +30,18 @@ class Watch:
 
     Attributes:
         missing: why there will be none; empty where there will.
+
+    Args:
+        read: reads the device's clocks; None where there are none.
+        missing: see above.
+        now_ns: the time.
     """
 
-    def __init__(self, read: Callable[[], ClockSample] | None, *, missing: str = "") -> None:
+    def __init__(
+        self, read: Callable[[], ClockSample] | None, *, missing: str = "", now_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
         self.missing = missing
+        self._now_ns = now_ns
         self._read = read
         self._samples: dict[int, list[ClockSample]] = {}
 
@@ -62,14 +71,14 @@ class Watch:
         if self._read is None:
             return False
         wait()
-        start = time.perf_counter_ns()
+        start = self._now_ns()
         queue()
         wait()
-        step_ns = time.perf_counter_ns() - start
+        step_ns = self._now_ns() - start
         if step_ns > _LONG_NS:
             return False
         late: list[ClockSample] = []
-        while (taken_ns := time.perf_counter_ns() - start) < 1e9 * _LOOK_S or not late:
+        while (taken_ns := self._now_ns() - start) < 1e9 * _LOOK_S or not late:
             sample = self._at_work(self._read, queue, step_ns)
             if taken_ns > 1e9 * _LOOK_S / 2:
                 late.append(sample)
@@ -90,12 +99,17 @@ class Watch:
 
 
 @contextmanager
-def watching(*, on_cuda: bool) -> Iterator[Watch]:
-    """Watch the current CUDA device; on a CPU nothing is read."""
+def watching(*, on_cuda: bool, uuid: str | None = None) -> Iterator[Watch]:
+    """Watch a CUDA device; on a CPU nothing is read.
+
+    Args:
+        on_cuda: whether there is one.
+        uuid: of the device; None: the current one's.
+    """
     if not on_cuda:
         yield Watch(None)
         return
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    uuid = uuid or str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     with ExitStack() as stack:
         try:
             watch = Watch(stack.enter_context(nvml.opened(uuid)).read)
@@ -104,13 +118,36 @@ def watching(*, on_cuda: bool) -> Iterator[Watch]:
         yield watch
 
 
-def is_held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before: Callable[[], object] = nothing) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """How a CUDA device is watched and waited for.
+
+    Attributes:
+        watching: opens a :class:`Watch`.
+        wait: returns when the device has nothing left to do.
+    """
+
+    watching: Callable[..., AbstractContextManager[Watch]] = watching
+    wait: Callable[[], object] = torch.cuda.synchronize
+
+
+CURRENT_DEVICE = Gauge()
+
+
+def is_held_down(
+    calls: Sequence[Callable[[], object]],
+    *,
+    on_cuda: bool,
+    before: Callable[[], object] = nothing,
+    gauge: Gauge = CURRENT_DEVICE,
+) -> bool:
     """Whether the power limit sets the clock of any step that runs again and again.
 
     Args:
         calls: warm; each starts one run.
         on_cuda: whether they run on the current CUDA device; a CPU has no such limit.
         before: called ahead of each run.
+        gauge: watches the device.
     """
 
     def queued(call: Callable[[], object]) -> Callable[[], None]:
@@ -120,8 +157,8 @@ def is_held_down(calls: Sequence[Callable[[], object]], *, on_cuda: bool, before
 
         return queue
 
-    with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
-        return any(watch.runs_at_power_limit(queued(call), torch.cuda.synchronize) for call in calls)
+    with torch.no_grad(), gauge.watching(on_cuda=on_cuda) as watch:
+        return any(watch.runs_at_power_limit(queued(call), gauge.wait) for call in calls)
 
 
 def is_at_power_limit(clocks: Clocks | None) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,19 +19,45 @@ _SHORT_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _GIB = 2**30
 
 
-def resolve_device(name: str) -> torch.device:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuda:
+    """What PyTorch says of CUDA on this machine.
+
+    Attributes:
+        built_for: version that this build of PyTorch is for; None: it is a CPU build.
+        is_available: whether a device is visible.
+        device_count: how many are.
+        current_device: index of the current one.
+        init: raises with the driver's reason where there is none.
+    """
+
+    built_for: str | None = torch.version.cuda or torch.version.hip
+    is_available: Callable[[], bool] = torch.cuda.is_available
+    device_count: Callable[[], int] = torch.cuda.device_count
+    current_device: Callable[[], int] = torch.cuda.current_device
+    init: Callable[[], object] = torch.cuda.init
+
+
+_THIS_MACHINE = Cuda()
+
+
+def resolve_device(name: str, cuda: Cuda = _THIS_MACHINE) -> torch.device:
     """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device with an index.
+
+    Args:
+        name: of the device.
+        cuda: of this machine.
 
     Raises:
         NoCudaDevice: CUDA was named and PyTorch sees no such device.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu" or (name == "auto" and not cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        reason, advice = _why_no_cuda()
+    if not cuda.is_available():
+        reason, advice = _why_no_cuda(cuda)
         raise NoCudaDevice(index="", reason=reason, advice=advice)
-    index = int(name.partition(":")[2] or torch.cuda.current_device())
-    count = torch.cuda.device_count()
+    index = int(name.partition(":")[2] or cuda.current_device())
+    count = cuda.device_count()
     if index >= count:
         reason = f"PyTorch sees {count}: cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}"
         raise NoCudaDevice(index=f" {index}", reason=reason, advice="pass one of those")
@@ -156,17 +184,17 @@ def _wanted_in(text: str) -> str:
     return "an unknown amount"
 
 
-def _why_no_cuda() -> tuple[str, str]:
+def _why_no_cuda(cuda: Cuda) -> tuple[str, str]:
     """Return why CUDA is absent and what would bring it."""
-    if torch.version.cuda is None and torch.version.hip is None:
+    if cuda.built_for is None:
         return f"torch {torch.__version__} is a CPU build", "install a CUDA build: https://pytorch.org/get-started/locally"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return f'CUDA_VISIBLE_DEVICES="{visible}" hides every device', "unset CUDA_VISIBLE_DEVICES"
     try:
-        torch.cuda.init()
+        cuda.init()
     except (RuntimeError, AssertionError) as error:
         # torch's own first sentence tells a missing driver from one that is too old for this build's CUDA.
         first = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
-        return f"{first} (torch is built for CUDA {torch.version.cuda})", "install or update the NVIDIA driver"
+        return f"{first} (torch is built for CUDA {cuda.built_for})", "install or update the NVIDIA driver"
     return "the driver reports no device", "check `nvidia-smi`"

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.autotune import tune as tuning_module
 from fusion_advisor.autotune.cache import SCHEMA, TuningStore
-from fusion_advisor.autotune.tune import MOST_TRIALS, allocate, best_tuning, candidates, tuning_key
+from fusion_advisor.autotune.tune import MOST_TRIALS, Gpu, allocate, best_tuning, candidates, tuning_key
 from fusion_advisor.codegen.common.interface import Header, Tuning
 from fusion_advisor.codegen.cuda.candidates import is_faster_in_cuda
 from fusion_advisor.codegen.cuda.shared_memory import shared_memory_of
@@ -45,15 +44,21 @@ class CountingClock:
         return self.spent_ns - before
 
 
-@pytest.fixture
-def on_fake_cuda(monkeypatch):
-    """Everything that best_tuning asks of a GPU, answered on the CPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "FAKE 100")
-    monkeypatch.setattr(tuning_module, "cache_bytes", lambda device: 2**16)
-    monkeypatch.setattr(tuning_module, "free_bytes", lambda device: 2**30)
-    monkeypatch.setattr(
-        tuning_module, "allocate", lambda program, device, seed=0: allocate(program, torch.device("cpu"), seed=seed)
-    )
+class FakeGpu(Gpu):
+    """A GPU by name, with the tensors of a CPU."""
+
+    def __init__(self, name="FAKE 100", cache_bytes=2**16, free_bytes=2**30):
+        super().__init__(torch.device("cpu"))
+        self._name, self._cache_bytes, self._free_bytes = name, cache_bytes, free_bytes
+
+    def name(self):
+        return self._name
+
+    def cache_bytes(self):
+        return self._cache_bytes
+
+    def free_bytes(self):
+        return self._free_bytes
 
 
 def choose(program, cost_ns, store, declared=(), **more):
@@ -71,11 +76,13 @@ def choose(program, cost_ns, store, declared=(), **more):
 
         return launch
 
-    found = best_tuning(program, declared, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, **more)
+    found = best_tuning(
+        program, declared, "triton", CUDA, header=HEADER, store=store, clock=clock, build=build, gpu=FakeGpu(), **more
+    )
     return found, built
 
 
-def test_a_manifest_that_declares_more_is_measured_again(on_fake_cuda, tmp_path):
+def test_a_manifest_that_declares_more_is_measured_again(tmp_path):
     store, declared = TuningStore(tmp_path / "tuning.json"), [Tuning(block_cols=512, num_warps=1)]
     program = programs.bias_gelu_erf(2048, 3584)
     assert choose(program, lambda _: 1000, store)[0].source == "measured"
@@ -188,7 +195,7 @@ def test_cuda_is_worth_building_for_rows_read_twice_or_divided_by_channels_and_f
     assert found == {"groupnorm", "groupnorm_silu", "log_softmax", "softcap"}  # cross-entropy walks a row once, however wide
 
 
-def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
+def test_the_fastest_is_chosen_stored_and_read_back(tmp_path):
     program, store = programs.rmsnorm(2048, 4096, "bfloat16"), TuningStore(tmp_path / "tuning.json")
     fast = candidates(program, "triton")[2][0]
     found, built = choose(program, lambda tuning: 500 if tuning == fast else 1000, store)
@@ -203,14 +210,14 @@ def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
     assert entry["default_ns"] == pytest.approx(1000)
 
 
-def test_less_than_noise_leaves_the_backend_s_choice(on_fake_cuda, tmp_path):
+def test_less_than_noise_leaves_the_backend_s_choice(tmp_path):
     program = programs.rmsnorm(2048, 4096, "bfloat16")
     found, _ = choose(program, lambda tuning: 1000 if tuning == Tuning() else 990, TuningStore(tmp_path / "t.json"))
     assert found.tuning == Tuning()
     assert found.source == "measured"
 
 
-def test_configurations_that_cannot_run_are_left_out(on_fake_cuda, tmp_path):
+def test_configurations_that_cannot_run_are_left_out(tmp_path):
     program, store = programs.rmsnorm(2048, 4096, "bfloat16"), TuningStore(tmp_path / "t.json")
     found, _ = choose(program, lambda tuning: None if tuning == Tuning() else 10 * (tuning.num_warps or 1), store)
     assert found.tuning.num_warps == min(t.num_warps for t, _ in candidates(program, "triton")[1:])
@@ -218,7 +225,7 @@ def test_configurations_that_cannot_run_are_left_out(on_fake_cuda, tmp_path):
     assert (found.tuning, found.source, found.tried) == (Tuning(), "default", ())
 
 
-def test_the_budget_ends_the_search_after_the_backend_s_choice(on_fake_cuda, tmp_path):
+def test_the_budget_ends_the_search_after_the_backend_s_choice(tmp_path):
     program = programs.rmsnorm(2048, 4096, "bfloat16")
     found, built = choose(program, lambda tuning: 1000, TuningStore(tmp_path / "t.json"), budget_s=0.0)
     assert built == [Tuning()]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+
+from fusion_advisor.capture.graph import retrace
+from fusion_advisor.fuse.dynamo_backend import fuse_graph, optimise
+from fusion_advisor.fuse.passes import gemm_epilogue
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +18,29 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def backend_with(options, **planted):
+    """The backend of ``torch.compile`` with all the options of a run and what is planted in ``optimise``."""
+
+    def backend(graph_module, example_inputs):
+        return fuse_graph(graph_module, example_inputs, options, functools.partial(optimise, **planted))
+
+    return backend
+
+
+@pytest.fixture
+def cpu_epilogue(monkeypatch):
+    """A CPU's GEMMs are asked for their epilogue, which has the GELU with erf; returns a function that says it is another one."""
+
+    def plant(gelu):
+        monkeypatch.setattr(gemm_epilogue, "GELU_OF", {**gemm_epilogue.GELU_OF, "cpu": gelu})
+
+    plant("gelu_erf")
+    return plant
+
+
+@pytest.fixture
+def slow_biases(monkeypatch):
+    """GEMMs are slower with their biases in them, as on a GPU in fp32."""
+    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda *_: True)

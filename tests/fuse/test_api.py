@@ -5,30 +5,24 @@ from __future__ import annotations
 import re
 import shutil
 from collections import UserDict
-from dataclasses import replace
 
 import pytest
 import torch
 
 import fusion_advisor
 from fusion_advisor.errors import CannotCapture, ModelInTraining, PlanMismatch
-from fusion_advisor.fuse import pipeline
-from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.records import Status
-from tests.fuse.test_pipeline import TIMING, keep_all, verdicts
 from tests.tiny import BANDWIDTH, Toy, toy
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(pipeline, "_DECIDE_S", {"cpu": 0.1})
-    monkeypatch.setattr(pipeline, "WALL_S", 0.02)
     monkeypatch.chdir(tmp_path)
 
 
-QUICK = {"warmup": 1, "runs": 5}
+QUICK = {"warmup": 1, "runs": 5, "bandwidth": BANDWIDTH, "budgets": Budgets(wall_s=0.02, decide_s=0.1)}
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}, lambda x: UserDict(x=x)])
@@ -87,14 +81,9 @@ def test_an_unknown_option_is_refused():
         fusion_advisor.profile(Toy(), torch.randn(2, 32), no_such=1)
 
 
-def test_a_saved_plan_is_put_in_again_checked_and_not_timed(tmp_path, monkeypatch):
-    # What the clock would say is planted: this is about what a plan carries from one run to the next.
-    monkeypatch.setattr(
-        trial.interleaving, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
-    )
-    verdicts(monkeypatch, keep_all)
+def test_a_saved_plan_is_put_in_again_checked_and_not_timed(tmp_path):
     model, inputs = wide_mlp()
-    with fusion_advisor.apply(model, inputs, run_dir=tmp_path, **QUICK) as first:
+    with fusion_advisor.apply(model, inputs, run_dir=tmp_path, keep="verified", **QUICK) as first:
         kept = [fusion.kernel for fusion in first.report.fusions if fusion.status is Status.KEPT]
         with torch.no_grad():
             expected = first(inputs)
@@ -130,18 +119,14 @@ def test_a_transformers_model_is_profiled_with_its_cache_on_as_by_default():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-def test_a_second_apply_takes_the_place_of_the_first_and_measures_the_models_own_ops(monkeypatch):
-    monkeypatch.setattr(
-        trial.interleaving, "compare_alone", lambda *_, **__: (TIMING, replace(TIMING, median_ns=50, ci_low_ns=50, ci_high_ns=50))
-    )
-    verdicts(monkeypatch, keep_all)
+def test_a_second_apply_takes_the_place_of_the_first_and_measures_the_models_own_ops():
     model, (x,) = toy()
-    first = fusion_advisor.apply(model, x, **QUICK)
+    first = fusion_advisor.apply(model, x, keep="verified", **QUICK)
     before = first.report.before.launches
     assert first.is_applied and first.report.after.launches < before
     assert fusion_advisor.profile(model, x, **QUICK).before.launches == before
     assert first.is_applied  # profiling changes nothing
-    second = fusion_advisor.apply(model, x, **QUICK)
+    second = fusion_advisor.apply(model, x, keep="verified", **QUICK)
     assert (first.is_applied, second.is_applied, second.report.before.launches) == (False, True, before)
     first.apply()
     assert (first.is_applied, second.is_applied) == (True, False)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import Tuning
@@ -24,7 +23,6 @@ from fusion_advisor.codegen.registry import backend
 from fusion_advisor.fuse.decide.session import Bench, replaced_sites
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.live.model_check import check_whole_model, named_tensors
-from fusion_advisor.fuse.passes import gemm_epilogue
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
@@ -253,10 +251,10 @@ IN_GEMMS = {
 }
 
 
+@pytest.mark.usefixtures("cpu_epilogue")
 @pytest.mark.parametrize("model_id", IN_GEMMS)
-def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path, monkeypatch):
+def test_preset_architecture_with_activations_in_its_gemms(model_id, patterns, tmp_path):
     """Of the two GELUs a CPU's epilogue has the one with erf."""
-    monkeypatch.setattr(gemm_epilogue, "GELU_OF", {"cpu": "gelu_erf"})
     run = Fused(tiny(model_id, batch=8), patterns, tmp_path, in_gemms=IN_GEMMS[model_id])
     calls = [node.name.rstrip("_0123456789") for module in run.variant.modules for node in module.graph.nodes]
     assert all(calls.count(name) == IN_GEMMS[model_id].count(name) for name in set(IN_GEMMS[model_id]))
@@ -286,8 +284,7 @@ def test_biases_of_convolutions_join_the_chains_behind_them(model_id, dtype, pat
             assert torch.equal(one, other)
 
 
-def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, monkeypatch):
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+def test_biases_of_gemms_join_the_chains_behind_them(patterns, tmp_path, slow_biases):
     run = Fused(tiny("openai-community/gpt2"), patterns, tmp_path)
     assert run.sites_of("bias_gelu_tanh") == 2
     assert run.sites_of("add_add_layer_norm_*") == 4

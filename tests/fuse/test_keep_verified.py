@@ -11,15 +11,17 @@ import torch
 import fusion_advisor
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.errors import UsageError
-from fusion_advisor.fuse import after_side, pipeline
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide import keep_rule
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.live.fused_model import FusedModel
-from fusion_advisor.fuse.plan.options import ApplyOptions
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.rewrite.launch_count import tally_of
 from fusion_advisor.records import Status, TensorMeta
 from fusion_advisor.report.shared_rows import caveats
+from fusion_advisor.timing.wall_timer import as_timing
+from fusion_advisor.workload.load import describe_live
 from tests.fuse.cuda_graph.fake_graph import FakeRecorder
 from tests.fuse.test_pipeline import Model
 from tests.tiny import BANDWIDTH
@@ -30,43 +32,35 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def slow_walls(calls, **_):
+    """Eager is the first of the calls, and all others look a thousand times slower."""
+    return [as_timing([10**9 if number == 0 else 10**12] * 6, "wall") for number, _ in enumerate(calls)]
+
+
+QUICK = {
+    "warmup": 1, "runs": 3, "min_share": 1.0, "budgets": Budgets(wall_s=0.02),
     # Memory so slow that no chain has anything to save: no time may decide.
-    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: replace(BANDWIDTH, copy_bytes_per_s=1))
-    monkeypatch.setattr(after_side, "WALL_S", 0.02)
+    "bandwidth": replace(BANDWIDTH, copy_bytes_per_s=1),
+}  # fmt: skip
 
 
-def slow_timing(monkeypatch):
-    """Let everything that is timed against something look a thousand times slower than that."""
-    real = after_side.measure_all
-
-    def measured(contenders, **options):
-        rows = real(contenders, **options)
-        return tuple(replace(row, step=replace(row.step, wall=_slower(row))) for row in rows)
-
-    def _slower(row):
-        if row.name == after_side.EAGER:
-            return row.step.wall
-        wall = row.step.wall
-        return replace(wall, median_ns=10**12, ci_low_ns=10**12, ci_high_ns=10**12)
-
-    monkeypatch.setattr(after_side, "measure_all", measured)
-
-
-QUICK = {"warmup": 1, "runs": 3, "min_share": 1.0}
-
-
-def test_slower_rewrites_stay_if_their_numbers_pass(monkeypatch):
+def test_slower_rewrites_stay_if_their_numbers_pass():
     def never(*_, **__):
         raise AssertionError("a decision was timed")
 
-    monkeypatch.setattr(keep_rule, "_once_on_top", never)
-    monkeypatch.setattr(keep_rule, "verdict_of", never)
-    slow_timing(monkeypatch)
+    instruments = Instruments(decide=never, compare_alone=never, saving_alone_ns=never, walls=slow_walls)
     torch.manual_seed(0)
     model, x = Model().eval(), torch.randn(2, 48, 64)
     expected = model(x)
-    with torch.no_grad(), fusion_advisor.apply(model, x, keep="verified", **QUICK) as fused:
+    loaded = describe_live(model, (x,))
+    with (
+        torch.no_grad(),
+        apply_workload(loaded, ApplyOptions(keep="verified", compile=False, **QUICK), instruments=instruments).fused as fused,
+    ):
         report = fused.report
+        assert report.after.wall.median_ns == 10**12
         tried = [row for row in (*report.rewrites, *report.fusions) if row.status is not Status.NOT_REPLACED]
         assert len([row for row in report.fusions if row.status is Status.KEPT]) == 2
         assert all(row.status is Status.KEPT for row in tried), [(row.id, row.reason) for row in tried]

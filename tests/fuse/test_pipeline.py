@@ -11,26 +11,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fusion_advisor.fuse.decide.try_fusions as selection
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.codegen.common.interface import KernelBuildFailed
+from fusion_advisor.codegen.cpp.backend import find_compiler
 from fusion_advisor.errors import NoCompiler
-from fusion_advisor.fuse import after_side, finish, pipeline
-from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.installed import LastStage
+from fusion_advisor.fuse.live.model_check import check_whole_model
 from fusion_advisor.fuse.modes.trace_profile import profile_trace
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload, profile_workload
-from fusion_advisor.fuse.plan.options import ApplyOptions, ProfileOptions
+from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets, ProfileOptions
 from fusion_advisor.fuse.plan.progress import Progress
-from fusion_advisor.records import Match, Status, Timing, Tolerance
+from fusion_advisor.records import Match, Status, Tolerance
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.shared_rows import caveats
 from fusion_advisor.runtime.torch_internals import module_call
+from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.workload.load import describe_live
 from tests.tiny import BANDWIDTH
 
@@ -78,39 +78,49 @@ class Told(Progress):
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
-    """Short budgets, no bandwidth run, and kernels that are never slower alone; returns options."""
+    """Return options with short budgets and without a run for the bandwidth."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pipeline, "_DECIDE_S", {"cpu": 0.2})
-    monkeypatch.setattr(pipeline, "WALL_S", 0.05)
-    monkeypatch.setattr(after_side, "WALL_S", 0.05)
-    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    timing = Timing(times_ns=(100,), median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
-    faster = replace(timing, median_ns=50, ci_low_ns=50, ci_high_ns=50)
-    monkeypatch.setattr(trial.interleaving, "compare_alone", lambda *_, **__: (timing, faster))
     return ApplyOptions(
-        warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x", compile=False
-    )
+        warmup=1, runs=8, min_share=0.0, run_dir=tmp_path / "run", run_id="r1", config_hash="abc", command="x", compile=False,
+        budgets=Budgets(wall_s=0.05, decide_s=0.2), bandwidth=BANDWIDTH,
+    )  # fmt: skip
 
 
-def verdicts(monkeypatch, status_of):
-    """Plant the keep rule's answer: ``status_of(candidate)``; timings are planted too."""
+def verdicts(status_of, **planted):
+    """Instruments with planted answers: the keep rule's is ``status_of(candidate)``, kernels are twice as fast alone."""
 
     def decide(bench, candidates, **_):
-        timing = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
         made = {
             candidate.id: Verdict(
                 id=candidate.id, status=status_of(candidate), reason="planted", delta_ns=-5, interval_ns=(-6, -4)
             )
             for candidate in candidates
         }
-        return Decision(verdicts=made, noise_share=0.01, before=timing, after=timing, method="wall")
+        return Decision(verdicts=made, noise_share=0.01, before=TIMING, after=TIMING, method="wall")
 
-    monkeypatch.setattr(selection, "decide", decide)
-    monkeypatch.setattr(after_side.step_profile, "walls", lambda calls, **_: [TIMING] * len(calls))
+    answers = {"decide": decide, "compare_alone": faster_alone, "walls": lambda calls, **_: [TIMING] * len(calls)}
+    return Instruments(**(answers | planted))
 
 
-TIMING = Timing(times_ns=(100,) * 6, median_ns=100, ci_low_ns=100, ci_high_ns=100, method="wall")
-FASTER = replace(TIMING, times_ns=(80,) * 6, median_ns=80, ci_low_ns=80, ci_high_ns=80)
+def faster_alone(*_, **__):
+    """A chain's ops and its kernel, which takes half the time."""
+    return TIMING, as_timing([50] * 6, "wall")
+
+
+def walls_of(*timings):
+    """Eager's and ours, planted."""
+    return lambda *_, **__: list(timings)
+
+
+TIMING, FASTER = as_timing([100] * 6, "wall"), as_timing([80] * 6, "wall")
+
+
+def compiler_without(name, folder):
+    """Write a C++ compiler that fails for files that have a word in their name."""
+    compiler = folder / "c++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{name}*) echo planted >&2; exit 1;; esac\nexec {find_compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    return compiler
 
 
 def keep_all(_):
@@ -168,11 +178,10 @@ def assert_traces(run_dir, report):
         assert counts == {(name, category): trace.steps * count for name, category, count, _ in told.kernels}
 
 
-def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick):
     expected = loaded.model(*loaded.args)
     seen, progress = [], Told()
-    run = apply_workload(loaded, quick, progress, seen.append)
+    run = apply_workload(loaded, quick, progress, seen.append, instruments=verdicts(keep_all))
     report = run.report
     assert_consistent(report)
     assert report.status == "applied" and report.model_check.is_passed
@@ -193,7 +202,7 @@ def test_everything_kept_is_in_the_live_model_and_in_the_trace(loaded, quick, mo
     assert_traces(quick.run_dir, report)
 
 
-def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, monkeypatch):
+def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, quick, slow_biases):
     asked = []
 
     def alone(_, before, after):
@@ -202,10 +211,8 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
         )
         return 41_000
 
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
-    monkeypatch.setattr(selection, "saving_alone_ns", alone)
-    verdicts(monkeypatch, keep_all)
-    rows = {row.name: row for row in apply_workload(loaded, quick).report.rewrites}
+    report = apply_workload(loaded, quick, instruments=verdicts(keep_all, saving_alone_ns=alone)).report
+    rows = {row.name: row for row in report.rewrites}
     assert rows[PASSES["split-biases"].title].predicted_saving_ns == 41_000
     ((before, after),) = asked  # of this pass alone
     linears = [[len(node.args) for node in ops if "linear" in str(node.target)] for ops in (before, after)]
@@ -214,26 +221,23 @@ def test_biases_apart_are_expected_to_save_what_their_gemms_do_alone(loaded, qui
     assert not [node for node in before if "tril" in str(node.target)]  # passes of before this one are in place
 
 
-def test_steps_are_traced_and_timed_as_asked(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_steps_are_traced_and_timed_as_asked(loaded, quick):
     asked = []
 
     def walls(calls, *, least_s, **_):
         asked.append(least_s)
         return [TIMING] * len(calls)
 
-    monkeypatch.setattr(after_side.step_profile, "walls", walls)
-    apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2))
+    apply_workload(loaded, replace(quick, min_time_s=0.03, steps=2), instruments=verdicts(keep_all, walls=walls))
     assert set(asked) == {0.03}
     for side in ("before", "after"):
         events = json.loads(gzip.decompress((quick.run_dir / f"trace.{side}.json.gz").read_bytes()))["traceEvents"]
         assert {event["name"] for event in events if event["name"].startswith("fa:step:")} == {"fa:step:0", "fa:step:1"}
 
 
-def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_the_report_so_far_is_given_after_every_fusion(loaded, quick):
     seen, progress = [], Told()
-    report = apply_workload(loaded, quick, progress, seen.append).report
+    report = apply_workload(loaded, quick, progress, seen.append, instruments=verdicts(keep_all)).report
     tried = len(report.fusions)
     assert [len(found.fusions) for found in seen] == [0, *range(1, tried + 1), tried]
     assert {found.status for found in seen} == {"interrupted"}
@@ -244,10 +248,9 @@ def test_the_report_so_far_is_given_after_every_fusion(loaded, quick, monkeypatc
     assert [fusion.status for fusion in seen[-1].fusions] == [Status.KEPT] * tried
 
 
-def test_when_nothing_pays_the_model_is_as_it_was(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_none)
+def test_when_nothing_pays_the_model_is_as_it_was(loaded, quick):
     before = dict(loaded.model.__dict__)
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=verdicts(keep_none))
     assert_consistent(run.report)
     assert loaded.model.__dict__ == before
     assert run.report.after.label == "unchanged"
@@ -256,25 +259,10 @@ def test_when_nothing_pays_the_model_is_as_it_was(loaded, quick, monkeypatch):
     assert loaded.model.__dict__ == before
 
 
-def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
-    real = trial.backend_named
-
-    class Failing:
-        def __init__(self, backend):
-            self.backend = backend
-
-        def render(self, program, header, **options):
-            if header.title == "gelu_tanh":
-                raise KernelBuildFailed(kernel="gelu_tanh", target="cpp", cause="planted")
-            return self.backend.render(program, header, **options)
-
-        def build(self, rendered, path):
-            return self.backend.build(rendered, path)
-
-    monkeypatch.setattr(trial, "backend_named", lambda name: Failing(real(name)))
+def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(compiler_without("gelu_tanh", tmp_path)))
     progress = Told()
-    report = apply_workload(loaded, quick, progress).report
+    report = apply_workload(loaded, quick, progress, instruments=verdicts(keep_all)).report
     assert_consistent(report)
     status = {fusion.kernel: fusion for fusion in report.fusions}
     failed = status.pop("gelu_tanh")
@@ -283,13 +271,14 @@ def test_a_failed_build_is_told_and_the_rest_goes_on(loaded, quick, monkeypatch)
     assert any("planted" in text for text in progress.warnings)
 
 
-def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
-    real = finish.check_whole_model
-    monkeypatch.setattr(finish, "check_whole_model", lambda *args, **more: replace(real(*args, **more), is_passed=False))
+def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick):
+
+    def fails(*args, **more):
+        return replace(check_whole_model(*args, **more), is_passed=False)
+
     before = dict(loaded.model.__dict__)
     progress = Told()
-    report = apply_workload(loaded, quick, progress).report
+    report = apply_workload(loaded, quick, progress, instruments=verdicts(keep_all), last=LastStage(check_model=fails)).report
     assert loaded.model.__dict__ == before
     assert {fusion.status for fusion in report.fusions} == {Status.WRONG_NUMBERS}  # with any of them the check fails
     assert all(fusion.receipt.sites_replaced == fusion.receipt.launches_after == 0 for fusion in report.fusions)
@@ -297,9 +286,8 @@ def test_wrong_numbers_of_the_whole_model_revert_everything(loaded, quick, monke
     assert any("whole model's numbers did not pass with F1" in text for text in report.warnings) and progress.warnings
 
 
-def test_a_limit_of_the_users_is_the_limit(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
-    report = apply_workload(loaded, replace(quick, rtol=0.0)).report
+def test_a_limit_of_the_users_is_the_limit(loaded, quick):
+    report = apply_workload(loaded, replace(quick, rtol=0.0), instruments=verdicts(keep_all)).report
     assert report.tolerance == Tolerance(rtol=0.0, atol=0.0)
     assert {fusion.status for fusion in report.fusions} == {Status.WRONG_NUMBERS}
     assert all("outside |error| ≤ 0 + 0 × |oracle|" in fusion.reason for fusion in report.fusions)
@@ -307,42 +295,38 @@ def test_a_limit_of_the_users_is_the_limit(loaded, quick, monkeypatch):
     assert load_report(dump_report(report)) == report
 
 
-def test_a_limit_of_the_users_goes_for_the_whole_model(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
-    real, spoiled = finish.check_whole_model, []
+def test_a_limit_of_the_users_goes_for_the_whole_model(loaded, quick):
+    spoiled = []
 
     def off(loaded, eager, fused, written, **more):
-        spoiled.append(real(loaded, eager, lambda: fused() + 1e-3, written))
-        return real(loaded, eager, lambda: fused() + 1e-3, written, **more)
+        spoiled.append(check_whole_model(loaded, eager, lambda: fused() + 1e-3, written))
+        return check_whole_model(loaded, eager, lambda: fused() + 1e-3, written, **more)
 
-    monkeypatch.setattr(finish, "check_whole_model", off)
-    run = apply_workload(loaded, replace(quick, atol=2e-3, rtol=1e-5))
+    options = replace(quick, atol=2e-3, rtol=1e-5)
+    run = apply_workload(loaded, options, instruments=verdicts(keep_all), last=LastStage(check_model=off))
     assert not spoiled[0].is_passed and run.report.model_check.is_passed
     assert run.report.model_check.limit == str(run.report.tolerance)
     assert any(fusion.status is Status.KEPT for fusion in run.report.fusions)
 
 
-def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_a_model_that_cannot_be_copied_is_compared_with_eager(loaded, quick):
     loaded.model.lock = threading.Lock()
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=verdicts(keep_all))
     assert (run.report.model_check.oracle, run.report.model_check.is_passed) == ("eager", True)
 
 
-def test_a_slower_step_reverts_everything(loaded, quick, monkeypatch):
-    verdicts(monkeypatch, keep_all)
+def test_a_slower_step_reverts_everything(loaded, quick):
     slower = replace(TIMING, median_ns=200, ci_low_ns=190, ci_high_ns=210)
-    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, slower])
     before = dict(loaded.model.__dict__)
-    report = apply_workload(loaded, quick).report
+    report = apply_workload(loaded, quick, instruments=verdicts(keep_all, walls=walls_of(TIMING, slower))).report
     assert loaded.model.__dict__ == before
     assert all("would rise" in fusion.reason for fusion in report.fusions)
 
 
-def test_a_dry_run_builds_and_checks_and_times_no_step(loaded, quick, monkeypatch):
-    monkeypatch.setattr(selection, "decide", lambda *_, **__: pytest.fail("the step was timed"))
+def test_a_dry_run_builds_and_checks_and_times_no_step(loaded, quick):
+    instruments = Instruments(decide=lambda *_, **__: pytest.fail("the step was timed"))
     before = dict(loaded.model.__dict__)
-    run = apply_workload(loaded, replace(quick, dry_run=True))
+    run = apply_workload(loaded, replace(quick, dry_run=True), instruments=instruments)
     assert loaded.model.__dict__ == before
     assert run.report.status == "dry run" and run.report.after is None
     assert all(fusion.rendered and fusion.numerics.is_passed for fusion in run.report.fusions)
@@ -352,10 +336,11 @@ def test_a_dry_run_builds_and_checks_and_times_no_step(loaded, quick, monkeypatc
 
 
 def test_without_a_compiler_a_cpu_run_ends_before_anything_is_measured(loaded, quick, monkeypatch):
-    monkeypatch.setattr(pipeline, "find_compiler", lambda: None)
-    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: pytest.fail("something was measured"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    progress = Told()
     with pytest.raises(NoCompiler) as error:
-        apply_workload(loaded, quick)
+        apply_workload(loaded, quick, progress)
+    assert progress.phases == []
     assert (error.value.code, error.value.exit_code) == ("FA203", 3)
     assert "install g++" in str(error.value.hint)
 
@@ -396,15 +381,13 @@ class Layers(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_one_layer", [True, False])
-def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypatch, is_one_layer):
+def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, is_one_layer):
     torch.manual_seed(0)
     model = Layers([Layer()] * 3 if is_one_layer else [Layer() for _ in range(3)]).eval()
     x = torch.randn(32, 64)
     with torch.no_grad():
         expected = model(x)
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
-    run = apply_workload(describe_live(model, (x,)), quick)
+    run = apply_workload(describe_live(model, (x,)), quick, instruments=verdicts(keep_all, walls=walls_of(TIMING, FASTER)))
     report = run.report
     assert run.capture.region_runs == (3, 3)
     assert report.captured.launches == sum(count for _, count, _ in report.before.categories)  # nothing ran outside of the graphs
@@ -423,16 +406,15 @@ def test_a_graph_that_a_step_runs_several_times_counts_as_often(quick, monkeypat
 
 
 @pytest.mark.parametrize(("after", "stays"), [(FASTER, True), (TIMING, False)])
-def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, monkeypatch, after, stays):
+def test_what_pays_in_the_graphs_stays_only_if_the_whole_call_pays(quick, after, stays):
     class Broken(torch.nn.Module):
         def forward(self, x):
             x = torch.nn.functional.silu(x) * x
             torch._dynamo.graph_break()
             return x + 1.0
 
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, after])
-    run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick)
+    instruments = verdicts(keep_all, walls=walls_of(TIMING, after))
+    run = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick, instruments=instruments)
     report = run.report
     assert run.fused.is_applied == stays
     assert any(fusion.status is Status.KEPT for fusion in report.fusions) == stays
@@ -453,7 +435,7 @@ def test_a_value_is_folded_only_where_all_runs_of_a_graph_share_its_source():
         assert Bench(live, on_cuda=False).build((), ("fold-frozen",)).changed == {"fold-frozen": folded}
 
 
-def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, monkeypatch):
+def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick):
     class Part(torch.nn.Module):
         def forward(self, x):
             x = torch.nn.functional.silu(x) * 2.0
@@ -470,9 +452,8 @@ def test_the_after_side_holds_what_runs_outside_of_the_captured_graphs(quick, mo
                 x = part(x)
             return torch.erfc(x)
 
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(after_side.step_profile, "walls", lambda *_, **__: [TIMING, FASTER])
-    report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick).report
+    instruments = verdicts(keep_all, walls=walls_of(TIMING, FASTER))
+    report = apply_workload(describe_live(Broken().eval(), (torch.rand(64, 64),)), quick, instruments=instruments).report
     assert any(fusion.status is Status.KEPT for fusion in report.fusions)
     counts = [
         [count for kernel, _, count, _ in step.kernels if kernel == "aten::erfc"]

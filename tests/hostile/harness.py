@@ -15,16 +15,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import fusion_advisor
 import fusion_advisor.fuse.decide.session as building
-import fusion_advisor.fuse.decide.try_fusions as selection
 from fusion_advisor.errors import AdvisorError
-from fusion_advisor.fuse import after_side, dynamo_backend, finish, pipeline
-from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.installed import LastStage
+from fusion_advisor.fuse.live.model_check import check_region, check_whole_model
+from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions, Budgets
 from fusion_advisor.records import Bandwidth, Report, Status, Timing, WarmUp
-from fusion_advisor.timing import interleaving
+from fusion_advisor.workload.load import describe_live
+from tests.fuse.conftest import backend_with
 from tests.hostile.judge import Side, judge
 from tests.hostile.programs import Program, SideBySide
 
@@ -58,25 +60,33 @@ class Launches:
     count: int = 0
 
 
+def _kept(_bench, candidates, **_):
+    """The keep rule's answer: all kernels whose numbers pass stay, and nobody waits for a clock."""
+    planted = {
+        one.id: Verdict(id=one.id, status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4)) for one in candidates
+    }
+    return Decision(verdicts=planted, noise_share=0.01, before=_TIMING, after=_TIMING, method="wall")
+
+
+def _passes(check):
+    """A check of the whole that always passes: it would take wrong kernels out again, and here the judge sees them."""
+    return lambda *args, **more: replace(check(*args, **more), is_passed=True)
+
+
+UNTIMED = Instruments(
+    decide=_kept, compare_alone=lambda *_, **__: (_TIMING, _FASTER), walls=lambda calls, **_: [_TIMING] * len(calls)
+)
+LAST = LastStage(
+    check_model=_passes(check_whole_model), measure_warm_up=lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0)
+)
+
+
 @contextlib.contextmanager
-def untimed(launches: Launches) -> Iterator[None]:
-    """Plant every timing, so that all kernels whose numbers pass stay and nobody waits for a clock; count launches."""
-    saved = []
-
-    def put(owner: object, name: str, value: object) -> None:
-        saved.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    def decide(_bench, candidates, **_):
-        planted = {
-            one.id: Verdict(id=one.id, status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-            for one in candidates
-        }
-        return Decision(verdicts=planted, noise_share=0.01, before=_TIMING, after=_TIMING, method="wall")
-
+def counted(launches: Launches) -> Iterator[None]:
+    """Count launches of all kernels that are bound meanwhile."""
     made = building.fused_call
 
-    def counted(name, *args, **kwargs):
+    def counting(name, *args, **kwargs):
         call = made(name, *args, **kwargs)
 
         def launch(*tensors):
@@ -86,32 +96,18 @@ def untimed(launches: Launches) -> Iterator[None]:
         functools.update_wrapper(launch, call)
         return launch
 
-    put(selection, "decide", decide)
-    put(building, "fused_call", counted)
-    put(step_profile, "walls", lambda calls, **_: [_TIMING] * len(calls))
-    put(interleaving, "compare_alone", lambda *_, **__: (_TIMING, _FASTER))
-    # It takes a second, once for each model; only the backend, which has no keep="verified", decides by it.
-    put(pipeline, "measure_bandwidth", lambda _: _BANDWIDTH)
-    put(dynamo_backend, "measure_bandwidth", lambda _: _BANDWIDTH)
-    # The check of the whole model would take wrong kernels out again; here the judge sees them.
-    checked = finish.check_whole_model
-    put(finish, "check_whole_model", lambda *args, **kwargs: replace(checked(*args, **kwargs), is_passed=True))
-    of_region = dynamo_backend.check_region
-    put(dynamo_backend, "check_region", lambda *args: replace(of_region(*args), is_passed=True))
-    put(after_side, "measure_warm_up", lambda *_: WarmUp(phases_s=(("planted", 0.0),), build_s=0.0))
-    put(pipeline, "WALL_S", 0.01)
-    put(after_side, "WALL_S", 0.01)
+    building.fused_call = counting
     try:
         yield
     finally:
-        for owner, name, value in reversed(saved):
-            setattr(owner, name, value)
+        building.fused_call = made
 
 
 def options(*, device: str) -> dict[str, object]:
     """What ``apply`` is called with: everything is tried, nothing is compared with."""
     chosen: dict[str, object] = {
         "keep": "verified", "top": 10_000, "graph": False, "compile": False, "warmup": 1, "runs": 2, "steps": 1,
+        "bandwidth": _BANDWIDTH, "budgets": Budgets(wall_s=0.01),
     }  # fmt: skip
     if device == "cuda":
         chosen["backend"] = "fastest"
@@ -157,15 +153,18 @@ def _halves(programs: Sequence[Program], door: str, device: str) -> list[Outcome
 def _try_together(programs: Sequence[Program], door: str, device: str) -> list[Outcome]:
     torch._dynamo.reset()
     launches, model = Launches(), SideBySide(programs).eval()
-    with warnings.catch_warnings(), torch.no_grad(), untimed(launches):
+    with warnings.catch_warnings(), torch.no_grad(), counted(launches):
         warnings.simplefilter("ignore")
         inputs = _joined(programs, device, 0)
         report: Report | None = None
         if door == "apply":
-            fused = fusion_advisor.apply(model, inputs, **options(device=device))
+            loaded = describe_live(model, inputs)
+            fused = apply_workload(loaded, ApplyOptions(**options(device=device)), instruments=UNTIMED, last=LAST).fused
             call, report, undo, launched_so_far = model, fused.report, fused.revert, lambda: fused.launches
         else:
-            call, undo = torch.compile(model, backend="fusion_advisor", dynamic=False), torch._dynamo.reset
+            # The backend of torch.compile has no keep="verified".
+            backend = backend_with(ApplyOptions(bandwidth=_BANDWIDTH), check=_passes(check_region), instruments=UNTIMED)
+            call, undo = torch.compile(model, backend=backend, dynamic=False), torch._dynamo.reset
             launched_so_far = lambda: launches.count  # noqa: E731
             call(*inputs)  # the graphs are fused at their first call
         before = launched_so_far()

@@ -95,20 +95,23 @@ def test_a_generator_that_is_passed_goes_on_where_it_was(model):
     assert torch.equal(generator.get_state(), before[0]) and torch.equal(model.own.get_state(), before[1])
 
 
-def test_the_first_call_inside_torch_compile_draws_what_eager_draws(monkeypatch):
-    from fusion_advisor.fuse import dynamo_backend
+def test_the_first_call_inside_torch_compile_draws_what_eager_draws():
+    from fusion_advisor.fuse.dynamo_backend import fuse_graph
+    from fusion_advisor.fuse.plan.options import ApplyOptions
 
     def optimise(region, _options):
         torch.rand(5), random.random()  # what timing draws
         return region.original.forward
 
-    monkeypatch.setattr(dynamo_backend, "optimise", optimise)
+    def backend(graph_module, example_inputs):
+        return fuse_graph(graph_module, example_inputs, ApplyOptions(), optimise)
+
     x = torch.randn(4)
     torch.manual_seed(0)
     want = torch.rand(4) + x
     torch.manual_seed(0)
     with torch.no_grad():
-        got = torch.compile(lambda x: torch.rand(4) + x, backend=dynamo_backend.fusion_advisor, dynamic=False)(x)
+        got = torch.compile(lambda x: torch.rand(4) + x, backend=backend, dynamic=False)(x)
     assert torch.equal(got, want)
 
 

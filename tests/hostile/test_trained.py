@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fusion_advisor as fa
-from fusion_advisor.fuse import after_side
+from fusion_advisor.fuse.plan.options import Budgets
 from tools import train_small_models as trained
 
 pytestmark = [
@@ -68,16 +68,9 @@ def classify(model, dtype):
         return torch.cat([model(pixel_values=batch.to(dtype)).logits.float() for batch in IMAGES.split(BATCH)])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_time_decides():
-    """Nothing is decided by time, so no time is spent on steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(after_side, "WALL_S", 0.02)
-        yield
-
-
 def fused(model, inputs):
-    return fa.apply(model, inputs, keep="verified", runs=2, warmup=1, steps=1, compile=False)
+    """Nothing is decided by time, so no time is spent on steps."""
+    return fa.apply(model, inputs, keep="verified", runs=2, warmup=1, steps=1, compile=False, budgets=Budgets(wall_s=0.02))
 
 
 @dataclass(frozen=True)

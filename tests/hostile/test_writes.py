@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.fuse import dynamo_backend
 from fusion_advisor.fuse.decide.session import Bench
@@ -23,6 +22,7 @@ from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes.registry import PASSES
 from fusion_advisor.fuse.pipeline import apply_workload
+from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.rewrite.derived_tensors import Held
 from fusion_advisor.records import Status
@@ -30,6 +30,7 @@ from fusion_advisor.report.shared_rows import caveats
 from fusion_advisor.runtime.torch_internals import module_call
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.weight_packing import lay_out_siblings
+from tests.fuse.conftest import backend_with
 from tests.fuse.live.test_saved_plan import save
 from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import BANDWIDTH, evaluated, llama, patterns, profile_live
@@ -212,12 +213,10 @@ def keep_passes(candidate):
     return Status.KEPT if candidate.graph_pass else Status.WITHIN_NOISE
 
 
-@pytest.fixture
-def planted(monkeypatch, request):
-    """Every rewrite is kept, the merging of linears too; or those that a parameter keeps."""
-    verdicts(monkeypatch, getattr(request, "param", keep_all))
+def planted(status_of=keep_all):
+    """Every rewrite is kept, or those that ``status_of`` keeps, and the merging of linears."""
     kept = Verdict(id="R4", status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-    monkeypatch.setattr(stage, "on_top", lambda *_, **__: kept)
+    return verdicts(status_of, on_top=lambda *_, **__: kept)
 
 
 def kept_rows(report):
@@ -228,9 +227,9 @@ def kept_rows(report):
 
 
 @pytest.mark.parametrize("is_laid_out", [False, True], ids=["apart", "laid out"])
-def test_no_write_leaves_a_fused_model_or_a_reloaded_plan_stale(quick, planted, is_laid_out):  # noqa: F811
+def test_no_write_leaves_a_fused_model_or_a_reloaded_plan_stale(quick, is_laid_out):  # noqa: F811
     loaded = derived(is_laid_out=is_laid_out)
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=planted())
     assert run.fused.is_applied
     assert run.report.frozen == ()
     assert not any(name == "fold-frozen" for name in kept_rows(run.report))
@@ -244,10 +243,10 @@ def test_no_write_leaves_a_fused_model_or_a_reloaded_plan_stale(quick, planted, 
         fused.revert()
 
 
-def test_no_write_leaves_the_dynamo_backend_stale(quick, planted, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(dynamo_backend, "measure_bandwidth", lambda _: BANDWIDTH)
+def test_no_write_leaves_the_dynamo_backend_stale(quick):  # noqa: F811
     loaded = derived()
-    compiled = torch.compile(loaded.model, backend=dynamo_backend.fusion_advisor, dynamic=False)
+    backend = backend_with(ApplyOptions(bandwidth=BANDWIDTH), instruments=planted())
+    compiled = torch.compile(loaded.model, backend=backend, dynamic=False)
     assert stale_after(loaded, compiled, UNCOUNTED | COUNTED | EXCHANGING) == []
 
 
@@ -286,10 +285,9 @@ def test_rotary_tables_of_a_llama_follow_every_write_in_a_kernel_of_their_own():
 # ---------------------------------------------------------------------- --freeze
 
 
-@pytest.mark.parametrize("planted", [keep_passes], indirect=True)
-def test_what_is_frozen_is_right_again_after_refresh_and_after_writes_that_torch_counts(quick, planted):  # noqa: F811
+def test_what_is_frozen_is_right_again_after_refresh_and_after_writes_that_torch_counts(quick):  # noqa: F811
     loaded = derived()
-    run = apply_workload(loaded, replace(quick, freeze=True))
+    run = apply_workload(loaded, replace(quick, freeze=True), instruments=planted(keep_passes))
     fused, report = run.fused, run.report
     sources = {source for value in report.frozen for source in value.sources}
     assert {"frequencies", "gain", "q.weight", "v.weight"} <= sources
@@ -312,11 +310,11 @@ def test_what_is_frozen_is_right_again_after_refresh_and_after_writes_that_torch
         model.revert()
 
 
-@pytest.mark.parametrize("planted", [keep_passes], indirect=True)
-def test_the_dynamo_backend_freezes_where_it_is_asked_to(quick, planted, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(dynamo_backend, "measure_bandwidth", lambda _: BANDWIDTH)
+def test_the_dynamo_backend_freezes_where_it_is_asked_to(quick):  # noqa: F811
     loaded = derived()
-    compiled = torch.compile(loaded.model, backend=dynamo_backend.fusion_advisor, dynamic=False, options={"freeze": True})
+    options = replace(dynamo_backend.chosen_options({"freeze": True}), bandwidth=BANDWIDTH)
+    backend = backend_with(options, instruments=planted(keep_passes))
+    compiled = torch.compile(loaded.model, backend=backend, dynamic=False)
     assert ".data.mul_ to frequencies" in stale_after(loaded, compiled, {".data.mul_": _times})
     torch.compiler.reset()
     assert stale_after(loaded, compiled, COUNTED | EXCHANGING) == []

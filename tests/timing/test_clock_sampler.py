@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.records import Clocks, ClockSample
 from fusion_advisor.timing import clock_sampler, interleaving, wall_timer
-from fusion_advisor.timing.clock_sampler import Watch, is_at_power_limit, watching
+from fusion_advisor.timing.clock_sampler import Gauge, Watch, is_at_power_limit, watching
 from tests.timing.planted import PlantedTimer
 
 
@@ -58,7 +59,7 @@ def test_without_a_reader_nothing_is_run():
     assert Watch(None).clocks() is None
 
 
-def test_no_reading_lies_within_a_timed_run(monkeypatch):
+def test_no_reading_lies_within_a_timed_run():
     timer, order = PlantedTimer(), []
 
     def run():
@@ -101,37 +102,44 @@ def test_most_readings_must_name_the_power_limit(clocks, is_held):
     assert is_at_power_limit(clocks) == is_held
 
 
-class Slow:
-    """Stands for ``time`` in ``watch``: every queued step makes it go on."""
+class Slow(PlantedTimer):
+    """Every step makes the time go on."""
 
     def __init__(self, step_ns):
-        self.step_ns, self.now_ns, self.steps = step_ns, 0, 0
-
-    def perf_counter_ns(self):
-        return self.now_ns
+        super().__init__()
+        self.step_ns, self.steps = step_ns, 0
 
     def step(self):
-        self.now_ns += self.step_ns
+        self.now_ns += self.step_ns() if callable(self.step_ns) else self.step_ns
         self.steps += 1
 
+    def watch(self, read):
+        return Watch(read, now_ns=lambda: self.now_ns)
 
-def test_a_long_step_is_not_run_again_to_look(monkeypatch):
+
+def at_limit():
+    return ClockSample(reasons=("sw_power_cap",))
+
+
+def gauge_of(watch, wait=lambda: None):
+    """A CUDA device whose clocks are those of a planted watch; a CPU has none."""
+    return Gauge(watching=lambda *, on_cuda: contextlib.nullcontext(watch if on_cuda else Watch(None)), wait=wait)
+
+
+def test_a_long_step_is_not_run_again_to_look():
     clock = Slow(3_000_000_000)
-    monkeypatch.setattr(clock_sampler, "time", clock)
-    seen = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
-    assert not seen.runs_at_power_limit(clock.step, wait=lambda: None) and clock.steps == 1
+    assert not clock.watch(at_limit).runs_at_power_limit(clock.step, wait=lambda: None) and clock.steps == 1
 
 
 @pytest.mark.parametrize("step_ns", [50_000_000, 2_000_000, 700_000_000])
 @pytest.mark.parametrize("from_ns", [0, 250_000_000, 10**12])
-def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(monkeypatch, step_ns, from_ns):
+def test_the_power_limit_is_looked_for_once_the_step_has_run_for_a_while(step_ns, from_ns):
     clock = Slow(step_ns)
-    monkeypatch.setattr(clock_sampler, "time", clock)
 
     def read():
         return ClockSample(reasons=("sw_power_cap",) if clock.now_ns >= from_ns else ())
 
-    assert Watch(read).runs_at_power_limit(clock.step, wait=lambda: None) == (from_ns < 10**12)
+    assert clock.watch(read).runs_at_power_limit(clock.step, wait=lambda: None) == (from_ns < 10**12)
     assert 600_000_000 <= clock.now_ns <= 600_000_000 + 3 * max(step_ns, 5_000_000)
 
 
@@ -140,86 +148,76 @@ def test_nothing_is_run_to_look_for_a_limit_that_nobody_can_tell():
     assert not clock_sampler.is_held_down([lambda: pytest.fail("a run for nothing")], on_cuda=False)
 
 
-def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back(monkeypatch):
+def test_one_step_that_is_held_down_is_enough_and_steps_are_put_back():
     clock, order = Slow(100_000_000), []
-    monkeypatch.setattr(clock_sampler, "time", clock)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    seen = Watch(lambda: ClockSample(reasons=("sw_power_cap",) if order[-1] == "second" else ()))
-    monkeypatch.setattr(clock_sampler, "watching", lambda *, on_cuda: contextlib.nullcontext(seen))
+    seen = clock.watch(lambda: ClockSample(reasons=("sw_power_cap",) if order[-1] == "second" else ()))
 
     def step(name):
         return lambda: (order.append(name), clock.step())
 
     calls = [step("first"), step("second"), step("third")]
-    assert clock_sampler.is_held_down(calls, on_cuda=True, before=lambda: order.append("back"))
+    assert clock_sampler.is_held_down(calls, on_cuda=True, before=lambda: order.append("back"), gauge=gauge_of(seen))
     assert order[1::2] == sorted(order[1::2]) and set(order[1::2]) == {"first", "second"} and set(order[::2]) == {"back"}
 
 
-def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn(monkeypatch):
-    asked = []
-    held = Watch(lambda: ClockSample(reasons=("sw_power_cap",)))
-    monkeypatch.setattr(held, "runs_at_power_limit", lambda queue, wait: asked.append(queue) or True)
-    for module in (step_profile, clock_sampler):
-        monkeypatch.setattr(module, "watching", lambda *, on_cuda: contextlib.nullcontext(held if on_cuda else Watch(None)))
-    monkeypatch.setattr(step_profile, "interleave", lambda *_, turn_s, most_s, **__: [[round(turn_s * 1e9), round(most_s * 1e9)]])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for on_cuda, expected_ns in ((True, (200_000_000, 6_000_000_000)), (False, (0, 0))):
-        (timing,) = step_profile.walls([lambda: None], on_cuda=on_cuda, runs=6, budget_s=2.0, patience=3.0)
-        assert timing.times_ns == expected_ns and len(asked) == 1
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_ways_of_calling_a_model_that_is_held_down_run_for_a_while_at_their_turn(on_cuda):
+    """The step never settles, so it goes on for all of its patience where it is held down, and for its budget elsewhere."""
+    swings = itertools.cycle([40_000_000] * 7 + [60_000_000] * 9)
+    clock = Slow(lambda: next(swings))
+    (timing,) = step_profile.walls(
+        [clock.step], on_cuda=on_cuda, runs=1000, budget_s=2.0, patience=3.0, timer=clock, gauge=gauge_of(clock.watch(at_limit))
+    )
+    runs_each_turn = clock.steps / len(timing.times_ns)
+    if on_cuda:
+        assert 6.6 < clock.seconds() < 7.5 and runs_each_turn > 5  # four or so are timed, and half as many are not
+    else:
+        assert 2.0 < clock.seconds() < 2.4 and runs_each_turn < 2.1
 
 
-def test_ways_that_are_held_down_are_timed_until_they_are_known(monkeypatch):
-    monkeypatch.setattr(step_profile, "is_held_down", lambda *_, **__: True)
-    swings = iter([*range(0, 60, 6), *[0] * 90])
-
-    def timed(timer, run, before, count):
-        return [10_000 + 10 * next(swings)] * count
-
-    monkeypatch.setattr(interleaving, "_timed_on_host", timed)
-    monkeypatch.setattr(step_profile, "TURN_S", 1e-9)
-    (timing,) = step_profile.walls([lambda: None], on_cuda=False, runs=99, budget_s=1e-6, patience=1e9)
-    assert 10 < len(timing.times_ns) < 40
+def test_ways_that_are_held_down_are_timed_until_they_are_known():
+    """A run takes a turn; what it takes comes down by 30 % in the first two dozens of them."""
+    clock = Slow(lambda: round(200_000_000 * (1 + 0.3 * max(0.0, 1 - clock.steps / 48))))
+    (timing,) = step_profile.walls(
+        [clock.step], on_cuda=True, runs=99, budget_s=1e-6, patience=1e9, timer=clock, gauge=gauge_of(clock.watch(at_limit))
+    )
+    assert 10 < len(timing.times_ns) < 90
     assert timing.ci_high_ns - timing.ci_low_ns <= 0.02 * timing.median_ns
 
 
-def test_after_rests_ways_are_timed_without_turns_and_without_readings(monkeypatch):
-    asked, order = {}, []
+def test_after_rests_ways_are_timed_without_turns_and_without_readings():
+    order = []
+    clock = Slow(5)
+    clock.rest = lambda for_ns: order.append(f"rest {for_ns}")
 
-    def timed(calls, *, before, **more):
-        asked.update(more)
-        before()
-        calls[0]()
-        return [[3, 4, 5]]
+    def step():
+        order.append("step")
+        clock.step()
 
-    monkeypatch.setattr(step_profile, "interleave", timed)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
-    calls = [lambda: order.append("step")]
-    (timing,) = step_profile.rested_walls(calls, runs=6, budget_s=1.0, rewind=lambda: order.append("back"))
-    assert (timing.times_ns, timing.rest, timing.clocks) == ((3, 4, 5), interleaving.REST, None)
-    assert asked == {"rounds": 6, "budget_s": 1.0, "rest": interleaving.REST, "on_cuda": False}
-    assert order == ["back", "wait", "step", "wait"]
+    gauge = gauge_of(Watch(lambda: pytest.fail("a reading")), wait=lambda: order.append("wait"))
+    (timing,) = step_profile.rested_walls(
+        [step], runs=6, budget_s=1.0, rewind=lambda: order.append("back"), timer=clock, gauge=gauge
+    )
+    assert (timing.times_ns, timing.rest, timing.clocks) == ((5,) * 6, interleaving.REST, None)
+    once = ["back", "wait", "step", "wait"]
+    assert order == [*once, *once, *["rest 10", *once] * 6]
 
 
 def test_a_cpu_has_no_clocks_and_a_missing_library_is_a_sentence(monkeypatch):
     with watching(on_cuda=False) as seen:
         assert seen.clocks() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "x"}))
-    with watching(on_cuda=True) as seen:
+    with watching(on_cuda=True, uuid="x") as seen:
         assert "pip install nvidia-ml-py" in seen.clocks().missing
 
 
-def test_each_way_of_calling_the_model_gets_its_own_clocks(monkeypatch):
+def test_each_way_of_calling_the_model_gets_its_own_clocks():
     rewound = []
     seen = Watch(reader())
-
-    def watched(*, on_cuda):
-        return contextlib.nullcontext(seen)
-
-    monkeypatch.setattr(step_profile, "watching", watched)
+    watches = iter([Watch(None), seen])  # the first one looks for the power limit
+    gauge = Gauge(watching=lambda *, on_cuda: contextlib.nullcontext(next(watches)))
     one, other = step_profile.walls(
-        [lambda: None, lambda: None], on_cuda=False, runs=6, budget_s=0.0, rewind=lambda: rewound.append(1)
+        [lambda: None, lambda: None], on_cuda=False, runs=6, budget_s=0.0, rewind=lambda: rewound.append(1), gauge=gauge
     )
     assert [len(side.clocks.samples) for side in (one, other)] == [4, 4]
     assert not {sample.sm_mhz for sample in one.clocks.samples} & {sample.sm_mhz for sample in other.clocks.samples}

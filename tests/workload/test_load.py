@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from fusion_advisor.errors import (
 from fusion_advisor.workload import device as device_module
 from fusion_advisor.workload import load as load_module
 from fusion_advisor.workload.architecture import cut_layers
+from fusion_advisor.workload.device import Cuda, resolve_device
 from fusion_advisor.workload.load import LoadedWorkload, describe_live, load_workload
 from fusion_advisor.workload.preset import find_preset
 from fusion_advisor.workload.request import WorkloadRequest
@@ -342,32 +344,35 @@ def test_insisting_on_weights_that_are_not_there() -> None:
 # devices and memory
 
 
-def test_no_cuda_device_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    error = fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda")
-    assert str(error) == "no CUDA device is visible to PyTorch"
-    assert "is a CPU build" in error.note_text
-    assert "works without a GPU" in error.hint_text
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert 'CUDA_VISIBLE_DEVICES=""' in fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda:0").note_text
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+def no_device(name: str, cuda: Cuda) -> NoCudaDevice:
+    with pytest.raises(NoCudaDevice) as caught:
+        resolve_device(name, cuda)
+    return caught.value
 
+
+def test_no_cuda_device_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_old() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update.")
 
-    monkeypatch.setattr(torch.cuda, "init", too_old)
-    note = fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda").note_text
+    absent = Cuda(built_for=None, is_available=lambda: False, init=too_old)
+    error = no_device("cuda", absent)
+    assert str(error) == "no CUDA device is visible to PyTorch"
+    assert "is a CPU build" in error.note_text
+    assert "works without a GPU" in error.hint_text
+    absent = replace(absent, built_for="12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert 'CUDA_VISIBLE_DEVICES=""' in no_device("cuda:0", absent).note_text
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    note = no_device("cuda", absent).note_text
     assert note == "The NVIDIA driver on your system is too old (found version 11040) (torch is built for CUDA 12.8)"
+    assert resolve_device("auto", absent) == resolve_device("cpu", absent) == torch.device("cpu")
 
 
-def test_a_device_index_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    error = fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda:5")
+def test_a_device_index_that_is_not_there() -> None:
+    error = no_device("cuda:5", Cuda(is_available=lambda: True, device_count=lambda: 2))
     assert str(error) == "no CUDA device 5 is visible to PyTorch"
     assert error.note_text == "PyTorch sees 2: cuda:0 to cuda:1"
+    fails(NoCudaDevice, "FA201", 3, "gpt2", device="cuda:999")  # on this machine
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

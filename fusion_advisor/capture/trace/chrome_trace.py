@@ -41,13 +41,15 @@ class TraceFile:
     Args:
         path: ``.json`` or ``.json.gz``; what the file holds decides, not its name.
         is_strict: refuse control characters inside strings, as JSON does.
+        part: so many characters are read and decoded at once.
 
     Raises:
         UnreadableTrace: while iterating: the file is missing, cut short, damaged, or no chrome trace.
     """
 
-    def __init__(self, path: Path, *, is_strict: bool = True) -> None:
+    def __init__(self, path: Path, *, is_strict: bool = True, part: int = _CHUNK) -> None:
         self.path = path
+        self._part = part
         self.facts: dict[str, Any] = {}
         """The trace's other top-level keys (``deviceProperties``, ``record_shapes`` …); complete after an iteration."""
         self.events = 0
@@ -73,7 +75,7 @@ class TraceFile:
                 with contextlib.ExitStack() as opened:
                     packed = opened.enter_context(gzip.GzipFile(fileobj=raw)) if is_packed else raw
                     with io.TextIOWrapper(packed, encoding="utf-8", errors="replace", newline="") as text:
-                        yield from _Document(self, text, self._decoder, is_typed=is_typed).parts()
+                        yield from _Document(self, text, self._decoder, is_typed=is_typed, part=self._part).parts()
         except EOFError as error:
             self.refuse(f"gzip ends early at byte {self.path.stat().st_size:,}", error)
         except (gzip.BadGzipFile, zlib.error) as error:
@@ -90,8 +92,11 @@ class TraceFile:
 class _Document:
     """The text of one JSON document with a cursor; reads on when a value is cut off."""
 
-    def __init__(self, file: TraceFile, stream: io.TextIOWrapper, decoder: json.JSONDecoder, *, is_typed: bool) -> None:
+    def __init__(
+        self, file: TraceFile, stream: io.TextIOWrapper, decoder: json.JSONDecoder, *, is_typed: bool, part: int
+    ) -> None:
         self._file, self._stream, self._decoder, self._is_typed = file, stream, decoder, is_typed
+        self._part = part
         self._text = ""
         self._at = 0
         self._line = 1
@@ -146,7 +151,7 @@ class _Document:
         """
         if self._at < self._wrong_end:
             return []
-        end = self._at + _CHUNK
+        end = self._at + self._part
         for _ in range(_TRIES):
             found = _last_end(self._text, self._at, end)
             if found is None:
@@ -219,7 +224,7 @@ class _Document:
         rest = self._text[self._at :]
         if len(rest) > _LONGEST:
             self._file.refuse(f"a value at line {self._line_of(self._at):,} is longer than {_LONGEST:,} characters")
-        chunk = self._stream.read(max(_CHUNK, len(rest)))
+        chunk = self._stream.read(max(self._part, len(rest)))
         self._file.read_bytes += len(chunk)
         if chunk:
             self._line = self._line_of(self._at)

@@ -30,8 +30,8 @@ EXTRA = ("csv",)
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _SPELLED = {"kernel_dirs": "--kernels", "min_time_s": "--min-time"}
 """Options whose names differ from their fields."""
-_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash")
-"""Fields that identify a run and do not change its result."""
+_OF_THE_RUN = ("command", "run_dir", "run_id", "config_hash", "budgets", "bandwidth")
+"""Fields that identify a run or say how long it measures; no option of the command line sets them."""
 
 
 def tool_version() -> str:

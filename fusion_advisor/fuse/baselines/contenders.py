@@ -23,6 +23,7 @@ from fusion_advisor.errors import AdvisorError
 from fusion_advisor.fuse.baselines.inductor_hybrid import Compiler, compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable, with_liger
 from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.plan.progress import Progress
@@ -32,7 +33,6 @@ from fusion_advisor.runtime.torch_internals import aten_ops, cuda_state, dynamo,
 from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.clock_sampler import is_at_power_limit
 from fusion_advisor.timing.deadline import TimeIsUp, deadline
-from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import nothing
 from fusion_advisor.workload.load import LoadedWorkload
 
@@ -207,7 +207,7 @@ def measure_all(
     least_s: float = 0.0,
     traced_steps: int = 3,
     rewind: Callable[[], object] = nothing,
-    timer: HostTimer | None = None,
+    instruments: Instruments = MEASURED,
     progress: Progress | None = None,
     on_required: Callable[[tuple[Baseline, ...]], object] = lambda _: None,
 ) -> tuple[Baseline, ...]:
@@ -225,14 +225,14 @@ def measure_all(
         least_s: seconds for each contender at least, beyond ``runs``.
         traced_steps: how many steps are traced of those whose kernels are not known.
         rewind: called ahead of each run, untimed: it puts back what a step moves on.
-        timer: times the runs; left out, the one of the device.
+        instruments: time the runs.
         progress: told about each.
         on_required: given the rows of those that the run needs, where there are others.
     """
     progress = progress or Progress()
     how = _How(
         needed_bytes=needed_bytes, on_cuda=on_cuda, runs=runs, budget_s=budget_s, least_s=least_s, traced_steps=traced_steps,
-        rewind=rewind, timer=timer,
+        rewind=rewind, instruments=instruments,
     )  # fmt: skip
     in_order = sorted(contenders, key=lambda one: not one.is_required)
     failed: dict[str, Baseline] = {}
@@ -264,20 +264,20 @@ class _How:
     least_s: float
     traced_steps: int
     rewind: Callable[[], object]
-    timer: HostTimer | None
+    instruments: Instruments
 
 
 def _timed_in_turn(ready: Sequence[_Ready], how: _How, *, is_last: bool = False) -> dict[str, Baseline]:
     """Time contenders against each other; the last time for longer, and after rests where the power limit throttles one."""
     calls, all_s = [one.call for one in ready], how.budget_s * len(ready)
-    timings = step_profile.walls(
+    timings = how.instruments.walls(
         calls, on_cuda=how.on_cuda, runs=how.runs, budget_s=all_s, least_s=how.least_s, patience=_PATIENCE if is_last else 1.0,
-        rewind=how.rewind, timer=how.timer,
+        rewind=how.rewind, timer=how.instruments.timer,
     )  # fmt: skip
     rested: Sequence[Timing | None] = [None] * len(ready)
     if is_last and any(is_at_power_limit(wall.clocks) for wall in timings):
         # A quarter of the time: few rounds tell as much.
-        rested = step_profile.rested_walls(calls, runs=how.runs, budget_s=all_s / 4, rewind=how.rewind)
+        rested = how.instruments.rested_walls(calls, runs=how.runs, budget_s=all_s / 4, rewind=how.rewind)
     return {
         one.contender.name: Baseline(
             name=one.contender.name,

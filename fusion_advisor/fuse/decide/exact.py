@@ -6,14 +6,17 @@ on the captured inputs, not by what they are: a merged GEMM that sums in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fusion_advisor.fuse.decide.rebind import Kept
-from fusion_advisor.fuse.decide.result_bits import has_same_bits, results_of
+from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.fuse.passes.registry import kept_passes
 from fusion_advisor.fuse.rewrite.record import Rewrite
+from fusion_advisor.verify.accuracy import count_bit_equal
 
 
 class BitJudge:
@@ -23,10 +26,14 @@ class BitJudge:
         kept: the step before the first of them.
         is_on: whether bits are compared at all.
         note: is called with a sentence for each rewrite that was taken back.
+        results: runs the step that stays and returns copies of its results.
     """
 
-    def __init__(self, kept: Kept, *, is_on: bool, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, kept: Kept, *, is_on: bool, note: Callable[[str], None], results: Callable[[Kept], list[torch.Tensor]] | None = None
+    ) -> None:
         self._kept = kept
+        self._results = results or _results
         self._is_on = is_on
         self._note = note
         self._expected: list[torch.Tensor] | None = None
@@ -40,8 +47,8 @@ class BitJudge:
         """
         if self._is_on and kept is not self._kept:
             if self._expected is None:
-                self._expected = _results(self._kept)
-            found = _results(kept)
+                self._expected = self._results(self._kept)
+            found = self._results(kept)
             if not has_same_bits(found, self._expected):
                 self._note(f"--exact: {rewrite.id} is left out, because the step's results have other bits with it")
                 return self._kept
@@ -51,3 +58,35 @@ class BitJudge:
 
 def _results(kept: Kept) -> list[torch.Tensor]:
     return results_of(kept.bench, kept.bench.build(kept.built, kept_passes(kept.rewrites), kept.linears))
+
+
+def inexact_passes(bench: Bench, names: Sequence[str]) -> frozenset[str]:
+    """Return the graph passes each of which alone changes a bit of the step's results.
+
+    Args:
+        bench: the live capture.
+        names: of passes.
+    """
+    expected = results_of(bench, bench.build((), ()))
+    return frozenset(name for name in names if not has_same_bits(results_of(bench, bench.build((), (name,))), expected))
+
+
+def results_of(bench: Bench, variant: Variant) -> list[torch.Tensor]:
+    """Run every region of a variant on the tensors of the capture and return copies of all tensors that they return."""
+    bench.live.written.rewind()
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for run in bench.live.in_order():
+            result: Any = variant.modules[run.place](*run.args)
+            found += [leaf.clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    bench.wait()
+    bench.live.written.rewind()
+    return found
+
+
+def has_same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are equal bit for bit; a NaN answers any NaN."""
+    return len(found) == len(expected) and all(
+        one.shape == other.shape and one.dtype == other.dtype and count_bit_equal(one, other) == one.numel()
+        for one, other in zip(found, expected, strict=True)
+    )

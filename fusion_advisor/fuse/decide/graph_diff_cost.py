@@ -49,13 +49,22 @@ class _Alone:
         self.module(*(args[value] if isinstance(value, int) else value for value in self.given))
 
 
-def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None:
+def saving_alone_ns(
+    runner: StepRunner,
+    before: Step,
+    after: Step,
+    *,
+    least_ops: int = _LEAST_OPS,
+    interleave: Callable[..., list[list[int]]] = interleaving.interleave,
+) -> int | None:
     """Return what the ops in which two steps differ take in the one beyond what they take in the other.
 
     Args:
         runner: of the step; it tells how such calls are timed.
         before: a step.
         after: the same with one more rewrite; its regions stand for those of ``before``, in order.
+        least_ops: in one timed run; fewer run several times over.
+        interleave: times the two sides against each other.
 
     Returns:
         Nanoseconds per step, negative where the second takes longer; None where the ops cannot run by themselves: they write to
@@ -66,8 +75,8 @@ def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None
     try:
         found = _differing(before, after)
         differing = sum(len(nodes) for pair in found.values() for nodes in pair)
-        times_over = max(1, _LEAST_OPS // max(1, differing))
-        took_ns, takes_ns = _took_ns(runner, before, after, found, times_over) if found else (0.0, 0.0)
+        times_over = max(1, least_ops // max(1, differing))
+        took_ns, takes_ns = _took_ns(runner, before, after, found, times_over, interleave) if found else (0.0, 0.0)
     except _CannotRunAlone:
         return None
     except (RuntimeError, MemoryError) as error:
@@ -102,7 +111,14 @@ def _differing(before: Step, after: Step) -> dict[int, _Pair]:
     return found
 
 
-def _took_ns(runner: StepRunner, before: Step, after: Step, found: Mapping[int, _Pair], times_over: int) -> tuple[float, float]:
+def _took_ns(
+    runner: StepRunner,
+    before: Step,
+    after: Step,
+    found: Mapping[int, _Pair],
+    times_over: int,
+    interleave: Callable[..., list[list[int]]],
+) -> tuple[float, float]:
     """Time both sides, as often as a step runs each region and on the tensors of each run."""
     made: dict[Hashable, torch.Tensor] = {}
     runs = [run for run in before.bench.live.in_order() if run.place in found]
@@ -119,7 +135,7 @@ def _took_ns(runner: StepRunner, before: Step, after: Step, found: Mapping[int, 
         return call
 
     calls = runner.recorded([all_of(before, 0), all_of(after, 1)])
-    times = interleaving.interleave(
+    times = interleave(
         calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
     )
     one_ns, other_ns = (median_interval(series)[0] for series in times)

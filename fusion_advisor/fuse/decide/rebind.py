@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.keep_rule import Decision, StepRunner, confirmed
 from fusion_advisor.fuse.decide.replan import changed_bench, relocate
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import try_fusion
@@ -151,7 +151,16 @@ def on_changed_graphs(
     return new, found
 
 
-def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, options: ApplyOptions, budget_s: float) -> Kept:
+def judged(
+    kept: Kept,
+    changed: ChangedStep,
+    rewrite: Rewrite,
+    *,
+    words: str,
+    options: ApplyOptions,
+    budget_s: float,
+    instruments: Instruments = MEASURED,
+) -> Kept:
     """Time a changed step on top of what was kept.
 
     Args:
@@ -161,6 +170,7 @@ def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, op
         words: of its verdict, after its times.
         options: the keep rule's thresholds.
         budget_s: seconds for the timing.
+        instruments: time the step and decide.
 
     Returns:
         The same with one more row, and on the changed graphs when they stay.
@@ -168,7 +178,7 @@ def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, op
     passes = kept_passes(kept.rewrites)
     before, after = step_of(kept.bench, kept.built, passes), step_of(changed.bench, changed.built, passes)
     runner = StepRunner(kept.bench)
-    verdict = on_top(
+    verdict = instruments.on_top(
         runner, before.run, after.run,
         name=rewrite.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s,
         is_timed=options.is_timed,
@@ -179,7 +189,7 @@ def judged(kept: Kept, changed: ChangedStep, rewrite: Rewrite, *, words: str, op
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
         held_bytes=changed.held_bytes if verdict.status is Status.KEPT else 0,
-        predicted_saving_ns=saving_alone_ns(runner, before, after) if options.is_timed else None,
+        predicted_saving_ns=instruments.saving_alone_ns(runner, before, after) if options.is_timed else None,
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:

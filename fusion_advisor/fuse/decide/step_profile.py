@@ -19,8 +19,8 @@ from fusion_advisor.capture.trace.attribute import Step, median_step
 from fusion_advisor.capture.trace.kernels import kernel_class
 from fusion_advisor.fuse.decide.session import Bench, Variant
 from fusion_advisor.records import Launch, OpClass, StepProfile, Timeline, Timing
-from fusion_advisor.timing.clock_sampler import is_held_down, watching
-from fusion_advisor.timing.host_timer import HostTimer, step_timer
+from fusion_advisor.timing.clock_sampler import CURRENT_DEVICE, Gauge, is_held_down
+from fusion_advisor.timing.host_timer import HostTimer, WallTimer, step_timer
 from fusion_advisor.timing.interleaving import REST, TURN_S, interleave, is_known
 from fusion_advisor.timing.wall_timer import as_timing, nothing
 
@@ -166,6 +166,7 @@ def walls(
     patience: float = 1.0,
     rewind: Callable[[], object] = nothing,
     timer: HostTimer | None = None,
+    gauge: Gauge = CURRENT_DEVICE,
 ) -> list[Timing]:
     """Time ways of calling the model against each other, from the host's side, interleaved; the clocks are read in between.
 
@@ -182,9 +183,10 @@ def walls(
         patience: go on for so many times ``budget_s`` at most, where the power limit lets the clock swing.
         rewind: called ahead of each run, untimed.
         timer: times the runs; left out, the one of the device.
+        gauge: watches the device.
     """
     timer = timer or step_timer(on_cuda=on_cuda)
-    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else nothing
+    wait = gauge.wait if on_cuda else nothing
 
     def queued(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -193,8 +195,8 @@ def walls(
 
         return run
 
-    turn_s = TURN_S if is_held_down(calls, on_cuda=on_cuda, before=rewind) else 0.0
-    with torch.no_grad(), watching(on_cuda=on_cuda) as watch:
+    turn_s = TURN_S if is_held_down(calls, on_cuda=on_cuda, before=rewind, gauge=gauge) else 0.0
+    with torch.no_grad(), gauge.watching(on_cuda=on_cuda) as watch:
 
         def after(number: int, position: int, last_ns: int) -> None:
             watch.sample(number, position, queued(calls[position]), last_ns)
@@ -216,7 +218,13 @@ def walls(
 
 
 def rested_walls(
-    calls: Sequence[Callable[[], Any]], *, runs: int, budget_s: float, rewind: Callable[[], object] = nothing
+    calls: Sequence[Callable[[], Any]],
+    *,
+    runs: int,
+    budget_s: float,
+    rewind: Callable[[], object] = nothing,
+    timer: HostTimer | None = None,
+    gauge: Gauge = CURRENT_DEVICE,
 ) -> list[Timing]:
     """Time ways of calling the model that the power limit holds down, one by one, each on a device that has rested.
 
@@ -225,12 +233,15 @@ def rested_walls(
         runs: rounds at most.
         budget_s: seconds in all.
         rewind: called ahead of each run, untimed.
+        timer: times the runs and the rests; left out, the wall clock.
+        gauge: waits for the device.
     """
-    wait = torch.cuda.synchronize
+    wait = gauge.wait
     with torch.no_grad():
         times = interleave(
             [_then(call, wait) for call in calls],
             rounds=runs, budget_s=budget_s, rest=REST, on_cuda=False, before=_then(rewind, wait),
+            timer=timer or WallTimer(),
         )  # fmt: skip
     return [as_timing(series, "wall", rest=REST) for series in times]
 

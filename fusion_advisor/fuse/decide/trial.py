@@ -22,8 +22,8 @@ from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
-from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Tolerance
-from fusion_advisor.timing import interleaving
+from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
+from fusion_advisor.timing.interleaving import compare_alone
 from fusion_advisor.verify import check_chain
 
 _SOURCE_CONTEXT = 3
@@ -50,6 +50,7 @@ def try_fusion(
     with_nvtx: bool = False,
     is_timed: bool = True,
     log: Callable[[str], None] = lambda _: None,
+    compare: Callable[..., tuple[Timing, Timing]] = compare_alone,
 ) -> Trial:
     """Render, build, check and time one fusion.
 
@@ -64,6 +65,7 @@ def try_fusion(
         with_nvtx: open an NVTX range for the check and for the timing.
         is_timed: time it too; a saved plan was timed when it was made.
         log: gets a compiler's full words.
+        compare: times the original ops against the kernel.
     """
     base = untried(planned)
     chain, roots = bench.first_site(planned)
@@ -89,15 +91,12 @@ def try_fusion(
         reason = check_chain.why_wrong(numerics, tolerance)
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
     if is_timed:
-        base, slower = _timed(bench, planned, base, lambda: chain.run(roots), lambda: call(*roots), with_nvtx=with_nvtx)
+        with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
+            times = compare(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda, timer=bench.timer)
+        base, slower = _with_times(planned, base, *times)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
-    installed = bench.install(planned, made.kernel, made.built)
-    receipt = replace(base.receipt, refusals=installed.refusals)
-    if not installed.sites:
-        reason = "no site could be replaced: " + installed.refusals[0]
-        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
-    return Trial(fusion=replace(base, receipt=receipt), built=installed)
+    return _installed(bench, planned, made, base)
 
 
 def untried(planned: PlannedFusion) -> Fusion:
@@ -124,6 +123,16 @@ class _Made:
     kernel: RenderedKernel
     built: BuiltKernel
     launch: Launcher
+
+
+def _installed(bench: Bench, planned: PlannedFusion, made: _Made, base: Fusion) -> Trial:
+    """Bind a kernel that passed to the fusion's sites."""
+    installed = bench.install(planned, made.kernel, made.built)
+    receipt = replace(base.receipt, refusals=installed.refusals)
+    if not installed.sites:
+        reason = "no site could be replaced: " + installed.refusals[0]
+        return Trial(fusion=replace(base, receipt=receipt, status=Status.NOT_REPLACED, reason=reason), built=None)
+    return Trial(fusion=replace(base, receipt=receipt), built=installed)
 
 
 def _made(
@@ -173,18 +182,8 @@ def _operand_layouts(
     return [*map(check_chain.layout_of, roots[:count]), *outputs]
 
 
-def _timed(
-    bench: Bench,
-    planned: PlannedFusion,
-    base: Fusion,
-    original: Callable[[], object],
-    fused: Callable[[], object],
-    *,
-    with_nvtx: bool,
-) -> tuple[Fusion, str | None]:
-    """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
-    with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
-        before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda, timer=bench.timer)
+def _with_times(planned: PlannedFusion, base: Fusion, before: Timing, after: Timing) -> tuple[Fusion, str | None]:
+    """Add the times of the original ops and of the kernel; the second result says why it is out, None when it is not."""
     saving_ns = max(0, planned.chain.device_ns - after.median_ns * planned.chain.runs)
     base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
     if after.ci_low_ns >= before.ci_high_ns:

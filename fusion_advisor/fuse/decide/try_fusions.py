@@ -12,18 +12,19 @@ import torch
 
 from fusion_advisor import units
 from fusion_advisor.autotune.tune import MUST_GAIN
+from fusion_advisor.codegen.common.descriptor import Backend
 from fusion_advisor.codegen.registry import backends_for
 from fusion_advisor.fuse.decide.alone import savings_alone
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, decide, keep_all
+from fusion_advisor.fuse.decide.exact import inexact_passes
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, keep_all
 from fusion_advisor.fuse.decide.laid_out import layout_refusals
-from fusion_advisor.fuse.decide.result_bits import inexact_passes
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Variant, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
 from fusion_advisor.fuse.plan.options import ApplyOptions
-from fusion_advisor.fuse.plan.plan import Plan
+from fusion_advisor.fuse.plan.plan import Plan, PlannedFusion
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
@@ -35,7 +36,12 @@ FASTEST = "fastest"
 
 
 def try_all(
-    bench: Bench, plan: Plan, options: ApplyOptions, progress: Progress, so_far: Callable[[list[Fusion]], None]
+    bench: Bench,
+    plan: Plan,
+    options: ApplyOptions,
+    progress: Progress,
+    so_far: Callable[[list[Fusion]], None],
+    instruments: Instruments = MEASURED,
 ) -> tuple[list[Fusion], list[BuiltFusion]]:
     """Try every planned fusion by itself.
 
@@ -46,6 +52,7 @@ def try_all(
             None those that Triton is known to be slower at.
         progress: gets a line about each.
         so_far: given all fusions tried, after each.
+        instruments: time each kernel against the ops that it replaces.
 
     Returns:
         Every fusion with what is known of it, and the ones that go on to be timed in the step.
@@ -73,6 +80,7 @@ def try_all(
                         with_nvtx=options.nvtx,
                         is_timed=options.is_timed and not options.dry_run,
                         log=progress.note,
+                        compare=instruments.compare_alone,
                     )
                     for backend in backends
                 ]
@@ -81,10 +89,7 @@ def try_all(
                 so_far([*fusions, replace(untried(planned), status=Status.BUILD_FAILED, reason=str(fault))])
                 raise fault from error
             trial = faster_of(trials)
-            for other, backend in zip(trials, backends, strict=True):
-                if other.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
-                    words = f"{planned.id} {planned.match.kernel} in {backend}: {other.fusion.reason}"
-                    progress.warn(words) if trial.built is None else progress.note(words)
+            _tell_failures(planned, trials, backends, progress.warn if trial.built is None else progress.note)
             fusions.append(trial.fusion)
             if trial.built is not None:
                 built.append(trial.built)
@@ -92,17 +97,26 @@ def try_all(
     return fusions, built
 
 
-def backends_of(asked: str | None, program: Program, *, on_cuda: bool) -> tuple[str, ...]:
+def _tell_failures(planned: PlannedFusion, trials: Sequence[Trial], backends: Sequence[str], say: Callable[[str], None]) -> None:
+    for trial, backend in zip(trials, backends, strict=True):
+        if trial.fusion.status in (Status.BUILD_FAILED, Status.WRONG_NUMBERS):
+            say(f"{planned.id} {planned.match.kernel} in {backend}: {trial.fusion.reason}")
+
+
+def backends_of(
+    asked: str | None, program: Program, *, on_cuda: bool, is_available: Callable[[Backend], bool] = Backend.is_available
+) -> tuple[str, ...]:
     """Return the languages that a kernel is tried in, the preferred one first.
 
     Args:
         asked: for a backend or ``fastest``; None leaves it to the device and the kernel.
         program: what the kernel computes.
         on_cuda: whether the device is a GPU.
+        is_available: whether a backend's compiler is installed.
     """
     first, *others = backends_for("cuda" if on_cuda else "cpu")
     if asked is None:
-        others = [one for one in others if one.is_available() and one.is_worth_a_trial(program)]
+        others = [one for one in others if is_available(one) and one.is_worth_a_trial(program)]
     return (first.name, *(one.name for one in others)) if asked in (None, FASTEST) else (asked,)
 
 
@@ -150,7 +164,14 @@ def kernel_dir_of(options: ApplyOptions) -> Iterator[Path]:
 
 
 def choose(
-    bench: Bench, fusions: list[Fusion], built: list[BuiltFusion], options: ApplyOptions, progress: Progress, *, budget_s: float
+    bench: Bench,
+    fusions: list[Fusion],
+    built: list[BuiltFusion],
+    options: ApplyOptions,
+    progress: Progress,
+    *,
+    budget_s: float,
+    instruments: Instruments = MEASURED,
 ) -> tuple[Decision, tuple[GraphRewrite, ...], list[Fusion], list[BuiltFusion]]:
     """Time graph passes and fusions in the step and keep what pays.
 
@@ -161,6 +182,7 @@ def choose(
         options: the keep rule's thresholds.
         progress: gets a line on how the step is timed.
         budget_s: seconds for the timing.
+        instruments: time the step and decide.
 
     Returns:
         The decision, the graph rewrites and all fusions with their verdicts, and the fusions that stay.
@@ -177,7 +199,7 @@ def choose(
     if options.is_timed:
         chains = {item.planned.chain.id: item.planned.chain.runs for item in built}
         timed = [fusion for fusion in fusions if fusion.chain_id in chains and bench.timer.method == CPU_TIME]
-        decision = decide(
+        decision = instruments.decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note,
             step=progress.step, alone=savings_alone(timed, chains, options.confidence),
         )  # fmt: skip
@@ -187,7 +209,7 @@ def choose(
     decision = replace(decision, verdicts={**decision.verdicts, **refused})
     rewrites = []
     for name in names:
-        timed_ns = _timed_saving_ns(bench, tried, name) if PASSES[name].is_in_trace and options.is_timed else None
+        timed_ns = _timed_saving_ns(bench, tried, name, instruments) if PASSES[name].is_in_trace and options.is_timed else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
@@ -254,12 +276,12 @@ def _with_verdict(fusion: Fusion, verdict: Verdict | None) -> Fusion:
     )
 
 
-def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str) -> int | None:
+def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str, instruments: Instruments) -> int | None:
     """Return what a pass saves alone, on top of the passes that were timed before it; None where it was not timed."""
     if name not in names:
         return None
     before = list(names[: names.index(name)])
-    return saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
+    return instruments.saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Rendered
@@ -17,7 +17,7 @@ from fusion_advisor.fuse.rewrite.first_call import call_in_child
 from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.fuse.stages import try_epilogues
 from fusion_advisor.fuse.stages.linear_kinds import Kind
-from fusion_advisor.fuse.stages.try_linear_kernels import build, check_first, header_of, install
+from fusion_advisor.fuse.stages.try_linear_kernels import Made, build, check_first, header_of, install
 from fusion_advisor.records import GraphRewrite, RenderedKernel
 from fusion_advisor.verify.check_chain import check_calls, layout_of, why_wrong, widest, with_special_rows
 
@@ -113,7 +113,7 @@ def build_epilogues(
     return [try_epilogues.built_of(placed)]
 
 
-def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan) -> list[BuiltLinear]:
+def build_linears(bench: Bench, kinds: Sequence[Kind], saved: SavedPlan, build: Callable[..., Made] = build) -> list[BuiltLinear]:
     """Build the kernels of linears again, with the configurations that were chosen, and check their numbers."""
     found: list[BuiltLinear] = []
     for kind in kinds:

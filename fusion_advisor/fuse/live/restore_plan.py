@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
 from fusion_advisor.fuse.stages.try_epilogues import Placed
 from fusion_advisor.fuse.stages.try_layout_change import change_again
+from fusion_advisor.fuse.stages.try_linear_kernels import Made, build
 from fusion_advisor.records import Capture, Report, Status, WarmUp
 from fusion_advisor.records.serialize import write_capture, write_report
 from fusion_advisor.runtime.deep_stack import in_one_piece
@@ -42,13 +44,16 @@ from fusion_advisor.workload.device import current_device, memory_bytes
 from fusion_advisor.workload.load import LoadedWorkload
 
 
-def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None) -> FusedModel:
+def apply_plan(
+    loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | None = None, *, build_linear: Callable[..., Made] = build
+) -> FusedModel:
     """Put a saved plan into a live model: capture, build, check every kernel's numbers, install.
 
     Args:
         loaded: the model and an example call.
         saved: from :func:`load_plan`.
         clock: of the phases.
+        build_linear: builds a kernel of a linear at a configuration.
 
     Raises:
         PlanMismatch: this model or this call gives another graph, another device, or a kernel's numbers no longer pass.
@@ -63,7 +68,7 @@ def apply_plan(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock | Non
     clock = clock or PhaseClock(Progress())
     # Dynamo keeps so many objects that the collector takes half a second to walk them.
     with current_device(device), collector_paused(), kept_as_it_is(loaded.model, loaded.args, loaded.kwargs):
-        return in_one_piece(lambda: _put_in(loaded, saved, clock))
+        return in_one_piece(lambda: _put_in(loaded, saved, clock, build_linear))
 
 
 def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, bench: Bench) -> WarmUp:
@@ -105,7 +110,7 @@ def measure_warm_up(loaded: LoadedWorkload, capture: Capture, report: Report, be
     return WarmUp(phases_s=(*clock.durations_s, *between), build_s=round(sum(built) / 1e9, 3))
 
 
-def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> FusedModel:
+def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock, build_linear: Callable[..., Made]) -> FusedModel:
     with clock.phase("capture"):
         bench = _captured(loaded, saved, with_lines=False)
         live = bench.live
@@ -114,7 +119,7 @@ def _put_in(loaded: LoadedWorkload, saved: SavedPlan, clock: PhaseClock) -> Fuse
             detail = named_site(saved.fusions, *difference) if difference else "the model gives another graph each time"
             raise PlanMismatch(run=saved.run_dir.name, detail=detail)
     with clock.phase("kernels"):
-        restored = _restored(bench, loaded, saved)
+        restored = _restored(bench, loaded, saved, build_linear)
     with clock.phase("install"):
         bench, plan = restored.bench, restored.plan
         variant = bench.build(restored.plan.fusions, kept_passes(saved.report.rewrites), restored.linears)
@@ -137,7 +142,7 @@ class _Restored:
     plan: ReusablePlan
 
 
-def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan) -> _Restored:
+def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan, build_linear: Callable[..., Made]) -> _Restored:
     """Change the graphs as the plan did, and build and check its kernels on them."""
     fusions = list(saved.fusions)
     free_bytes, _ = memory_bytes(torch.device(loaded.record.device))
@@ -156,7 +161,7 @@ def _restored(bench: Bench, loaded: LoadedWorkload, saved: SavedPlan) -> _Restor
     # Op by op the host takes a tenth of a second for a step of 28 layers, so it is run once for all kernels.
     bench.observe(fusions, also=[index for place in firsts for index in place.inputs])
     built = build_fusions(bench, fusions, saved)
-    gemvs = build_linears(bench, kinds, saved)
+    gemvs = build_linears(bench, kinds, saved, build_linear)
     linears = [*build_epilogues(bench, placed, saved, fast_math=fast_math), *gemvs]
     bench.values.clear()
     kept = (*saved.rewrites, LINEAR_KERNELS.id) if gemvs else tuple(saved.rewrites)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse import pipeline
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.finish import AppliedRun
 from fusion_advisor.fuse.live.fused_model import FusedModel
@@ -52,7 +51,9 @@ def profile_generate(
     report, capture = pipeline.profile_workload(decode, options, progress)
     progress.phase("generate")
     on_cuda = capture.environment.device_kind == "cuda"
-    times = wall_times(call, runs=options.runs, budget_s=WALL_S, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1)
+    times = wall_times(
+        call, runs=options.runs, budget_s=options.budgets.wall_s, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1
+    )
     generation = GenerationCheck(
         prompt_tokens=int(call.input_ids.shape[1]),
         new_tokens=call.new_tokens,
@@ -155,7 +156,9 @@ def _compare(
         before=as_timing([0], "wall"),
     )
     if not any(kept):
-        times = wall_times(eager_call, runs=options.runs, budget_s=WALL_S, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1)
+        times = wall_times(
+            eager_call, runs=options.runs, budget_s=options.budgets.wall_s, least_s=options.min_time_s, on_cuda=on_cuda, warmup=1
+        )
         return replace(check, before=as_timing(times, "wall"))
     fused.apply()
     try:
@@ -165,7 +168,11 @@ def _compare(
         original_calls = sum(fused.fallbacks.values()) - counted
         parted = first_divergence(theirs.sequences, ours.sequences, theirs.logits, check.prompt_tokens)
         before, after = step_profile.walls(
-            [eager_call, call], on_cuda=on_cuda, runs=options.runs, budget_s=2 * WALL_S, least_s=options.min_time_s
+            [eager_call, call],
+            on_cuda=on_cuda,
+            runs=options.runs,
+            budget_s=2 * options.budgets.wall_s,
+            least_s=options.min_time_s,
         )
     finally:
         fused.revert()

@@ -10,7 +10,6 @@ from fusion_advisor.capture.trace.attribute import Step
 from fusion_advisor.capture.training import TrainingStep, in_training, join_modules
 from fusion_advisor.capture.unchanged_step import Measurement, UnchangedStep
 from fusion_advisor.errors import AdvisorError, NotTrainable
-from fusion_advisor.fuse.after_side import WALL_S
 from fusion_advisor.fuse.decide import step_profile
 from fusion_advisor.fuse.pipeline import on_device
 from fusion_advisor.fuse.plan.options import ProfileOptions
@@ -48,7 +47,8 @@ def profile_training(loaded: LoadedWorkload, options: ProfileOptions, progress: 
     clock = PhaseClock(progress)
     with on_device(loaded, "running a training step"):
         with clock.phase("bandwidth"):
-            environment, bandwidth = describe_environment(loaded.record.device), measure_bandwidth(loaded.record.device)
+            environment = describe_environment(loaded.record.device)
+            bandwidth = options.bandwidth or measure_bandwidth(loaded.record.device)
         with clock.phase("profile"), seeded(loaded.request.seed, torch.device(loaded.record.device)), in_training(loaded.model):
             measured = _measure(loaded, options, progress, on_cuda=environment.device_kind == "cuda")
     quality = _quality(measured)
@@ -92,7 +92,7 @@ def _measure(loaded: LoadedWorkload, options: ProfileOptions, progress: Progress
     how = Measurement(
         warmup=options.warmup,
         runs=options.runs,
-        budget_s=WALL_S,
+        budget_s=options.budgets.wall_s,
         least_s=options.min_time_s,
         traced_steps=options.steps,
         with_nvtx=options.nvtx,

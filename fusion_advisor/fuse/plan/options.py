@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusion_advisor.errors import UsageError
-from fusion_advisor.records import Tolerance
+from fusion_advisor.records import Bandwidth, Tolerance
 
 BASELINES = ("eager", "compile", "both")
 """What the headline may compare with."""
@@ -21,6 +21,31 @@ MIN_SHARE = 0.001
 """A chain's share is of the captured step, and what it saves is of the step that is left: on an H200, GPT-2's (bf16, 8 × 512)
 shrinks from 6.8 to 2.3 ms, and two chains of 0.4 and 0.2 % of the first, its embeddings and its last norm, can save 1.3 % of the
 second. Small gains that pay only together are judged together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Seconds that a run spends on timing.
+
+    Attributes:
+        wall_s: On each wall-time comparison.
+        decide_s: On rounds of the step with each set of rewrites; steps of up to some milliseconds have their 200 rounds sooner.
+            None: 20 on a GPU, 12 on a CPU.
+    """
+
+    wall_s: float = 3.0
+    decide_s: float | None = None
+
+    def decide_on(self, device_kind: str) -> float:
+        """Return the seconds for the step with each set of rewrites.
+
+        Args:
+            device_kind: ``cuda`` or ``cpu``.
+        """
+        return _DECIDE_S[device_kind] if self.decide_s is None else self.decide_s
+
+
+_DECIDE_S = {"cuda": 20.0, "cpu": 12.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +69,8 @@ class ProfileOptions:
         exact: Whether kernels round each op's result as eager does, so that those without a reordered sum give eager's bits;
             other rewrites stay only where their results are eager's bit for bit.
         nvtx: Whether NVTX ranges are opened in timed runs.
+        budgets: Seconds of timing.
+        bandwidth: Of the device, where it was measured before; None measures it.
         command: The command line that repeats this run.
         run_dir: Where to write while the run goes on; None writes nothing.
         run_id: Name of the run.
@@ -63,6 +90,8 @@ class ProfileOptions:
     fast_math: bool = False
     exact: bool = False
     nvtx: bool = False
+    budgets: Budgets = Budgets()
+    bandwidth: Bandwidth | None = None
     command: str = ""
     run_dir: Path | None = None
     run_id: str = ""

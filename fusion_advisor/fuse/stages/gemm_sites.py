@@ -13,12 +13,11 @@ import torch
 from torch.fx import Node
 
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, BuiltLinear
 from fusion_advisor.records import Fusion, OpClass, Ref, Status, Timing
-from fusion_advisor.timing import interleaving
 from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.verify.subgraph_oracle import OriginalChain, original_chain
-from fusion_advisor.workload.device import memory_bytes
 
 _FLOAT64_BYTES = 8
 
@@ -71,9 +70,9 @@ def device_of(bench: Bench) -> torch.device:
     return next(value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == kind)
 
 
-def why_no_room(bench: Bench, places: Sequence[Place]) -> str | None:
+def why_no_room(bench: Bench, places: Sequence[Place], instruments: Instruments = MEASURED) -> str | None:
     """Why the sites' inputs plus one float64 copy do not fit in memory; None if they do."""
-    free_bytes, _ = memory_bytes(device_of(bench))
+    free_bytes, _ = instruments.memory_bytes(device_of(bench))
     kept = {index for place in places for index in place.inputs if not _is_in_memory(bench, index)}
     kept_bytes = sum(_elements(bench, index) * getattr(torch, bench.ops[index].outputs[0].dtype).itemsize for index in kept)
     needed_bytes = kept_bytes + max(_FLOAT64_BYTES * _float64_elements(bench, place) for place in places)
@@ -105,8 +104,8 @@ def compare_alone(
     before: Sequence[Callable[..., object]],
     after: Sequence[Callable[..., object]],
     given: Sequence[Sequence[torch.Tensor]],
-    *,
-    on_cuda: bool,
+    bench: Bench,
+    instruments: Instruments = MEASURED,
 ) -> tuple[Timing, Timing]:
     """Time all places one after the other, as a step runs them (one's weight alone would stay in the cache); per place.
 
@@ -114,7 +113,8 @@ def compare_alone(
         before: one call per place.
         after: what would stand there.
         given: what each place reads.
-        on_cuda: whether the device is a GPU.
+        bench: of the step.
+        instruments: time the calls.
     """
 
     def all_of(calls: Sequence[Callable[..., object]]) -> Callable[[], None]:
@@ -124,7 +124,7 @@ def compare_alone(
 
         return run
 
-    one, other = interleaving.compare_alone(all_of(before), all_of(after), on_cuda=on_cuda)
+    one, other = instruments.compare_alone(all_of(before), all_of(after), on_cuda=bench.on_cuda, timer=bench.timer)
     return _each(one, len(given)), _each(other, len(given))
 
 

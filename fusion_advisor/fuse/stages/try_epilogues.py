@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed
 from fusion_advisor.fuse.decide.rebind import ON_TOP, Kept, not_replaced
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.passes.gemm_epilogue import GEMM_EPILOGUE
@@ -37,7 +37,13 @@ class Placed:
 
 
 def compute_in_epilogues(
-    kept: Kept, rewrite: EpilogueRewrite, options: ApplyOptions, progress: Progress, *, budget_s: float
+    kept: Kept,
+    rewrite: EpilogueRewrite,
+    options: ApplyOptions,
+    progress: Progress,
+    *,
+    budget_s: float,
+    instruments: Instruments = MEASURED,
 ) -> Kept:
     """Let GEMMs compute the activations after them where that pays on top of what was kept.
 
@@ -47,15 +53,16 @@ def compute_in_epilogues(
         options: the keep rule's thresholds, and the user's limit on errors.
         progress: gets a note for each finding.
         budget_s: seconds for the timing.
+        instruments: time the step and decide.
 
     Returns:
         The same with one more row, and with the calls in ``linears`` when they stay; unchanged where none follows a GEMM.
     """
-    found, refusals = find_places(kept.bench, [item.planned for item in kept.built], fast_math=options.fast_math)
+    found, refusals = find_places(kept.bench, [item.planned for item in kept.built], rewrite, fast_math=options.fast_math)
     if not found:
         reason = f"{len(refusals)} activations follow a GEMM, and none was moved: {refusals[0]}" if refusals else ""
         return not_replaced(kept, rewrite, reason=reason, sites=len(refusals)) if refusals else kept
-    checked = _checked(kept.bench, found, options)
+    checked = _checked(kept.bench, found, options, instruments)
     if isinstance(checked, str):
         return not_replaced(kept, rewrite, reason=checked, sites=len(found))
     if not checked.is_passed:
@@ -65,14 +72,14 @@ def compute_in_epilogues(
     progress.note(f"{len(found)} activations after GEMMs, timed on top of the kept rewrites")
     errors = f"relative error {checked.fused_rel_l2:.1e} against float64, of the separate ops {checked.eager_rel_l2:.1e}"
     left = f"; {len(refusals)} were left alone: {refusals[0]}" if refusals else ""
-    return _timed(kept, rewrite, found, options, words=f"; {errors}{left}", budget_s=budget_s)
+    return _timed(kept, rewrite, found, options, instruments, words=f"; {errors}{left}", budget_s=budget_s)
 
 
-def _checked(bench: Bench, found: Sequence[Placed], options: ApplyOptions) -> Numerics | str:
+def _checked(bench: Bench, found: Sequence[Placed], options: ApplyOptions, instruments: Instruments) -> Numerics | str:
     """Return the errors of the calls on every place's own tensors, or why they cannot be checked."""
     places = [one.place for one in found]
     try:
-        refusal = why_no_room(bench, places)
+        refusal = why_no_room(bench, places, instruments)
         if refusal is None:
             observe(bench, places)
             refusal = next((bench.surprises[index] for one in places for index in one.inputs if index in bench.surprises), None)
@@ -87,12 +94,19 @@ def _checked(bench: Bench, found: Sequence[Placed], options: ApplyOptions) -> Nu
 
 
 def _timed(
-    kept: Kept, rewrite: EpilogueRewrite, found: Sequence[Placed], options: ApplyOptions, *, words: str, budget_s: float
+    kept: Kept,
+    rewrite: EpilogueRewrite,
+    found: Sequence[Placed],
+    options: ApplyOptions,
+    instruments: Instruments,
+    *,
+    words: str,
+    budget_s: float,
 ) -> Kept:
     passes, linear, runner = kept_passes(kept.rewrites), built_of(found), StepRunner(kept.bench)
     without = step_of(kept.bench, kept.built, passes, kept.linears)
     with_epilogues = step_of(kept.bench, kept.built, passes, [*kept.linears, linear])
-    verdict = on_top(
+    verdict = instruments.on_top(
         runner, without.run, with_epilogues.run,
         name=rewrite.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
     )  # fmt: skip
@@ -101,7 +115,7 @@ def _timed(
         row_of(rewrite, status=verdict.status, reason=reason, sites=len(found)),
         step_delta_ns=verdict.step_delta_ns,
         step_delta_ci_ns=verdict.step_delta_ci_ns,
-        predicted_saving_ns=saving_alone_ns(runner, without, with_epilogues) if options.is_timed else None,
+        predicted_saving_ns=instruments.saving_alone_ns(runner, without, with_epilogues) if options.is_timed else None,
     )
     rewrites = (*kept.rewrites, row)
     if verdict.status is not Status.KEPT:
@@ -116,12 +130,15 @@ def _timed(
     return replace(kept, decision=decision, rewrites=rewrites, fusions=fusions, linears=(*kept.linears, linear))
 
 
-def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bool = False) -> tuple[list[Placed], list[str]]:
+def find_places(
+    bench: Bench, fusions: Sequence[PlannedFusion], rewrite: EpilogueRewrite = GEMM_EPILOGUE, *, fast_math: bool = False
+) -> tuple[list[Placed], list[str]]:
     """Return where an epilogue could compute an activation, region by region, and why others were left alone.
 
     Args:
         bench: over the graphs as they are now.
         fusions: what kernels compute in them.
+        rewrite: finds the sites.
         fast_math: take one GELU for the other, in 16 bits.
     """
     placed, refusals = [], []
@@ -132,7 +149,7 @@ def find_places(bench: Bench, fusions: Sequence[PlannedFusion], *, fast_math: bo
         node_at = {index: node for node, index in index_of.items()}
         mine = [(kernel, tuple(node_at[index] for index in indices)) for kernel, indices in chains if indices[0] in node_at]
         device = "cuda" if bench.on_cuda else "cpu"
-        sites, reasons = GEMM_EPILOGUE.find(region.graph.graph, mine, device, fast_math=fast_math)
+        sites, reasons = rewrite.find(region.graph.graph, mine, device, fast_math=fast_math)
         refusals += reasons
         for site in sites:
             members, inputs = (tuple(index_of[node] for node in nodes) for nodes in (site.members, site.operands))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import CannotMove, Kept, judged, mover, not_replaced, on_changed, on_changed_graphs
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
@@ -30,6 +31,7 @@ def try_layout_change(
     *,
     budget_s: float,
     free_bytes: int,
+    instruments: Instruments = MEASURED,
 ) -> Kept:
     """Change layouts where that pays on top of what was kept.
 
@@ -41,6 +43,7 @@ def try_layout_change(
         progress: gets a note for each finding.
         budget_s: seconds for the timing.
         free_bytes: of the device, for copies.
+        instruments: time the step and decide.
 
     Returns:
         The same with one more row, and on the changed graphs when they stay; unchanged where there is nothing to change.
@@ -61,7 +64,7 @@ def try_layout_change(
         progress.note(f"{rewrite.title}: {sites} sites, timed on top of what was kept")
         words = _memory(rewrite, changed.held_bytes)
         words += f"; {len(refusals)} sites were left alone: {refusals[0]}" if refusals else ""
-        return judged(kept, changed, rewrite, words=words, options=options, budget_s=budget_s)
+        return judged(kept, changed, rewrite, words=words, options=options, budget_s=budget_s, instruments=instruments)
     return not_replaced(kept, rewrite, reason=reason, sites=found) if reason else kept
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from fusion_advisor.autotune.select_gemm import choose, is_served
+from fusion_advisor.autotune.select_gemm import GemvChoice, choose, is_served
 from fusion_advisor.codegen.common.interface import Header, KernelBuildFailed, Launcher, library_origin
 from fusion_advisor.codegen.gemm.problem import AROUND, CUBLAS, MOST_ROWS, GemvConfig, GemvProblem
 from fusion_advisor.codegen.gemm.registry import FEW_ROWS_ONLY, LINEAR_BACKENDS, gemv_backend
 from fusion_advisor.content import content_dir
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
-from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed, on_top
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
+from fusion_advisor.fuse.decide.keep_rule import StepRunner, confirmed
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, step_of
 from fusion_advisor.fuse.decide.trial import source_around
@@ -61,7 +61,28 @@ Make = Callable[[GemvProblem, Header, str], "Made | str"]
 Raises KernelBuildFailed."""
 
 
-def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget_s: float, make: Make | None) -> Kept:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearKernels:
+    """Where kernels of linears come from on one device.
+
+    Attributes:
+        make: builds one.
+        is_served: whether there may be one for a problem.
+    """
+
+    make: Make
+    is_served: Callable[[GemvProblem, torch.device], bool] = is_served
+
+
+def place_gemvs(
+    kept: Kept,
+    options: ApplyOptions,
+    progress: Progress,
+    *,
+    budget_s: float,
+    kernels: LinearKernels | None,
+    instruments: Instruments = MEASURED,
+) -> Kept:
     """Put GEMV kernels where they pay on top of what was kept.
 
     Args:
@@ -69,17 +90,20 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
         options: the keep rule's thresholds; ``only`` and ``skip`` name these kernels too.
         progress: gets a note for each finding.
         budget_s: seconds for the timing of all kinds.
-        make: from :func:`maker`; None where there is no device for them.
+        kernels: from :func:`linear_kernels`; None where there is no device for them.
+        instruments: time the kernels and the step, and decide.
 
     Returns:
         The same with one more fusion for each kind of site, and those that stay in ``linears``.
     """
-    kinds = find_kinds(kept.bench) if make is not None else []
-    kinds = [kind for kind in kinds if _is_wanted(kind.title, options) and _has_kernel(kind.problem, kept.bench, options)]
-    if make is None or not kinds:
-        return kept
     bench = kept.bench
-    refusals, seen = _refused(bench, kinds)
+    kinds = [] if kernels is None else [
+        kind for kind in find_kinds(bench)
+        if _is_wanted(kind.title, options) and _has_kernel(kind.problem, bench, options, kernels)
+    ]  # fmt: skip
+    if kernels is None or not kinds:
+        return kept
+    refusals, seen = _refused(bench, kinds, instruments)
     try:
         observe(bench, seen)
     except (RuntimeError, MemoryError) as error:
@@ -94,11 +118,11 @@ def place_gemvs(kept: Kept, options: ApplyOptions, progress: Progress, *, budget
             row = replace(row, status=Status.NOT_REPLACED, reason=refusal)
         else:
             try:
-                row, built = _tried(bench, row, kind, make, seed=number, tolerance=options.tolerance, is_timed=options.is_timed)
+                row, built = _tried(bench, row, kind, kernels.make, options, instruments, seed=number)
             except (RuntimeError, MemoryError) as error:
                 row = replace(row, status=Status.NOT_REPLACED, reason=_ran_out(error))
         if built is not None:
-            row = _timed(kept, row, chosen, built, runner, options, budget_s=budget_s / len(kinds))
+            row = _timed(kept, row, chosen, built, runner, options, instruments, budget_s=budget_s / len(kinds))
             chosen += [built] if row.status is Status.KEPT else []
         progress.note(f"{row.id} {row.kernel}: {row.status}, {row.reason}")
         rows.append(row)
@@ -113,6 +137,7 @@ def _timed(
     built: BuiltLinear,
     runner: StepRunner,
     options: ApplyOptions,
+    instruments: Instruments,
     *,
     budget_s: float,
 ) -> Fusion:
@@ -120,11 +145,11 @@ def _timed(
     passes = kept_passes(kept.rewrites)
     before = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen])
     after = step_of(kept.bench, kept.built, passes, [*kept.linears, *chosen, built])
-    verdict = on_top(
+    verdict = instruments.on_top(
         runner, before.run, after.run,
         name=built.id, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, is_timed=options.is_timed,
     )  # fmt: skip
-    return _judged(row, verdict, saving_alone_ns(runner, before, after) if options.is_timed else None)
+    return _judged(row, verdict, instruments.saving_alone_ns(runner, before, after) if options.is_timed else None)
 
 
 def _with_kernels(
@@ -142,7 +167,14 @@ def _with_kernels(
     return replace(kept, decision=decision, fusions=[*fusions, *rows], linears=(*kept.linears, *chosen))
 
 
-def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: Callable[[str], None]) -> Make | None:
+def linear_kernels(
+    kernel_dir: Path,
+    device: torch.device,
+    *,
+    backend: str | None,
+    log: Callable[[str], None],
+    choose: Callable[..., GemvChoice] = choose,
+) -> LinearKernels | None:
     """Return what chooses and builds kernels on a device; None where there are none for it.
 
     Args:
@@ -150,6 +182,7 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
         device: where they will run.
         backend: one of ``LINEAR_BACKENDS``, None for the faster one. The others have no such kernels.
         log: gets a line for each choice.
+        choose: says which configuration computes a problem.
     """
     backends = LINEAR_BACKENDS if backend is None else tuple(name for name in LINEAR_BACKENDS if name == backend)
     if device.type != "cuda" or not backends:
@@ -164,7 +197,7 @@ def maker(kernel_dir: Path, device: torch.device, *, backend: str | None, log: C
             return f"cuBLAS and the ops around it are faster, or no kernel serves ({choice.source}{': ' * bool(times)}{times})"
         return build(problem, header, choice.config, kernel_dir / file, tuning=choice.text)
 
-    return make
+    return LinearKernels(make=make)
 
 
 def build(problem: GemvProblem, header: Header, config: GemvConfig, path: Path, *, tuning: str) -> Made:
@@ -253,12 +286,12 @@ def header_of(title: str) -> Header:
     return Header(title=title, summary=spec.summary, origin=library_origin(title), source=spec.source)
 
 
-def _refused(bench: Bench, kinds: Sequence[Kind]) -> tuple[list[str | None], list[Place]]:
+def _refused(bench: Bench, kinds: Sequence[Kind], instruments: Instruments) -> tuple[list[str | None], list[Place]]:
     """Return for each kind why it does not fit into memory together with the kinds before it, and the places of all that do."""
     refusals: list[str | None] = []
     seen: list[Place] = []
     for kind in kinds:
-        refusals.append(why_no_room(bench, [*seen, *kind.places]))
+        refusals.append(why_no_room(bench, [*seen, *kind.places], instruments))
         seen += kind.places if refusals[-1] is None else ()
     return refusals, seen
 
@@ -271,7 +304,7 @@ def _ran_out(error: Exception) -> str:
 
 
 def _tried(
-    bench: Bench, row: Fusion, kind: Kind, make: Make, *, seed: int, tolerance: Tolerance | None, is_timed: bool = True
+    bench: Bench, row: Fusion, kind: Kind, make: Make, options: ApplyOptions, instruments: Instruments, *, seed: int
 ) -> tuple[Fusion, BuiltLinear | None]:
     surprise = next((bench.surprises[i] for place in kind.places for i in place.inputs if i in bench.surprises), None)
     if surprise is not None:
@@ -281,7 +314,7 @@ def _tried(
         if isinstance(made, str):
             return replace(row, status=Status.SLOWER, reason=made), None
         row = replace(row, rendered=(made.kernel,))
-        row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=tolerance))
+        row = replace(row, numerics=check(bench, kind, made, seed=seed, tolerance=options.tolerance))
     except KernelBuildFailed as failure:  # Triton and NVRTC compile at the first launch
         return replace(row, status=Status.BUILD_FAILED, reason=str(failure)), None
     except torch.AcceleratorError as error:
@@ -289,11 +322,11 @@ def _tried(
     numerics = row.numerics
     assert numerics is not None
     if not numerics.is_passed:
-        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, tolerance)), None
+        return replace(row, status=Status.WRONG_NUMBERS, reason=why_wrong(numerics, options.tolerance)), None
     built = install(bench, kind, made, name=row.id)
-    if not is_timed:
+    if not options.is_timed:
         return row, built
-    before, after = _alone(bench, kind, built)
+    before, after = _alone(bench, kind, built, instruments)
     row = replace(row, chain_before=before, chain_after=after)
     if after.ci_low_ns >= before.ci_high_ns:
         reason = f"alone it takes {after.median_ns / 1e3:.1f} µs, the original ops {before.median_ns / 1e3:.1f} µs"
@@ -301,7 +334,7 @@ def _tried(
     return row, built
 
 
-def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing]:
+def _alone(bench: Bench, kind: Kind, built: BuiltLinear, instruments: Instruments) -> tuple[Timing, Timing]:
     sites = [original_of(bench, place) for place in kind.places]
 
     def original(chain: OriginalChain) -> Callable[..., object]:
@@ -311,7 +344,8 @@ def _alone(bench: Bench, kind: Kind, built: BuiltLinear) -> tuple[Timing, Timing
         [original(chain) for chain, _ in sites],
         [site.call for site in built.sites],
         [roots for _, roots in sites],
-        on_cuda=bench.on_cuda,
+        bench,
+        instruments,
     )
 
 
@@ -354,6 +388,6 @@ def _is_wanted(title: str, options: ApplyOptions) -> bool:
     return (not only or fits(title, only)) and not fits(title, options.skipped_kernels)
 
 
-def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions) -> bool:
+def _has_kernel(problem: GemvProblem, bench: Bench, options: ApplyOptions, kernels: LinearKernels) -> bool:
     """Whether one may serve: for many rows there is none in Triton."""
-    return is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)
+    return kernels.is_served(problem, device_of(bench)) and (problem.m <= MOST_ROWS or options.backend not in FEW_ROWS_ONLY)

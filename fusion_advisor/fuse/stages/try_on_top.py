@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.decide.exact import BitJudge
+from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.try_fusions import FASTEST
 from fusion_advisor.fuse.passes.registry import REWRITES
@@ -18,7 +19,7 @@ from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import EpilogueRewrite, KernelRewrite, LayoutRewrite
 from fusion_advisor.fuse.stages.try_epilogues import compute_in_epilogues
 from fusion_advisor.fuse.stages.try_layout_change import try_layout_change
-from fusion_advisor.fuse.stages.try_linear_kernels import maker, place_gemvs
+from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, linear_kernels, place_gemvs
 from fusion_advisor.records import RewriteStage
 
 
@@ -33,6 +34,8 @@ class Trial:
         device: of the model.
         budget_s: seconds of timing for all kernels of linears; half as many for any other rewrite.
         free_bytes: of the device, for copies of weights.
+        instruments: time the step and decide.
+        linear_kernels: says where kernels of linears come from.
     """
 
     options: ApplyOptions
@@ -41,6 +44,8 @@ class Trial:
     device: torch.device
     budget_s: float
     free_bytes: int
+    instruments: Instruments = MEASURED
+    linear_kernels: Callable[..., LinearKernels | None] = linear_kernels
 
 
 def try_on_top(kept: Kept, trial: Trial) -> Kept:
@@ -55,18 +60,22 @@ def try_on_top(kept: Kept, trial: Trial) -> Kept:
 def _try_layout_change(kept: Kept, rewrite: LayoutRewrite, trial: Trial) -> Kept:
     return try_layout_change(
         kept, rewrite, trial.options, trial.kernel_dir, trial.progress,
-        budget_s=trial.budget_s / 2, free_bytes=trial.free_bytes,
+        budget_s=trial.budget_s / 2, free_bytes=trial.free_bytes, instruments=trial.instruments,
     )  # fmt: skip
 
 
 def _try_epilogues(kept: Kept, rewrite: EpilogueRewrite, trial: Trial) -> Kept:
-    return compute_in_epilogues(kept, rewrite, trial.options, trial.progress, budget_s=trial.budget_s / 2)
+    return compute_in_epilogues(
+        kept, rewrite, trial.options, trial.progress, budget_s=trial.budget_s / 2, instruments=trial.instruments
+    )
 
 
 def _try_kernels(kept: Kept, _rewrite: KernelRewrite, trial: Trial) -> Kept:
     backend = None if trial.options.backend == FASTEST else trial.options.backend  # both languages are timed anyway
-    make = maker(trial.kernel_dir, trial.device, backend=backend, log=trial.progress.note)
-    return place_gemvs(kept, trial.options, trial.progress, budget_s=trial.budget_s, make=make)
+    kernels = trial.linear_kernels(trial.kernel_dir, trial.device, backend=backend, log=trial.progress.note)
+    return place_gemvs(
+        kept, trial.options, trial.progress, budget_s=trial.budget_s, kernels=kernels, instruments=trial.instruments
+    )
 
 
 _TRY: Mapping[type, Callable[[Kept, Any, Trial], Kept]] = {

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion_advisor.capture.trace import chrome_trace
 from fusion_advisor.capture.trace.chrome_trace import TraceFile
 from fusion_advisor.capture.trace.profiler import read_events
 from fusion_advisor.errors import UnreadableTrace
@@ -29,23 +28,21 @@ def parsed(document):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_every_event_is_read_wherever_a_chunk_ends(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr(chrome_trace, "_CHUNK", chunk)
+def test_every_event_is_read_wherever_a_chunk_ends(tmp_path, chunk, indent):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(DOCUMENT, indent=indent), encoding="utf-8")
-    file = TraceFile(path)
+    file = TraceFile(path, part=chunk)
     assert list(file) == parsed(EVENTS)
     assert file.facts == {"schemaVersion": 12345, "deviceProperties": [{"name": "H200"}], "traceName": "x"}
     assert file.events == 40
 
 
 @pytest.mark.parametrize("number", ["12", "1.25", "-0.5E-3", "1e+10", "7e5"])
-def test_a_number_is_whole_wherever_a_chunk_ends(tmp_path, monkeypatch, number):
+def test_a_number_is_whole_wherever_a_chunk_ends(tmp_path, number):
     for chunk in range(1, 40):
-        monkeypatch.setattr(chrome_trace, "_CHUNK", chunk)
         path = tmp_path / "trace.json"
         path.write_text(f'{{"traceEvents": [], "x": {number}, "y": {number}}}')
-        file = TraceFile(path)
+        file = TraceFile(path, part=chunk)
         assert list(file) == []
         assert file.facts == {"x": json.loads(number, parse_float=str), "y": json.loads(number, parse_float=str)}
 
@@ -95,15 +92,14 @@ def test_what_is_no_whole_trace_is_refused_with_the_place(tmp_path, content, why
     assert "{" not in error.value.note_text + error.value.hint_text
 
 
-def test_the_line_of_a_control_character_is_the_files_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(chrome_trace, "_CHUNK", 100)
+def test_the_line_of_a_control_character_is_the_files_own(tmp_path):
     broken = WHOLE.replace(b"kernel 30", b"kernel\x0130")
     path = tmp_path / "trace.json"
     path.write_bytes(broken)
     line = broken[: broken.index(b"\x01")].count(b"\n") + 1
     with pytest.raises(UnreadableTrace, match=f"line {line:,}$"):
-        list(TraceFile(path))
-    assert len(list(TraceFile(path, is_strict=False))) == 40
+        list(TraceFile(path, part=100))
+    assert len(list(TraceFile(path, is_strict=False, part=100))) == 40
 
 
 def test_a_missing_file_is_a_mistake_of_the_users(tmp_path):
@@ -123,9 +119,8 @@ def test_what_was_whole_before_the_end_is_told(tmp_path):
 
 def read_in_parts(path, text, monkeypatch, part):
     """The events of a text, read with parts of so many characters, and how many decoder calls they took."""
-    monkeypatch.setattr(chrome_trace, "_CHUNK", part)
     path.write_text(text, encoding="utf-8", newline="")
-    file = TraceFile(path)
+    file = TraceFile(path, part=part)
     decode = Mock(wraps=file._decoder.raw_decode)
     monkeypatch.setattr(file._decoder, "raw_decode", decode)
     return list(file), decode.call_count
@@ -190,13 +185,12 @@ def test_an_event_may_be_larger_than_a_part(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("part", [7, 10, 20, 1 << 20])
-def test_what_is_wrong_inside_a_part_is_found_at_its_place(tmp_path, monkeypatch, text, why, whole, part):
-    monkeypatch.setattr(chrome_trace, "_CHUNK", part)
+def test_what_is_wrong_inside_a_part_is_found_at_its_place(tmp_path, text, why, whole, part):
     path = tmp_path / "trace.json"
     path.write_text(text + " " * 20)  # what is wrong in the last few characters counts as cut off
     found = []
     with pytest.raises(UnreadableTrace, match=why):
-        found.extend(TraceFile(path))
+        found.extend(TraceFile(path, part=part))
     assert len(found) == whole
 
 
@@ -206,8 +200,7 @@ def until_refused(file: TraceFile) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("part", [100, 1000, 1 << 20])
-def test_a_file_cut_off_anywhere_gives_the_events_before_the_cut(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(chrome_trace, "_CHUNK", part)
+def test_a_file_cut_off_anywhere_gives_the_events_before_the_cut(tmp_path, part):
     events = [EVENTS[0], IN_A_NAME, NESTED, EVENTS[1], NESTED, IN_A_NAME]
     parts = [json.dumps(event) for event in events]
     opening = '{"traceEvents": ['
@@ -215,7 +208,7 @@ def test_a_file_cut_off_anywhere_gives_the_events_before_the_cut(tmp_path, monke
     path = tmp_path / "trace.json"
     for length in range(len(opening), len(text)):
         path.write_text(text[:length])
-        file = TraceFile(path)
+        file = TraceFile(path, part=part)
         # An object is whole with its last bracket; what follows tells that the file is cut.
         whole = sum(len(opening + ", ".join(parts[: number + 1])) <= length for number in range(len(parts)))
         assert list(until_refused(file)) == parsed(events[:whole])

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion_advisor.autotune import select_gemm, tune
 from fusion_advisor.autotune.cache import TuningStore
 from fusion_advisor.autotune.select_gemm import choose, launcher_for, operands, tensors_refusal
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
@@ -41,6 +40,7 @@ from fusion_advisor.codegen.gemm.triton import GemvTriton
 from fusion_advisor.evaluate.check import check_kernel
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.library.linear import problem_of
+from tests.autotune.test_tune import FakeGpu
 from tests.kernel_cases import simt_on_host
 from tests.kernel_cases.gemv_cases import EPILOGUES, HEADER, complaint, gated_on_many_rows, problems, surrounded, tensors
 
@@ -227,21 +227,15 @@ class Fake:
         return repetition() * self.now
 
 
-@pytest.fixture
-def on_fake_cuda(monkeypatch):
-    """Where to measure: tensors and figures of a CPU, the name of a GPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(tune, "cache_bytes", lambda device: 2**20)
-    monkeypatch.setattr(tune, "free_bytes", lambda device: 2**28)
-    monkeypatch.setattr(select_gemm, "operands", lambda problem, device, seed: operands(problem, torch.device("cpu"), seed=seed))
+H200 = FakeGpu("NVIDIA H200", cache_bytes=2**20, free_bytes=2**28)
 
 
 def measured(problem, ns, store, **given):
     fake = Fake(ns)
-    return choose(problem, "cuda", header=HEADER, store=store, clock=fake, build=fake.build, **given), fake
+    return choose(problem, "cuda", header=HEADER, store=store, clock=fake, build=fake.build, gpu=H200, **given), fake
 
 
-def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
+def test_the_fastest_is_chosen_stored_and_read_back(tmp_path):
     problem, store = GemvProblem(m=4, n=64, k=64, dtype="bfloat16"), TuningStore(tmp_path / "tuning.json")
     fast = candidates(problem, available())[-1]
     choice, fake = measured(problem, lambda config: 500 if config == fast else 1000, store, backends=("triton",))
@@ -254,7 +248,7 @@ def test_the_fastest_is_chosen_stored_and_read_back(on_fake_cuda, tmp_path):
     assert other.source == "measured"
 
 
-def test_cublas_is_chosen_where_it_is_faster(on_fake_cuda, tmp_path):
+def test_cublas_is_chosen_where_it_is_faster(tmp_path):
     store = TuningStore(tmp_path / "tuning.json")
     for m in (1, 64):
         problem = GemvProblem(m=m, n=64, k=64, dtype="bfloat16")
@@ -267,7 +261,7 @@ def test_cublas_is_chosen_where_it_is_faster(on_fake_cuda, tmp_path):
     assert (above.config, above.source, fake.built) == (CUBLAS, "default", [])
 
 
-def test_our_kernels_stand_around_cublas_where_that_is_faster(on_fake_cuda, tmp_path):
+def test_our_kernels_stand_around_cublas_where_that_is_faster(tmp_path):
     store = TuningStore(tmp_path / "tuning.json")
     for m in (16, 512):
         problem = GemvProblem(m=m, n=64, k=64, dtype="bfloat16", has_norm=True)
@@ -302,13 +296,13 @@ def test_blocks_are_even_over_the_multiprocessors():
         assert len(set(found)) == len(found)
 
 
-def test_what_does_not_build_is_left_out(on_fake_cuda, tmp_path):
+def test_what_does_not_build_is_left_out(tmp_path):
     problem = GemvProblem(m=1, n=64, k=64, dtype="bfloat16")
     choice, _ = measured(problem, lambda config: 900 if config == CUBLAS else None, TuningStore(tmp_path / "t.json"))
     assert choice.config == CUBLAS and len(choice.tried) == 1
 
 
-def test_less_than_noise_leaves_the_default(on_fake_cuda, tmp_path):
+def test_less_than_noise_leaves_the_default(tmp_path):
     problem = GemvProblem(m=1, n=64, k=64, dtype="bfloat16")
     own = default_config(problem, ("triton",))
     choice, _ = measured(

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from fusion_advisor.fuse import after_side
-from fusion_advisor.fuse.baselines import contenders as baselines
 from fusion_advisor.fuse.baselines.contenders import Contender, measure_all, named, ours_compiled, peers
 from fusion_advisor.fuse.baselines.inductor_hybrid import compile_rest
 from fusion_advisor.fuse.baselines.liger import NotAvailable
-from fusion_advisor.fuse.decide import step_profile
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.fuse.plan.plan import make_plan
@@ -236,21 +235,23 @@ def test_what_the_run_needs_is_timed_before_a_compiler_starts():
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all_are_ready(monkeypatch, is_held):
+def test_ways_that_the_power_limit_holds_down_are_timed_after_rests_too_once_all_are_ready(is_held):
     clocks = Clocks(samples=(ClockSample(reasons=("sw_power_cap",) if is_held else ()),))
-    monkeypatch.setattr(step_profile, "walls", lambda calls, **_: [as_timing([9] * 6, "wall", clocks) for _ in calls])
     rested = []
 
     def after_rests(calls, **more):
         rested.append((len(calls), more["budget_s"]))
         return [as_timing([number] * 6, "wall", rest=2.0) for number, _ in enumerate(calls)]
 
-    monkeypatch.setattr(step_profile, "rested_walls", after_rests)
+    def walls(calls, **_):
+        return [as_timing([9] * 6, "wall", clocks) for _ in calls]
+
     early = []
     rows = measured(
         Contender(name="peer", make=lambda: nothing, step=STEP),
         Contender(name="ours", make=lambda: nothing, step=STEP, is_required=True),
         on_required=early.extend,
+        instruments=Instruments(walls=walls, rested_walls=after_rests),
     )
     assert [row.step.rested for row in early] == [None]
     assert rested == ([(2, 0.005)] if is_held else [])
@@ -312,12 +313,10 @@ def test_what_is_folded_becomes_an_input():
 
 @pytest.mark.parametrize("status", [keep_all, keep_none])
 def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, status):  # noqa: F811
-    verdicts(monkeypatch, status)
     monkeypatch.setattr(inductor, "empty_compile_caches", contextlib.nullcontext)
     monkeypatch.setattr(
-        baselines, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
+        after_side, "ours_compiled", lambda *_, **__: Contender(name=OURS_COMPILED, make=lambda: nothing, step=STEP)
     )
-    monkeypatch.setattr(after_side, "ours_compiled", baselines.ours_compiled)
     compiled = dynamo.compiled_call
     monkeypatch.setattr(
         dynamo,
@@ -326,7 +325,7 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
     )
     so_far = []
     asked = {"baseline": "both", "compile": None} if status is keep_all else {"compile": True}
-    report = apply_workload(loaded, replace(quick, **asked), on_report=so_far.append).report
+    report = apply_workload(loaded, replace(quick, **asked), on_report=so_far.append, instruments=verdicts(status)).report
     assert report.baseline == asked.get("baseline", "eager")
     names = [row.name for row in report.baselines]
     ours = [OURS, OURS_COMPILED] if status is keep_all else []
@@ -349,9 +348,8 @@ def test_apply_measures_every_way_in_one_table(loaded, quick, monkeypatch, statu
 
 
 @pytest.mark.parametrize(("asked", "names"), [(False, [EAGER, OURS]), (None, [EAGER, f"{COMPILED}default", OURS])])
-def test_without_being_asked_a_cpu_compares_with_the_default_mode(loaded, quick, monkeypatch, asked, names):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    report = apply_workload(loaded, replace(quick, compile=asked)).report
+def test_without_being_asked_a_cpu_compares_with_the_default_mode(loaded, quick, asked, names):  # noqa: F811
+    report = apply_workload(loaded, replace(quick, compile=asked), instruments=verdicts(keep_all)).report
     assert [row.name for row in report.baselines] == names
 
 

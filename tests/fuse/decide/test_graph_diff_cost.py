@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fusion_advisor.fuse.decide.graph_diff_cost as stage
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.capture.graph.tracer import capture_regions
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
@@ -37,21 +36,24 @@ class Counted(TorchDispatchMode):
         return result
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """Each op takes a microsecond; what ran in the two steps is appended, step by step."""
-    found = []
+class Ran(list):
+    """What ran in the two steps, step by step."""
 
-    def interleave(calls, **_):
+    def saving(self, runner, before, after, *, least_ops=1):
+        """Return what is saved where each op takes a microsecond."""
+        return saving_alone_ns(runner, before, after, least_ops=least_ops, interleave=self._interleave)
+
+    def _interleave(self, calls, **_):
         for call in calls:
             with Counted() as counted:
                 call()
-            found.append(counted.ops)
-        return [[1000 * len(ops)] * 6 for ops in found[-2:]]
+            self.append(counted.ops)
+        return [[1000 * len(ops)] * 6 for ops in self[-2:]]
 
-    monkeypatch.setattr(stage.interleaving, "interleave", interleave)
-    monkeypatch.setattr(stage, "_LEAST_OPS", 1)
-    return found
+
+@pytest.fixture
+def ran():
+    return Ran()
 
 
 def bench_of(loaded):
@@ -76,20 +78,20 @@ def test_of_a_merge_the_linears_and_what_reads_slices_now_run(ran):
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     drawn = torch.random.get_rng_state()
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
+    assert ran.saving(StepRunner(bench), before, after) == 1000
     assert torch.equal(torch.random.get_rng_state(), drawn)
     wide = (2, 48, 96)
     assert ran == [
         [("mm", (96, 96)), ("silu", wide), ("mm", (96, 96)), ("mul", wide)],
         [("mm", (96, 192)), ("silu", wide), ("mul", wide)],
     ]
-    assert stage.saving_alone_ns(StepRunner(bench), after, before) == -1000
+    assert ran.saving(StepRunner(bench), after, before) == -1000
 
 
 def test_of_rows_left_out_what_has_another_size_runs(ran):
     bench = bench_of(classifier())
     before, after = steps(bench, narrow_all(bench.live.regions, CopyRoom())[0])
-    stage.saving_alone_ns(StepRunner(bench), before, after)
+    ran.saving(StepRunner(bench), before, after)
     rows = [{shape[0] for name, shape in ops if name in ("addmm", "mm")} for ops in ran]
     assert len(ran[0]) == len(ran[1]) > 3
     assert rows == [{2, 96}, {2}]  # the classes' linear reads a slice no more
@@ -105,10 +107,10 @@ def test_a_call_runs_for_the_ops_that_it_stands_for(ran):
         return functional.silu(tensors[0])
 
     before, after = with_call(bench, ["aten.silu.default"], gate, reads=["aten.linear.default"])
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 0
+    assert ran.saving(StepRunner(bench), before, after) == 0
     assert ran == [[("silu", (2, 48, 96))]] * 2
     assert given[0].shape == (2, 48, 96) and given[0].std() > 0.5  # made up: no step computed it
-    assert stage.saving_alone_ns(StepRunner(bench), before, before) == 0 and len(ran) == 2
+    assert ran.saving(StepRunner(bench), before, before) == 0 and len(ran) == 2
 
 
 def test_parameters_and_inputs_are_the_models_own(ran):
@@ -125,15 +127,14 @@ def test_parameters_and_inputs_are_the_models_own(ran):
     (weight,) = (op.index for op in bench.ops if op.target == "norm.weight")
     site = SiteRewrite(fusion_id="G1", members=(at,), inputs=(x, weight), outputs=(at,), call=norm)
     variants = [bench.build((), (), linears) for linears in ((), [BuiltLinear(id="G1", sites=(site,))])]
-    stage.saving_alone_ns(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants])
+    ran.saving(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants])
     assert given[0] is loaded.args[0] and given[1] is loaded.model.norm.weight
 
 
-def test_few_ops_run_several_times_over(monkeypatch, ran):
-    monkeypatch.setattr(stage, "_LEAST_OPS", 20)
+def test_few_ops_run_several_times_over(ran):
     bench = bench_of(gated())
     before, after = with_call(bench, ["aten.silu.default"], lambda x: x, reads=["aten.linear.default"])
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
+    assert ran.saving(StepRunner(bench), before, after, least_ops=20) == 1000
     assert [len(ops) for ops in ran] == [10, 0]  # 20 over an op and a call
 
 
@@ -154,7 +155,7 @@ def test_a_copy_that_only_one_step_makes_counts(ran):
     assert lay_out_siblings(model) == 1
     bench = Bench(capture_regions(model, (torch.randn(2, 48, 64),), {}), on_cuda=False)
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
-    saving_ns = stage.saving_alone_ns(StepRunner(bench), before, after)
+    saving_ns = ran.saving(StepRunner(bench), before, after)
     assert [[name for name, _ in ops].count("clone") for ops in ran] == [0, 1]
     assert saving_ns == 0  # a GEMM less and a copy more
 
@@ -173,14 +174,13 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_gemms_with_their_biases_written_out_are_told_apart(monkeypatch, ran, layers):
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda *_: True)
+def test_gemms_with_their_biases_written_out_are_told_apart(slow_biases, ran, layers):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Layer() for _ in range(layers))).eval()
     assert lay_out_siblings(model) == layers
     bench = Bench(capture_regions(model, (torch.randn(1, 64, 64),), {}), on_cuda=False)
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
-    stage.saving_alone_ns(StepRunner(bench), before, after)
+    ran.saving(StepRunner(bench), before, after)
     columns = [sum(shape[-1] for name, shape in ops if name in ("addmm", "mm")) for ops in ran]
     assert columns == [layers * 3 * 64] * 2  # q, k and v of each layer, and nothing else
 
@@ -217,7 +217,7 @@ def test_each_run_of_a_region_is_on_its_own_tensors(ran):
         for node in module.graph.nodes:
             if node.target is torch.ops.aten.linear.default:
                 node.target = noted
-    stage.saving_alone_ns(StepRunner(bench), before, after)
+    ran.saving(StepRunner(bench), before, after)
     assert {args[1].data_ptr() for args in given} == {layer.weight.data_ptr() for layer in model.layers}
     assert len(given) == 4
 
@@ -229,7 +229,7 @@ def test_a_step_does_not_differ_from_itself(ran):
     bench = Bench(capture_regions(model, (torch.randn(64, 64, dtype=torch.bfloat16),), {}), on_cuda=False)
     variants = [bench.build((), ("pad-gemm", "odd-width-gemm", "fold-constants")) for _ in range(2)]
     assert variants[0].changed["pad-gemm"]
-    assert stage.saving_alone_ns(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants]) == 0
+    assert ran.saving(StepRunner(bench), *[Step(bench=bench, variant=one) for one in variants]) == 0
     assert not ran
 
 
@@ -245,20 +245,22 @@ def test_integers_that_are_not_known_divide_nothing(ran):
     (node,) = (node for node in graph.nodes if str(node.target) == "aten.remainder.Tensor")
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
+    assert ran.saving(StepRunner(bench), before, after) is None
 
 
-def test_a_recording_that_fails_leaves_the_runner_as_it_was(monkeypatch, ran):
+class Unrecorded(StepRunner):
+    """Of a step that cannot be recorded."""
+
+    def recorded(self, plain):
+        self.method = "cuda_events"
+        return plain
+
+
+def test_a_recording_that_fails_leaves_the_runner_as_it_was(ran):
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
-    runner = StepRunner(bench)
-
-    def recorded(calls):
-        runner.method = "cuda_events"
-        return calls
-
-    monkeypatch.setattr(runner, "recorded", recorded)
-    assert stage.saving_alone_ns(runner, before, after) is None
+    runner = Unrecorded(bench)
+    assert ran.saving(runner, before, after) is None
     assert runner.method == bench.timer.method
 
 
@@ -284,7 +286,7 @@ def test_what_writes_to_the_steps_own_activations_runs(ran):
     (node,) = (node for node in graph.nodes if str(node.target) == "aten.relu_.default")
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) == 1000
+    assert ran.saving(StepRunner(bench), before, after) == 1000
 
 
 class Mixed(torch.nn.Module):
@@ -306,7 +308,7 @@ def test_what_writes_and_what_runs_in_autocast_gets_no_figure(ran, model, target
     (node,) = (node for node in graph.nodes if str(node.target) == target)
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
+    assert ran.saving(StepRunner(bench), before, after) is None
     assert not ran
 
 
@@ -317,19 +319,18 @@ def failing(error):
     return fail
 
 
-def test_without_memory_there_is_no_figure_and_other_failures_are_not_swallowed(monkeypatch):
+def test_without_memory_there_is_no_figure_and_other_failures_are_not_swallowed():
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
-    monkeypatch.setattr(stage.interleaving, "interleave", failing(torch.OutOfMemoryError("CUDA out of memory.")))
-    assert stage.saving_alone_ns(StepRunner(bench), before, after) is None
-    monkeypatch.setattr(stage.interleaving, "interleave", failing(RuntimeError("an illegal memory access was encountered")))
+    full, lost = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("an illegal memory access was encountered")
+    assert saving_alone_ns(StepRunner(bench), before, after, interleave=failing(full)) is None
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        stage.saving_alone_ns(StepRunner(bench), before, after)
+        saving_alone_ns(StepRunner(bench), before, after, interleave=failing(lost))
 
 
 def test_what_costs_nothing_saves_what_the_ops_take():
     bench = bench_of(gated())
     targets = ["aten.silu.default", "aten.mul.Tensor"]
     before, after = with_call(bench, targets, lambda x: x, reads=["aten.linear.default"])
-    saved_ns = stage.saving_alone_ns(StepRunner(bench), before, after)
+    saved_ns = saving_alone_ns(StepRunner(bench), before, after)
     assert saved_ns > 1000  # two ops on 9,216 numbers

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_advisor.capture.graph import retrace
 from fusion_advisor.fuse.decide.predict import launch_cost_ns, price_fusions, price_passes, removed_ops
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.passes.registry import PASSES
@@ -151,8 +150,7 @@ class MaskedLayer(Masked):
         return super().forward(self.layer(x))
 
 
-def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(slow_biases):
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     product, total = (op.index for op in capture.ops if op.target in ("aten.linear.default", "aten.add.Tensor"))
     capture = replace(capture, launches=(launch(product, 70_000), launch(total, 4_000)), eager_launches=())
@@ -161,8 +159,7 @@ def test_a_bias_that_the_trace_has_apart_is_no_pass_s_saving(monkeypatch):
     assert priced.predicted_saving_ns == 0
 
 
-def test_biases_that_stay_apart_keep_the_figure_that_was_timed(monkeypatch):
-    monkeypatch.setattr(retrace, "is_slower_with_bias", lambda _: True)
+def test_biases_that_stay_apart_keep_the_figure_that_was_timed(slow_biases):
     capture, live = profile_live(MaskedLayer(), (torch.randn(1, 2, 64, 16),))
     rows = [
         GraphRewrite(

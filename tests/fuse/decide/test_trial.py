@@ -54,8 +54,9 @@ def attempt(monkeypatch, tmp_path):
 
     def run(backend, before=(90, 100, 110), after=(40, 50, 60), log=lambda _: None):
         monkeypatch.setattr(trial, "backend_named", lambda _: backend)
-        monkeypatch.setattr(trial.interleaving, "compare_alone", lambda *_, **__: (timing(*before), timing(*after)))
-        return try_fusion(bench, fusion, backend="cpp", fast_math=False, kernel_dir=tmp_path, seed=0, log=log)
+        return try_fusion(bench, fusion, backend="cpp", fast_math=False, kernel_dir=tmp_path, seed=0, log=log,
+            compare=lambda *_, **__: (timing(*before), timing(*after)),
+        )  # fmt: skip
 
     run.bench, run.planned = bench, fusion
     return run

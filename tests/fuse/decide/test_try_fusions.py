@@ -9,7 +9,6 @@ import torch
 
 import fusion_advisor as fa
 import fusion_advisor.fuse.decide.try_fusions as selection
-from fusion_advisor.codegen.cuda import nvrtc
 from fusion_advisor.fuse.decide.trial import Trial
 from fusion_advisor.fuse.decide.try_fusions import FASTEST, backends_of, faster_of, try_all
 from fusion_advisor.fuse.plan.options import ApplyOptions
@@ -54,15 +53,17 @@ def program_of(name):
         ("triton", "rmsnorm", False, ("triton",)),
     ],
 )
-def test_device_and_kernel_decide_what_is_tried(monkeypatch, asked, name, on_cuda, expected):
-    monkeypatch.setattr(nvrtc, "has_cuda_core", lambda: True)
-    assert backends_of(asked, program_of(name), on_cuda=on_cuda) == expected
+def test_device_and_kernel_decide_what_is_tried(asked, name, on_cuda, expected):
+    assert backends_of(asked, program_of(name), on_cuda=on_cuda, is_available=lambda _: True) == expected
 
 
-def test_without_cuda_core_nothing_of_cuda_is_tried_unasked(monkeypatch):
-    monkeypatch.setattr(nvrtc, "has_cuda_core", lambda: False)
-    assert backends_of(None, program_of("groupnorm"), on_cuda=True) == ("triton",)
-    assert backends_of(FASTEST, program_of("groupnorm"), on_cuda=True) == ("triton", "cuda")  # and says what is missing
+def test_without_cuda_core_nothing_of_cuda_is_tried_unasked():
+    def without_cuda(backend):
+        return backend.name != "cuda"
+
+    assert backends_of(None, program_of("groupnorm"), on_cuda=True, is_available=without_cuda) == ("triton",)
+    asked = backends_of(FASTEST, program_of("groupnorm"), on_cuda=True, is_available=without_cuda)
+    assert asked == ("triton", "cuda")  # and says what is missing
 
 
 @pytest.mark.parametrize(

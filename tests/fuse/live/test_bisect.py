@@ -9,14 +9,16 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.fuse import after_side, pipeline
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.bisect import find_guilty
+from fusion_advisor.fuse.plan.options import Budgets
 from fusion_advisor.records import Status
 from tests.fuse.test_pipeline import Model
 from tests.tiny import BANDWIDTH
 
-QUICK = {"warmup": 1, "runs": 3, "min_share": 0.0, "keep": "verified"}
+QUICK = {
+    "warmup": 1, "runs": 3, "min_share": 0.0, "keep": "verified", "bandwidth": BANDWIDTH, "budgets": Budgets(wall_s=0.02),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("guilty", [{0}, {6}, {3}, {1, 5}, {0, 1, 2, 3, 4, 5, 6}], ids=str)
@@ -43,8 +45,6 @@ def test_few_checks_are_made():
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_a_fusion_that_is_right_alone_and_wrong_in_the_model_is_named_and_the_rest_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(pipeline, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(after_side, "WALL_S", 0.02)
     real = Bench.install
 
     def spoilt(self, fusion, kernel, built):

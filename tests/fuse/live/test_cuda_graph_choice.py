@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_advisor.fuse import finish
+from fusion_advisor.fuse.installed import LastStage
 from fusion_advisor.fuse.live.cuda_graph_choice import choose_graph, why_no_graph
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import kept_passes
@@ -114,12 +114,10 @@ def test_breaks_are_named():
     assert "runs its captured graph 3 times" in why_no_graph([], (3,))
 
 
-def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
+def test_the_report_has_a_row_and_the_model_replays(loaded, quick):  # noqa: F811
     recorder = FakeRecorder()
-    monkeypatch.setattr(finish, "graph_recorder", lambda bench: recorder)
-    monkeypatch.setattr(finish, "choose_graph", kept_graph)
-    run = apply_workload(loaded, quick)
+    last = LastStage(graph_recorder=lambda bench: recorder, choose_graph=kept_graph)
+    run = apply_workload(loaded, quick, instruments=verdicts(keep_all), last=last)
     row = run.report.rewrites[-1]
     assert row.id == CUDA_GRAPH.id and row.status is Status.KEPT and row.held_bytes > 0
     assert CUDA_GRAPH.id not in kept_passes(run.report.rewrites)
@@ -134,22 +132,19 @@ def test_the_report_has_a_row_and_the_model_replays(loaded, quick, monkeypatch):
     assert "_compiled_call_impl" not in loaded.model.__dict__ and run.fused.graphs.recordings == ()
 
 
-def test_a_graph_alone_may_stay(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_none)
-    monkeypatch.setattr(finish, "graph_recorder", lambda bench: FakeRecorder())
-    monkeypatch.setattr(finish, "choose_graph", kept_graph)
-    run = apply_workload(loaded, quick)
+def test_a_graph_alone_may_stay(loaded, quick):  # noqa: F811
+    last = LastStage(graph_recorder=lambda bench: FakeRecorder(), choose_graph=kept_graph)
+    run = apply_workload(loaded, quick, instruments=verdicts(keep_none), last=last)
     assert run.report.after.label == "fused" and run.report.model_check.is_passed
     assert "_compiled_call_impl" in loaded.model.__dict__
     run.revert()
 
 
-def test_no_graph_no_row(loaded, quick, monkeypatch):  # noqa: F811
+def test_no_graph_no_row(loaded, quick):  # noqa: F811
     from dataclasses import replace
 
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(finish, "graph_recorder", lambda bench: FakeRecorder())
-    run = apply_workload(loaded, replace(quick, graph=False))
+    last = LastStage(graph_recorder=lambda bench: FakeRecorder())
+    run = apply_workload(loaded, replace(quick, graph=False), instruments=verdicts(keep_all), last=last)
     assert all(row.id != CUDA_GRAPH.id for row in run.report.rewrites) and run.fused.graphs is None
     run.revert()
 

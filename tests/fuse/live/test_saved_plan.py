@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion_advisor
-from fusion_advisor.codegen.cpp.backend import CppBackend, CppKernel
+from fusion_advisor.codegen.cpp.backend import _FAST_FLAGS, CppKernel, find_compiler
 from fusion_advisor.errors import PlanMismatch, UnreadableReport
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.live.graph_difference import first_difference
@@ -25,8 +25,8 @@ from tests.fuse.test_pipeline import Model, keep_all, keep_none, loaded, pytestm
 from tests.tiny import profiled
 
 
-def saved_run(loaded, quick):  # noqa: F811
-    run = apply_workload(loaded, quick)
+def saved_run(loaded, quick, instruments):  # noqa: F811
+    run = apply_workload(loaded, quick, instruments=instruments)
     run.revert()
     save(run, quick.run_dir)
     return run
@@ -43,9 +43,8 @@ def another(seed=1, length=48):
     return describe_live(Model().eval(), (torch.randn(2, length, 64),))
 
 
-def test_a_kept_plan_is_applied_to_another_instance(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    run = saved_run(loaded, quick)
+def test_a_kept_plan_is_applied_to_another_instance(loaded, quick):  # noqa: F811
+    run = saved_run(loaded, quick, verdicts(keep_all))
     plan = fusion_advisor.load_plan(quick.run_dir)
     kept = [fusion for fusion in run.report.fusions if fusion.status is Status.KEPT]
     assert [fusion.chain.id for fusion in plan.fusions] == [fusion.chain_id for fusion in kept]
@@ -59,9 +58,8 @@ def test_a_kept_plan_is_applied_to_another_instance(loaded, quick, monkeypatch):
     assert "_compiled_call_impl" not in loaded.model.__dict__
 
 
-def test_the_users_limit_is_the_plans(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    saved_run(loaded, replace(quick, rtol=1e-3, atol=1e-3))
+def test_the_users_limit_is_the_plans(loaded, quick):  # noqa: F811
+    saved_run(loaded, replace(quick, rtol=1e-3, atol=1e-3), verdicts(keep_all))
     plan = load_plan(quick.run_dir)
     assert plan.report.tolerance == Tolerance(rtol=1e-3, atol=1e-3)
     with torch.no_grad(), apply_plan(another(), plan) as fused:
@@ -71,9 +69,8 @@ def test_the_users_limit_is_the_plans(loaded, quick, monkeypatch):  # noqa: F811
         apply_plan(another(), stricter)
 
 
-def test_what_was_not_kept_is_not_in_the_plan(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_none)
-    saved_run(loaded, quick)
+def test_what_was_not_kept_is_not_in_the_plan(loaded, quick):  # noqa: F811
+    saved_run(loaded, quick, verdicts(keep_none))
     plan = load_plan(quick.run_dir)
     assert plan.fusions == () and not plan.rewrites
 
@@ -96,43 +93,41 @@ def squashed():
     return describe_live(Squashed().eval(), (torch.randn(2, 48, 64),))
 
 
-def test_kernels_of_a_users_directory_and_fast_math_are_the_plans(quick, monkeypatch, tmp_path):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
+def test_kernels_of_a_users_directory_and_fast_math_are_the_plans(quick, tmp_path):  # noqa: F811
     mine = tmp_path / "mine"
     scaffold("my_squash", mine)
-    run = saved_run(squashed(), replace(quick, kernel_dirs=(mine,), fast_math=True))
+    run = saved_run(squashed(), replace(quick, kernel_dirs=(mine,), fast_math=True), verdicts(keep_all))
     kept = {fusion.kernel: fusion.rendered[0] for fusion in run.report.fusions if fusion.status is Status.KEPT}
     assert "my_squash" in kept and all(kernel.fast_math for kernel in kept.values())
     shutil.rmtree(mine)  # what a kernel is named after is in the plan
-    rendered = []
-    real = CppBackend.build
-    monkeypatch.setattr(
-        CppBackend, "build", lambda self, one, path: rendered.append((one.file_text, path)) or real(self, one, path)
-    )
+    shutil.rmtree(quick.run_dir / "kernels")
     other = squashed()
     expected = other.model(*other.args)
     with torch.no_grad(), apply_plan(other, load_plan(quick.run_dir)) as fused:
         torch.testing.assert_close(other.model(*other.args), expected, rtol=1e-5, atol=1e-5)
         assert fused.fallbacks == {}
         fused.specialize(torch.randn(2, 32, 64))
-    assert rendered == [(kernel.source, quick.run_dir / kernel.path) for kernel in kept.values()]
-    assert "ffast" in rendered[0][0] or "Fast math" in rendered[0][0]
+    built = {f"kernels/{path.name}": path.read_text() for path in (quick.run_dir / "kernels").glob("*.cpp")}
+    assert built == {kernel.path: kernel.source for kernel in kept.values()}
+    assert all("ffast" in source or "Fast math" in source for source in built.values())
 
 
-def test_a_plan_without_fast_math_is_put_in_place_without(quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    run = saved_run(squashed(), quick)
+def test_a_plan_without_fast_math_is_put_in_place_without(quick, monkeypatch, tmp_path):  # noqa: F811
+    run = saved_run(squashed(), quick, verdicts(keep_all))
     assert not any(kernel.fast_math for fusion in run.report.fusions for kernel in fusion.rendered)
-    asked = []
-    real = CppBackend.render
-    monkeypatch.setattr(CppBackend, "render", lambda *args, **more: asked.append(more["fast_math"]) or real(*args, **more))
+    compiled = tmp_path / "compiled.txt"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {compiled}\nexec {find_compiler()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))  # so that the compiler is asked again
     apply_plan(squashed(), load_plan(quick.run_dir)).revert()
-    assert asked and not any(asked)
+    built = [line for line in compiled.read_text().splitlines() if ".cpp" in line]
+    assert built and not any(flag in line for line in built for flag in _FAST_FLAGS)
 
 
 def test_a_kernel_is_checked_again(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    saved_run(loaded, quick)
+    saved_run(loaded, quick, verdicts(keep_all))
     plan = load_plan(quick.run_dir)
     real = CppKernel.bind
 
@@ -145,9 +140,8 @@ def test_a_kernel_is_checked_again(loaded, quick, monkeypatch):  # noqa: F811
         apply_plan(another(), plan)
 
 
-def test_a_plan_that_fits_a_part_of_the_model_is_refused_with_the_site_and_the_way_out(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    saved_run(loaded, quick)
+def test_a_plan_that_fits_a_part_of_the_model_is_refused_with_the_site_and_the_way_out(loaded, quick):  # noqa: F811
+    saved_run(loaded, quick, verdicts(keep_all))
     plan = load_plan(quick.run_dir)
     other = another()
     other.model.norm.eps = 1e-3  # another constant in the last chain; all before it fits
@@ -160,8 +154,7 @@ def test_a_plan_that_fits_a_part_of_the_model_is_refused_with_the_site_and_the_w
 
 
 def test_a_site_that_was_replaced_in_the_run_and_cannot_be_now_is_named(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    saved_run(loaded, quick)
+    saved_run(loaded, quick, verdicts(keep_all))
     plan = load_plan(quick.run_dir)
     real = Bench.observe
 
@@ -174,9 +167,8 @@ def test_a_site_that_was_replaced_in_the_run_and_cannot_be_now_is_named(loaded, 
         apply_plan(another(), plan)
 
 
-def test_another_shape_or_model_is_refused(loaded, quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    saved_run(loaded, quick)
+def test_another_shape_or_model_is_refused(loaded, quick):  # noqa: F811
+    saved_run(loaded, quick, verdicts(keep_all))
     plan = load_plan(quick.run_dir)
     for other in (another(length=32), describe_live(torch.nn.Linear(64, 64), (torch.randn(2, 48, 64),))):
         with pytest.raises(PlanMismatch):

@@ -10,23 +10,23 @@ import torch
 from fusion_advisor.codegen.cpp import backend
 from fusion_advisor.errors import CannotSpecialize
 from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.live import specialize as specialising
 from fusion_advisor.fuse.pipeline import apply_workload
 from fusion_advisor.workload.load import describe_live
-from tests.fuse.test_pipeline import keep_all, quick, verdicts  # noqa: F401
+from tests.fuse.test_pipeline import faster_alone, keep_all, quick, verdicts  # noqa: F401
 from tests.tiny import Toy, qwen2, toy
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 
 
 @pytest.fixture
-def applied(quick, monkeypatch):  # noqa: F811
+def applied(quick):  # noqa: F811
     """A Toy that is fused for 48 rows."""
-    verdicts(monkeypatch, keep_all)
     torch.manual_seed(0)
     model = Toy().eval()
     with torch.no_grad():
-        run = apply_workload(describe_live(model, (torch.randn(48, 32),)), quick)
+        run = apply_workload(describe_live(model, (torch.randn(48, 32),)), quick, instruments=verdicts(keep_all))
     yield run.fused
     run.revert()
 
@@ -97,10 +97,10 @@ def test_wrong_numbers_are_refused(applied, monkeypatch):
         applied.specialize(torch.randn(100, 32))
 
 
-def test_two_regimes_are_joined_in_one_model(applied, quick, monkeypatch):  # noqa: F811
+def test_two_regimes_are_joined_in_one_model(applied, quick):  # noqa: F811
     x = torch.randn(1, 32)
     with torch.no_grad():
-        other = apply_workload(describe_live(applied.revert(), (x,)), quick)
+        other = apply_workload(describe_live(applied.revert(), (x,)), quick, instruments=Instruments(compare_alone=faster_alone))
         joined = applied.include(other.fused).apply()
         assert joined is applied and joined.is_applied
         for value in (x, torch.randn(48, 32)):
@@ -110,11 +110,10 @@ def test_two_regimes_are_joined_in_one_model(applied, quick, monkeypatch):  # no
         applied.include(type(applied)(toy()[0], [], [], (), {}))
 
 
-def test_a_decoder_keeps_its_kernels_at_another_length(quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
+def test_a_decoder_keeps_its_kernels_at_another_length(quick):  # noqa: F811
     model, inputs = qwen2()
     with torch.no_grad():
-        run = apply_workload(describe_live(model, (), inputs), quick)
+        run = apply_workload(describe_live(model, (), inputs), quick, instruments=verdicts(keep_all))
         kept = sum(fusion.receipt.sites_replaced for fusion in run.report.fusions)
         ids = torch.randint(1, 200, (2, 41))
         made = run.fused.specialize(input_ids=ids, use_cache=False)

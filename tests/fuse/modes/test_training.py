@@ -10,9 +10,8 @@ import torch
 
 from fusion_advisor.capture import unchanged_step
 from fusion_advisor.errors import NotTrainable
-from fusion_advisor.fuse.modes import training
 from fusion_advisor.fuse.modes.training import profile_training
-from fusion_advisor.fuse.plan.options import ProfileOptions
+from fusion_advisor.fuse.plan.options import Budgets, ProfileOptions
 from fusion_advisor.records.serialize import dump_capture, dump_report, load_capture, load_report
 from fusion_advisor.workload.load import load_workload
 from fusion_advisor.workload.request import WorkloadRequest
@@ -50,12 +49,12 @@ def one_row():
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(CODE)
-    monkeypatch.setattr(training, "measure_bandwidth", lambda _: BANDWIDTH)
-    monkeypatch.setattr(training, "WALL_S", 0.02)
 
     def call(name, **more):
         loaded = load_workload(WorkloadRequest(model_id=f"net.py:{name}", device="cpu", phase="train"))
-        options = ProfileOptions(warmup=1, runs=5, run_dir=tmp_path, run_id="r", steps=1, **more)
+        options = ProfileOptions(
+            warmup=1, runs=5, run_dir=tmp_path, run_id="r", steps=1, bandwidth=BANDWIDTH, budgets=Budgets(wall_s=0.02), **more
+        )
         return loaded, *profile_training(loaded, options)
 
     return call

@@ -8,16 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.passes import gemm_epilogue
 from fusion_advisor.fuse.passes.gemm_epilogue import find_epilogue_sites
 
 ROWS, WIDTH = 80, 16
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """A CPU's epilogue has the GELU with erf."""
-    monkeypatch.setattr(gemm_epilogue, "GELU_OF", {"cuda": "gelu_tanh", "cpu": "gelu_erf"})
+pytestmark = pytest.mark.usefixtures("cpu_epilogue")
 
 
 class Behind(nn.Module):

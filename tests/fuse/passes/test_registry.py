@@ -56,8 +56,8 @@ def test_stages_and_doubles_are_checked_too():
     assert [rewrite.stage for rewrite in (first, last)] == [RewriteStage.PASS, RewriteStage.CALL]
 
 
-def test_an_edit_of_every_title_changes_nothing_in_a_saved_plan(quick, planted):
-    saved_run(narrow.classifier(), quick)
+def test_an_edit_of_every_title_changes_nothing_in_a_saved_plan(quick):
+    saved_run(narrow.classifier(), quick, narrow.planted())
     before = load_plan(quick.run_dir)
     assert {"narrow-rows", "merge-gemms"} <= set(before.rewrites)
     path = quick.run_dir / "report.json"
@@ -70,8 +70,8 @@ def test_an_edit_of_every_title_changes_nothing_in_a_saved_plan(quick, planted):
     assert [row.name for row in after.report.rewrites] == [row.name for row in edited]
 
 
-def test_a_kept_rewrite_that_is_not_known_refuses_the_plan(quick, planted):
-    saved_run(narrow.classifier(), quick)
+def test_a_kept_rewrite_that_is_not_known_refuses_the_plan(quick):
+    saved_run(narrow.classifier(), quick, narrow.planted())
     path = quick.run_dir / "report.json"
     report = read_report(path)
     write_report(replace(report, rewrites=(*report.rewrites[:-1], replace(report.rewrites[-1], id="Merge-gemms"))), path)
@@ -79,8 +79,8 @@ def test_a_kept_rewrite_that_is_not_known_refuses_the_plan(quick, planted):
         load_plan(quick.run_dir)
 
 
-def test_rewrites_are_skipped_and_chosen_by_id(quick, planted):
-    run = apply_workload(narrow.classifier(), replace(quick, skip=("merge-*",)))
+def test_rewrites_are_skipped_and_chosen_by_id(quick):
+    run = apply_workload(narrow.classifier(), replace(quick, skip=("merge-*",)), instruments=narrow.planted())
     assert [row.id for row in run.report.rewrites if row.stage is RewriteStage.ON_TOP] == ["narrow-rows"]
     options = ApplyOptions(only=("rms*", "*-gemms"), skip=("swiglu", "cuda-graph"))
     assert (options.only_kernels, options.skipped_kernels) == (("rms*",), ("swiglu",))

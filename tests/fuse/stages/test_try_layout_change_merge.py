@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
@@ -44,28 +44,21 @@ def gated(*, is_laid_out=True, seed=0):
     return describe_live(model, (torch.randn(2, 48, 64),))
 
 
-@pytest.fixture
-def planted(monkeypatch):
-    """Every rewrite is kept; returns a function that plants the verdict on merging."""
-    verdicts(monkeypatch, keep_all)
-
-    def plant(status):
-        made = Verdict(id="R4", status=status, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-        monkeypatch.setattr(stage, "on_top", lambda *_, **__: made)
-
-    return plant
+def planted(status=Status.KEPT):
+    """Every rewrite is kept, merging as asked."""
+    made = Verdict(id="R4", status=status, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
+    return verdicts(keep_all, on_top=lambda *_, **__: made)
 
 
 def row_of(run):
     return next(row for row in run.report.rewrites if row.id == "merge-gemms")
 
 
-def test_a_merge_that_pays_stays_with_its_chains(quick, planted):  # noqa: F811
-    planted(Status.KEPT)
+def test_a_merge_that_pays_stays_with_its_chains(quick):  # noqa: F811
     loaded = gated()
     expected = loaded.model(*loaded.args)
     state = {name: (value.data_ptr(), value.clone()) for name, value in loaded.model.state_dict().items()}
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=planted())
     row = row_of(run)
     assert (row.status, row.sites, row.held_bytes) == (Status.KEPT, 1, 0)
     assert "no weight is copied" in row.reason
@@ -90,9 +83,8 @@ def test_a_merge_that_pays_stays_with_its_chains(quick, planted):  # noqa: F811
     assert load_report(dump_report(run.report)) == run.report
 
 
-def test_a_merge_that_does_not_pay_leaves_everything_as_it_was_decided(quick, planted):  # noqa: F811
-    planted(Status.WITHIN_NOISE)
-    run = apply_workload(gated(), quick)
+def test_a_merge_that_does_not_pay_leaves_everything_as_it_was_decided(quick):  # noqa: F811
+    run = apply_workload(gated(), quick, instruments=planted(Status.WITHIN_NOISE))
     assert row_of(run).status is Status.WITHIN_NOISE
     swiglu = next(fusion for fusion in run.report.fusions if fusion.kernel == "swiglu")
     assert swiglu.status is Status.KEPT
@@ -101,33 +93,29 @@ def test_a_merge_that_does_not_pay_leaves_everything_as_it_was_decided(quick, pl
     assert gemms == 3
 
 
-def test_weights_that_lie_apart_are_named_with_their_bytes(quick, planted):  # noqa: F811
-    planted(Status.KEPT)
-    row = row_of(apply_workload(gated(is_laid_out=False), quick))
+def test_weights_that_lie_apart_are_named_with_their_bytes(quick):  # noqa: F811
+    row = row_of(apply_workload(gated(is_laid_out=False), quick, instruments=planted()))
     assert (row.status, row.step_delta_ns, row.held_bytes) == (Status.NOT_REPLACED, None, 0)
     assert "49,152 bytes" in row.reason
 
 
-def test_a_copy_that_was_allowed_is_held_and_said(quick, planted):  # noqa: F811
+def test_a_copy_that_was_allowed_is_held_and_said(quick):  # noqa: F811
     from dataclasses import replace
 
-    planted(Status.KEPT)
-    run = apply_workload(gated(is_laid_out=False), replace(quick, freeze=True))
+    run = apply_workload(gated(is_laid_out=False), replace(quick, freeze=True), instruments=planted())
     row = row_of(run)
     assert (row.status, row.held_bytes) == (Status.KEPT, 2 * 96 * 64 * 4)
     assert "49,152 bytes of copies stay in memory (--freeze)" in row.reason
 
 
-def test_the_keep_rule_itself_decides(quick, monkeypatch):  # noqa: F811
-    verdicts(monkeypatch, keep_all)
-    row = row_of(apply_workload(gated(), quick))
+def test_the_keep_rule_itself_decides(quick):  # noqa: F811
+    row = row_of(apply_workload(gated(), quick, instruments=verdicts(keep_all)))
     assert row.status in (Status.KEPT, Status.WITHIN_NOISE, Status.SLOWER)
     assert row.step_delta_ci_ns[0] <= row.step_delta_ns <= row.step_delta_ci_ns[1]
 
 
-def test_a_saved_plan_merges_again(quick, planted):  # noqa: F811
-    planted(Status.KEPT)
-    saved_run(gated(), quick)
+def test_a_saved_plan_merges_again(quick):  # noqa: F811
+    saved_run(gated(), quick, planted())
     plan = load_plan(quick.run_dir)
     assert plan.rewrites["merge-gemms"].sites == 1
     other = gated(seed=1)
@@ -137,18 +125,16 @@ def test_a_saved_plan_merges_again(quick, planted):  # noqa: F811
         assert fused.fallbacks == {}
 
 
-def test_a_saved_plan_is_refused_where_the_weights_lie_apart(quick, planted):  # noqa: F811
-    planted(Status.KEPT)
-    saved_run(gated(), quick)
+def test_a_saved_plan_is_refused_where_the_weights_lie_apart(quick):  # noqa: F811
+    saved_run(gated(), quick, planted())
     with pytest.raises(PlanMismatch, match="not adjacent"):
         apply_plan(gated(is_laid_out=False), load_plan(quick.run_dir))
 
 
-def test_a_copied_model_merges_its_own_weights(quick, planted):  # noqa: F811
-    planted(Status.KEPT)
+def test_a_copied_model_merges_its_own_weights(quick):  # noqa: F811
     loaded = gated()
     twin = copy.deepcopy(loaded.model)
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=planted())
     with torch.no_grad():
         twin.gate.weight.zero_()
         expected = loaded.model._call_impl(*loaded.args)
@@ -157,16 +143,15 @@ def test_a_copied_model_merges_its_own_weights(quick, planted):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_a_merged_step_on_a_gpu_gives_the_models_numbers(tmp_path, monkeypatch):
+def test_a_merged_step_on_a_gpu_gives_the_models_numbers(tmp_path):
     from fusion_advisor.fuse.plan.options import ApplyOptions
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Gated() for _ in range(4))).eval().to("cuda", torch.bfloat16)
     assert lay_out_siblings(model) == 4
-    made = Verdict(id="R4", status=Status.KEPT, reason="planted", delta_ns=-5, interval_ns=(-6, -4))
-    monkeypatch.setattr(stage, "on_top", lambda *_, **__: made)
+    instruments = Instruments(on_top=planted().on_top)
     loaded = describe_live(model, (torch.randn(2, 48, 64, device="cuda", dtype=torch.bfloat16),))
-    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, compile=False))
+    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, compile=False), instruments=instruments)
     assert (row_of(run).sites, row_of(run).held_bytes) == (4, 0)
     assert run.report.model_check.is_passed
     assert run.report.step_after.method == "cuda_graph"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-import fusion_advisor.fuse.decide.rebind as stage
 from fusion_advisor.errors import PlanMismatch
 from fusion_advisor.fuse.decide.rebind import CannotMove
 from fusion_advisor.fuse.decide.verdict import Verdict
@@ -64,30 +63,24 @@ def classifier(*, seed=0, device="cpu", dtype=torch.float32):
     return describe_live(model, (torch.randn(2, 48, 64, device=device, dtype=dtype),))
 
 
-@pytest.fixture
-def planted(monkeypatch):
+def planted(**statuses):
     """Every rewrite is kept, with those on top of the others as asked."""
-    verdicts(monkeypatch, keep_all)
 
-    def plant(**statuses):
-        def verdict(_runner, before, after, *, name, **_):
-            before(), after()
-            return Verdict(id=name, status=statuses.get(name, Status.KEPT), reason="planted", delta_ns=-5, interval_ns=(-6, -4))
+    def verdict(_runner, before, after, *, name, **_):
+        before(), after()
+        return Verdict(id=name, status=statuses.get(name, Status.KEPT), reason="planted", delta_ns=-5, interval_ns=(-6, -4))
 
-        monkeypatch.setattr(stage, "on_top", verdict)
-
-    plant()
-    return plant
+    return verdicts(keep_all, on_top=verdict)
 
 
 def row_of(run):
     return next(row for row in run.report.rewrites if row.id == NARROW_ROWS.id)
 
 
-def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
+def test_rows_that_nobody_reads_go_with_their_kernels(quick):
     loaded = classifier()
     expected = loaded.model(*loaded.args)
-    run = apply_workload(loaded, quick)
+    run = apply_workload(loaded, quick, instruments=planted())
     row = row_of(run)
     assert (row.id, row.status, row.held_bytes) == ("narrow-rows", Status.KEPT, 0) and row.sites > 5
     assert [one.id for one in run.report.rewrites][-2:] == [NARROW_ROWS.id, MERGE_GEMMS.id]
@@ -105,9 +98,8 @@ def test_rows_that_nobody_reads_go_with_their_kernels(quick, planted):
 
 
 @pytest.mark.parametrize("merges", [Status.KEPT, Status.SLOWER])
-def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypatch):
-    planted(**{MERGE_GEMMS.id: merges})
-    saved_run(classifier(), quick)
+def test_a_saved_plan_leaves_the_same_rows_out(quick, merges):
+    saved_run(classifier(), quick, planted(**{MERGE_GEMMS.id: merges}))
     plan = load_plan(quick.run_dir)
     assert (NARROW_ROWS.id in plan.rewrites, MERGE_GEMMS.id in plan.rewrites) == (True, merges is Status.KEPT)
     other = classifier(seed=1)
@@ -115,50 +107,50 @@ def test_a_saved_plan_leaves_the_same_rows_out(quick, planted, merges, monkeypat
     with torch.no_grad(), apply_plan(other, plan) as fused:
         torch.testing.assert_close(other.model(*other.args), expected, rtol=1e-5, atol=1e-5)
         assert fused.fallbacks == {}
-    monkeypatch.setattr(slice_pushdown, "_plan", lambda *_, **__: slice_pushdown._Plan({}, {}, {}))
+    rows = [replace(row, sites=row.sites + 1) if row.id == NARROW_ROWS.id else row for row in plan.report.rewrites]
+    plan = replace(plan, report=replace(plan.report, rewrites=tuple(rows)))
     with pytest.raises(PlanMismatch, match="narrowed rows are not to be had here"):
         apply_plan(classifier(), plan)
 
 
-def test_rows_that_do_not_pay_stay(quick, planted):
-    planted(**{NARROW_ROWS.id: Status.WITHIN_NOISE})
-    run = apply_workload(classifier(), quick)
+def test_rows_that_do_not_pay_stay(quick):
+    run = apply_workload(classifier(), quick, instruments=planted(**{NARROW_ROWS.id: Status.WITHIN_NOISE}))
     assert row_of(run).status is Status.WITHIN_NOISE
     assert run.report.model_check.is_passed
     swiglu = next(fusion for fusion in run.report.fusions if fusion.kernel == "swiglu")
     assert not any("rows" in kernel.path for kernel in swiglu.rendered)
 
 
-def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, planted, monkeypatch):
+def test_a_kernel_that_holds_what_cannot_be_narrowed_is_said(quick, monkeypatch):
     def refuse(*_):
         raise CannotMove("F1 on the new layout: no")
 
     monkeypatch.setattr(try_layout_change, "on_changed", refuse)
-    row = row_of(apply_workload(classifier(), quick))
+    row = row_of(apply_workload(classifier(), quick, instruments=planted()))
     assert (row.status, row.reason, row.step_delta_ns) == (Status.NOT_REPLACED, "F1 on the new layout: no", None)
 
 
-def test_a_view_that_cannot_be_had_is_said(quick, planted, monkeypatch):
+def test_a_view_that_cannot_be_had_is_said(quick, monkeypatch):
     def refuse(*_):
         raise RuntimeError("view size is not compatible\nwith its stride")
 
     monkeypatch.setattr(slice_pushdown, "_narrow", refuse)
-    row = row_of(apply_workload(classifier(), quick))
+    row = row_of(apply_workload(classifier(), quick, instruments=planted()))
     assert (row.status, row.reason, row.sites) == (Status.NOT_REPLACED, "view size is not compatible", 1)
 
 
-def test_a_model_that_reads_all_rows_has_no_such_row(quick, planted):
+def test_a_model_that_reads_all_rows_has_no_such_row(quick):
     loaded = describe_live(Layer().eval(), (torch.randn(2, 48, 64),))
-    assert not any(row.id == NARROW_ROWS.id for row in apply_workload(loaded, quick).report.rewrites)
+    assert not any(row.id == NARROW_ROWS.id for row in apply_workload(loaded, quick, instruments=planted()).report.rewrites)
 
 
-def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick, planted):
+def test_queries_that_are_rotated_with_keys_are_computed_in_full(quick):
     """A prefill that asks for its last token's logits: one kernel rotates queries and keys, which all tokens need."""
     model, inputs = qwen2()
     lay_out_siblings(model)
     loaded = describe_live(model, (), {**inputs, "logits_to_keep": 1})
     expected = model(*loaded.args, **loaded.kwargs).logits
-    run = apply_workload(loaded, replace(quick, only=("rope_qk", "swiglu")))
+    run = apply_workload(loaded, replace(quick, only=("rope_qk", "swiglu")), instruments=planted())
     row = row_of(run)
     assert row.status is Status.KEPT and row.sites > 5
     rope, swiglu = (next(one for one in run.report.fusions if one.kernel == name) for name in ("rope_qk", "swiglu"))

@@ -12,22 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import fusion_advisor.fuse.decide.rebind as changed_step
-import fusion_advisor.fuse.live.restore_kernels as saved
 import fusion_advisor.fuse.stages.try_linear_kernels as stage
 from fusion_advisor import units
-from fusion_advisor.autotune import select_gemm
-from fusion_advisor.autotune.select_gemm import GemvChoice
+from fusion_advisor.autotune.select_gemm import GemvChoice, is_served
 from fusion_advisor.capture.graph.tracer import capture_regions
 from fusion_advisor.codegen.common.interface import KernelBuildFailed
 from fusion_advisor.codegen.gemm.cublas import torch_launcher
 from fusion_advisor.codegen.gemm.problem import GemvConfig, GemvProblem, candidates, entry_of
 from fusion_advisor.errors import CannotCapture, PlanMismatch
+from fusion_advisor.fuse.decide.instruments import Instruments
 from fusion_advisor.fuse.decide.keep_rule import Decision
 from fusion_advisor.fuse.decide.rebind import Kept
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench
 from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.live.restore_kernels import build_linears
 from fusion_advisor.fuse.live.restore_plan import apply_plan
 from fusion_advisor.fuse.live.saved_plan import load_plan
 from fusion_advisor.fuse.passes.merge_gemms import merge_all
@@ -36,17 +35,15 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.record import CopyRoom
 from fusion_advisor.fuse.stages import gemm_sites as places
-from fusion_advisor.fuse.stages import try_on_top
 from fusion_advisor.fuse.stages.linear_kinds import find_kinds
-from fusion_advisor.fuse.stages.try_linear_kernels import Made, header_of, maker, place_gemvs
+from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, Made, header_of, linear_kernels, place_gemvs
 from fusion_advisor.records import RenderedKernel, Status
 from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import baseline_rows
-from fusion_advisor.timing.wall_timer import as_timing
 from fusion_advisor.workload.load import describe_live
 from fusion_advisor.workload.weight_packing import lay_out_siblings
 from tests.fuse.live.test_saved_plan import save
-from tests.fuse.test_pipeline import keep_all, pytestmark, quick, verdicts  # noqa: F401
+from tests.fuse.test_pipeline import TIMING, faster_alone, keep_all, pytestmark, quick, verdicts  # noqa: F401
 from tests.tiny import LAYERS, cache_in, decode_step, gpt2, llama, qwen2
 
 QWEN2 = ["rmsnorm_gate_up", "rmsnorm_linear_bias", "rmsnorm_linear", "linear_residual", "linear_residual"]
@@ -129,23 +126,28 @@ def made_of_torch(problem, header, _file):
     return torch_kernel(problem, header, candidates(problem, ("cuda",))[0])
 
 
-TIMES = as_timing([100] * 6, "wall"), as_timing([50] * 6, "wall")
+def built_of_torch(problem, header, config, _path, *, tuning):
+    return torch_kernel(problem, header, config)
 
 
-@pytest.fixture
-def place(monkeypatch):
-    """Return a function that places kernels of torch's ops in a decode step whose other rewrites were left out."""
-    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
-    monkeypatch.setattr(stage, "saving_alone_ns", lambda _, before, after: 70 if before.variant is not after.variant else 0)
-    decision = Decision(verdicts={}, noise_share=0.01, before=TIMES[0], after=TIMES[0], method="wall")
+def of_torch(**changed):
+    """Says that kernels of torch's ops are there, on whatever device."""
+    return lambda *_, **__: LinearKernels(make=made_of_torch, **changed)
 
-    def placed(status_of=lambda _: Status.KEPT, *, make=made_of_torch, captured=None, **options):
-        monkeypatch.setattr(stage, "on_top", on_top(status_of))
-        bench = qwen2_bench()
-        kept = Kept(bench=bench, captured=captured or bench, decision=decision, rewrites=(), fusions=[], built=[])
-        return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, make=make)
 
-    return placed
+def place(status_of=lambda _: Status.KEPT, *, make=made_of_torch, bench=None, captured=None, free_bytes=(0, 0), **options):
+    """Place kernels of torch's ops in a decode step whose other rewrites were left out."""
+    instruments = Instruments(
+        compare_alone=faster_alone,
+        saving_alone_ns=lambda _, before, after: 70 if before.variant is not after.variant else 0,
+        on_top=on_top(status_of),
+        memory_bytes=lambda _: free_bytes,
+    )
+    decision = Decision(verdicts={}, noise_share=0.01, before=TIMING, after=TIMING, method="wall")
+    bench = bench or qwen2_bench()
+    kept = Kept(bench=bench, captured=captured or bench, decision=decision, rewrites=(), fusions=[], built=[])
+    kernels = None if make is None else LinearKernels(make=make)
+    return place_gemvs(kept, ApplyOptions(**options), Progress(), budget_s=0.01, kernels=kernels, instruments=instruments)
 
 
 def test_kinds_of_a_decoder():
@@ -203,7 +205,7 @@ def test_a_weight_of_a_class_of_its_own_is_left_alone():
         kinds_of(loaded)
 
 
-def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
+def test_what_pays_is_placed_and_one_that_does_not_is_out():
     kept = place(lambda name: Status.SLOWER if name == "G3" else Status.KEPT)
     assert [(row.id, row.kernel) for row in kept.fusions] == [
         (f"G{number}", title) for number, title in enumerate(QWEN2, start=1)
@@ -219,27 +221,19 @@ def test_what_pays_is_placed_and_one_that_does_not_is_out(place):
     assert kept.decision.method == "cpu_time" and kept.decision.after != kept.decision.before
 
 
-def test_the_step_before_is_the_one_as_captured_not_the_merged_one(place, monkeypatch):
+def test_the_step_before_is_the_one_as_captured_not_the_merged_one():
     run = []
-    captured = SimpleNamespace(build=lambda *_: "untouched", run=run.append)
-    real = stage.confirmed
-
-    def confirmed(runner, decision, original, after, **options):
-        original()
-        return real(runner, decision, original, after, **options)
-
-    monkeypatch.setattr(stage, "confirmed", confirmed)
-    place(captured=captured)
+    place(captured=SimpleNamespace(build=lambda *_: "untouched", run=run.append))
     assert run and set(run) == {"untouched"}
 
 
-def test_nothing_changes_where_nothing_pays(place):
+def test_nothing_changes_where_nothing_pays():
     kept = place(lambda _: Status.WITHIN_NOISE)
     assert {row.status for row in kept.fusions} == {Status.WITHIN_NOISE} and kept.linears == ()
     assert place(make=None).fusions == []
 
 
-def test_wrong_numbers_failed_builds_and_cublas_are_rows(place):
+def test_wrong_numbers_failed_builds_and_cublas_are_rows():
     def make(problem, header, _file):
         if problem.is_gated:
             return torch_kernel(problem, header, candidates(problem, ("cuda",))[0], spoil=0.05)
@@ -256,7 +250,7 @@ def test_wrong_numbers_failed_builds_and_cublas_are_rows(place):
     assert kept.linears == ()
 
 
-def test_one_wrong_layer_among_right_ones_is_found(place):
+def test_one_wrong_layer_among_right_ones_is_found():
     """Every site is checked on its own tensors, not only the first one."""
 
     def make(problem, header, _file):
@@ -274,23 +268,19 @@ def test_one_wrong_layer_among_right_ones_is_found(place):
     assert {row.status for row in place(make=make).fusions} == {Status.WRONG_NUMBERS}
 
 
-def test_only_and_skip_name_these_kernels_too(place):
+def test_only_and_skip_name_these_kernels_too():
     assert [row.kernel for row in place(skip=("linear_residual", "rmsnorm_linear*")).fusions] == ["rmsnorm_gate_up"]
     assert [row.kernel for row in place(only=("rmsnorm_gate*",)).fusions] == ["rmsnorm_gate_up"]
 
 
 def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
     """Merged GEMMs, chains of C++ and GEMV kernels in one model; then the same from the files of that run."""
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
-    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
-    monkeypatch.setattr(stage, "on_top", on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
-    monkeypatch.setattr(try_on_top, "maker", lambda *_, **__: made_of_torch)
     loaded = decoder()
     state = {name: (value.data_ptr(), value.clone()) for name, value in loaded.model.state_dict().items()}
     twin = copy.deepcopy(loaded.model)
     only = ("swiglu", "add_rmsnorm", "rmsnorm_*", "linear_residual")  # each chain more is a C++ kernel more to build
-    run = apply_workload(loaded, replace(quick, only=only))
+    instruments = verdicts(keep_all, on_top=on_top(lambda name: Status.SLOWER if name == "G4" else Status.KEPT))
+    run = apply_workload(loaded, replace(quick, only=only), instruments=instruments, linear_kernels=of_torch())
     rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
     assert [row.status for row in rows] == [Status.KEPT, Status.KEPT, Status.KEPT, Status.SLOWER, Status.KEPT]
     for row in rows:
@@ -341,10 +331,9 @@ def test_the_whole_loop_and_its_saved_plan(quick, monkeypatch):  # noqa: F811
         built.append((entry_of(problem, header, config), tuning))
         return torch_kernel(problem, header, config)
 
-    monkeypatch.setattr(saved, "build", build)
     expected = loaded.model(**decode_step(loaded.model, batch=1)).logits
     again = decode_step(loaded.model, batch=1)
-    with torch.no_grad(), apply_plan(loaded, plan) as model:
+    with torch.no_grad(), apply_plan(loaded, plan, build_linear=build) as model:
         torch.testing.assert_close(loaded.model(**again).logits, expected, rtol=0.05, atol=0.05)
         assert model.fallbacks == {}
     assert len(observed) == 1
@@ -359,18 +348,16 @@ def prefill(rows):
     return describe_live(model, (), {"input_ids": ids, "use_cache": False})
 
 
-def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noqa: F811
+def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick):  # noqa: F811
     """The whole loop, its saved plan, and another length, which has merged GEMMs of cuBLAS and the gate's kernel behind them."""
-    verdicts(monkeypatch, keep_all)
-    monkeypatch.setattr(places.interleaving, "compare_alone", lambda *_, **__: TIMES)
-    for module in (changed_step, stage):
-        monkeypatch.setattr(module, "on_top", on_top(lambda _: Status.KEPT))
-    monkeypatch.setattr(stage, "is_served", lambda problem, device: problem.m > 64 and device.type == "cpu")
-    monkeypatch.setattr(try_on_top, "maker", lambda *_, **__: made_of_torch)
     loaded = prefill(70)
     with torch.no_grad():
         expected = loaded.model(**loaded.kwargs).logits
-    run = apply_workload(loaded, replace(quick, only=("swiglu", "add_rmsnorm", "gate_up")))
+    run = apply_workload(
+        loaded, replace(quick, only=("swiglu", "add_rmsnorm", "gate_up")),
+        instruments=verdicts(keep_all, on_top=on_top(lambda _: Status.KEPT)),
+        linear_kernels=of_torch(is_served=lambda problem, device: problem.m > 64 and device.type == "cpu"),
+    )  # fmt: skip
     (row,) = [fusion for fusion in run.report.fusions if not fusion.chain_id]
     assert (row.id, row.kernel, row.status) == ("G1", "gate_up", Status.KEPT)
     assert row.receipt.sites_replaced == row.receipt.launches_after == LAYERS
@@ -389,8 +376,7 @@ def test_a_gate_on_many_rows_is_computed_in_its_gemm(quick, monkeypatch):  # noq
         torch.testing.assert_close(fused, loaded.model(**longer).logits, rtol=0.05, atol=0.05)
     assert run.fused.fallbacks == before == {}
     save(run, quick.run_dir)
-    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
-    with torch.no_grad(), apply_plan(loaded, load_plan(quick.run_dir)) as model:
+    with torch.no_grad(), apply_plan(loaded, load_plan(quick.run_dir), build_linear=built_of_torch) as model:
         torch.testing.assert_close(loaded.model(**loaded.kwargs).logits, expected, rtol=0.05, atol=0.05)
         assert sites_by_title(model.specialize(**longer)) == at_length
         torch.testing.assert_close(loaded.model(**longer).logits, fused, rtol=0.05, atol=0.05)
@@ -405,45 +391,62 @@ def sites_by_title(made):
     return found
 
 
-def test_a_gate_on_many_rows_is_offered_where_there_are_tensor_cores_for_it(monkeypatch):
+def test_a_gate_on_many_rows_is_offered_where_there_are_tensor_cores_for_it():
     problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
-    monkeypatch.setattr(select_gemm, "has_cuda_core", lambda: True)
-    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert stage.is_served(problem, "cuda") is expected
-        assert stage.is_served(replace(problem, m=64), "cuda")
-        assert not stage.is_served(replace(problem, has_bias=True), "cuda")
-        assert not stage.is_served(problem, "cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(select_gemm, "has_cuda_core", lambda: False)
-    assert not stage.is_served(problem, "cuda")
+    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False), (None, False)):
+        gpu = functools.partial(is_served, capability_of=lambda _, capability=capability: capability)
+        assert gpu(problem, "cuda") is expected
+        assert gpu(replace(problem, m=64), "cuda")
+        assert not gpu(replace(problem, has_bias=True), "cuda")
+        assert not gpu(problem, "cpu")
 
 
-def test_kinds_that_do_not_fit_into_memory_are_left_alone_and_the_others_tried(place, monkeypatch):
-    kinds = find_kinds(qwen2_bench())
-    needed = iter([None, "too large", *[None] * (len(kinds) - 2)])
-    monkeypatch.setattr(stage, "why_no_room", lambda bench, places: next(needed))
-    rows = place().fusions
-    assert [row.status for row in rows] == [Status.KEPT, Status.NOT_REPLACED, *[Status.KEPT] * (len(kinds) - 2)]
-    assert rows[1].reason == "too large" and rows[1].numerics is None
+def test_kinds_that_do_not_fit_into_memory_are_left_alone_and_the_others_tried():
+    """One byte less is free than the most that a kind needs."""
+    bench, seen, needed = qwen2_bench(), [], []
+    for kind in find_kinds(bench):
+        told = places.why_no_room(bench, [*seen, *kind.places], Instruments(memory_bytes=lambda _: (1, 2)))
+        needed.append(int(told.rpartition("take ")[2].split()[0].replace(",", "")))
+        seen += kind.places
+    largest = max(needed)
+    rows = place(free_bytes=(largest - 1, largest)).fusions
+    refused = [row for row in rows if row.status is Status.NOT_REPLACED]
+    assert refused and {row.status for row in rows} == {Status.KEPT, Status.NOT_REPLACED}
+    assert all(f"{largest - 1:,} are free" in row.reason and row.numerics is None for row in refused)
+
+
+def raising(error):
+    """Return what raises an error, whatever it is called with."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+class Unobservable(Bench):
+    """Cannot run its step once more."""
+
+    def __init__(self, live, error, *, on_cuda=False):
+        super().__init__(live, on_cuda=on_cuda)
+        self._error = error
+
+    def observe_values(self, keep, check):
+        raise self._error
 
 
 @pytest.mark.parametrize("where", ["observe", "check"])
-def test_memory_that_runs_out_ends_a_row_and_not_the_run(place, monkeypatch, where):
-    def run_out(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it")
+def test_memory_that_runs_out_ends_a_row_and_not_the_run(where):
+    def placed(error):
+        if where == "observe":
+            return place(bench=Unobservable(qwen2_bench().live, error))
+        return place(make=lambda *problem: replace(made_of_torch(*problem), launch=raising(error)))
 
-    monkeypatch.setattr(stage, where, run_out)
-    kept = place()
+    kept = placed(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore of it"))
     assert {row.status for row in kept.fusions} == {Status.NOT_REPLACED} and kept.linears == ()
     assert all("ran out while it was checked: CUDA out of memory" in row.reason for row in kept.fusions)
-
-    def fail(*_, **__):
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(stage, where, fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        place()
+        placed(RuntimeError("an illegal memory access was encountered"))
 
 
 def test_what_is_computed_from_parameters_is_not_in_memory():
@@ -461,49 +464,46 @@ def test_what_is_computed_from_parameters_is_not_in_memory():
     assert places._is_in_memory(bench, x) and not places._is_in_memory(bench, weight)
 
 
-def test_a_gate_on_many_rows_has_no_kernel_in_triton(monkeypatch):
-    monkeypatch.setattr(stage, "is_served", lambda problem, device: True)
+def test_a_gate_on_many_rows_has_no_kernel_in_triton():
+    kernels = LinearKernels(make=made_of_torch, is_served=lambda problem, device: True)
     problem = GemvProblem(m=512, n=64, k=64, dtype="bfloat16", is_gated=True)
     for backend, expected in ((None, True), ("cuda", True), ("triton", False)):
-        assert stage._has_kernel(problem, qwen2_bench(), ApplyOptions(backend=backend)) is expected
-        assert stage._has_kernel(replace(problem, m=1), qwen2_bench(), ApplyOptions(backend=backend))
+        assert stage._has_kernel(problem, qwen2_bench(), ApplyOptions(backend=backend), kernels) is expected
+        assert stage._has_kernel(replace(problem, m=1), qwen2_bench(), ApplyOptions(backend=backend), kernels)
 
 
-def test_merged_weights_are_in_memory_anyway(monkeypatch):
+def test_merged_weights_are_in_memory_anyway():
     bench = qwen2_bench()
     (first, *_) = find_kinds(bench)
-    monkeypatch.setattr(places, "memory_bytes", lambda _: (1, 2))
-    told = places.why_no_room(bench, first.places)
+    told = places.why_no_room(bench, first.places, Instruments(memory_bytes=lambda _: (1, 2)))
     x = sum(math.prod(bench.ops[place.inputs[0]].outputs[0].shape) for place in first.places)
     float64 = max(places._float64_elements(bench, place) for place in first.places)
     assert f"take {2 * x + 8 * float64:,} bytes" in told
 
 
-def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(place, monkeypatch, tmp_path):
+def test_a_saved_plan_is_refused_where_numbers_or_sites_are_others(tmp_path):
     kept = place(lambda name: Status.KEPT if name == "G1" else Status.SLOWER)
     row = kept.fusions[0]
     plan = SimpleNamespace(run_dir=tmp_path, report=SimpleNamespace(tolerance=None), linears=(row,))
-    monkeypatch.setattr(saved, "build", lambda problem, header, config, _, *, tuning: torch_kernel(problem, header, config))
     kinds = find_kinds(kept.bench)
     places.observe(kept.bench, [place for kind in kinds for place in kind.places])
-    (again,) = saved.build_linears(kept.bench, kinds, plan)
+    (again,) = build_linears(kept.bench, kinds, plan, built_of_torch)
     assert (again.id, {site.call.__name__ for site in again.sites}, len(again.sites)) == ("G1", {row.rendered[0].name}, LAYERS)
 
     def spoiled(problem, header, config, _path, *, tuning):
         return torch_kernel(problem, header, config, spoil=1.0)
 
-    monkeypatch.setattr(saved, "build", spoiled)
     with pytest.raises(PlanMismatch, match="no longer pass"):
-        saved.build_linears(kept.bench, kinds, plan)
+        build_linears(kept.bench, kinds, plan, spoiled)
     other = replace(row, rendered=(replace(row.rendered[0], name="fa_of_other_sizes"),))
     with pytest.raises(PlanMismatch, match="no linears for rmsnorm_gate_up"):
-        saved.build_linears(kept.bench, kinds, SimpleNamespace(**{**vars(plan), "linears": (other,)}))
+        build_linears(kept.bench, kinds, SimpleNamespace(**{**vars(plan), "linears": (other,)}), spoiled)
 
 
 def test_no_kernels_without_a_gpu(tmp_path):
-    assert maker(tmp_path, torch.device("cpu"), backend=None, log=print) is None
-    assert maker(tmp_path, torch.device("cuda"), backend="cpp", log=print) is None
-    assert maker(tmp_path, torch.device("cuda"), backend="triton", log=print) is not None
+    assert linear_kernels(tmp_path, torch.device("cpu"), backend=None, log=print) is None
+    assert linear_kernels(tmp_path, torch.device("cuda"), backend="cpp", log=print) is None
+    assert linear_kernels(tmp_path, torch.device("cuda"), backend="triton", log=print) is not None
 
 
 def test_headers_are_the_library_s_where_it_has_the_kernel():
@@ -518,10 +518,11 @@ def test_configurations_are_read_back():
         GemvConfig.read("BLOCK=4")
 
 
-def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path, monkeypatch):
+def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path):
     around = GemvChoice(config=GemvConfig(form="cuda_cublas"), source="measured", tried=(("cublas", 1500), ("cuda_cublas", 900)))
-    monkeypatch.setattr(stage, "choose", lambda *args, **kwargs: around)
-    make = maker(tmp_path, torch.device("cuda"), backend=None, log=lambda line: None)
+    make = linear_kernels(
+        tmp_path, torch.device("cuda"), backend=None, log=lambda line: None, choose=lambda *_, **__: around
+    ).make
     problem = GemvProblem(m=32, n=64, k=64, dtype="bfloat16", has_norm=True)
     answer = make(problem, header_of("rmsnorm_linear"), "G1_rmsnorm_linear")
     assert answer.startswith("cuBLAS and the ops around it are faster") and "cuda_cublas 0.9" in answer
@@ -531,7 +532,7 @@ def test_cublas_between_our_kernels_is_what_the_step_has_already(tmp_path, monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
+def test_a_decode_step_on_a_gpu(tmp_path, backend, batch):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def wide():
@@ -542,14 +543,16 @@ def test_a_decode_step_on_a_gpu(tmp_path, monkeypatch, backend, batch):
         torch.manual_seed(0)
         return Qwen2ForCausalLM(config).eval(), {}
 
-    monkeypatch.setattr(changed_step, "on_top", on_top(lambda _: Status.KEPT))
-    monkeypatch.setattr(stage, "on_top", on_top(lambda _: Status.KEPT))
-    monkeypatch.setattr(stage, "choose", chosen_ours)
     model = wide()[0].to("cuda", torch.bfloat16)
     lay_out_siblings(model)
     kwargs = decode_step_on(model, batch)
     loaded = describe_live(model, (), kwargs)
-    run = apply_workload(loaded, ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, backend=backend))
+    run = apply_workload(
+        loaded,
+        ApplyOptions(runs=10, min_share=0.0, run_dir=tmp_path, backend=backend),
+        instruments=Instruments(on_top=on_top(lambda _: Status.KEPT)),
+        linear_kernels=functools.partial(linear_kernels, choose=chosen_ours),
+    )
     rows = [fusion for fusion in run.report.fusions if not fusion.chain_id]
     assert [row.kernel for row in rows] == QWEN2
     for row in rows:

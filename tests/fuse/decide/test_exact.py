@@ -10,12 +10,14 @@ import torch
 import fusion_advisor as fa
 from fusion_advisor.errors import UsageError
 from fusion_advisor.fuse import dynamo_backend
-from fusion_advisor.fuse.decide import exact
-from fusion_advisor.fuse.decide.result_bits import has_same_bits
+from fusion_advisor.fuse.decide.exact import BitJudge, has_same_bits
+from fusion_advisor.fuse.live.model_check import check_region
 from fusion_advisor.fuse.passes.merge_gemms import MERGE_GEMMS
 from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.report import kernel_rows
 from fusion_advisor.verify.accuracy import count_bit_equal
+from tests.fuse.conftest import backend_with
+from tests.tiny import BANDWIDTH
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -46,24 +48,23 @@ class Casts(torch.nn.Module):
         return torch.tanh((x * 1.5).to(torch.bfloat16).to(torch.float32) * 3 + 1) * x
 
 
-def compiled(**kinds):
+def compiled(backend=dynamo_backend.fusion_advisor, **kinds):
     torch._dynamo.reset()
-    return torch.compile(Casts(), backend=dynamo_backend.fusion_advisor, **kinds)
+    return torch.compile(Casts(), backend=backend, **kinds)
 
 
-def test_a_graph_whose_results_are_off_runs_its_original_ops_and_says_so(monkeypatch):
+def test_a_graph_whose_results_are_off_runs_its_original_ops_and_says_so():
     """The kernel of a chain may pass by itself and be wrong in the graph: what is judged here is the graph."""
     x = torch.randn(64, 1024)
-    check_region, checked = dynamo_backend.check_region, []
+    checked = []
 
     def planted(region, fused):
         checked.append(check_region(region, fused))
         return check_region(region, lambda *args: [result * 1.001 for result in fused(*args)])
 
-    monkeypatch.setattr(dynamo_backend, "check_region", planted)
-    monkeypatch.setattr(dynamo_backend, "ApplyOptions", lambda **kinds: ApplyOptions(**kinds, min_gain=-1e9))
+    backend = backend_with(ApplyOptions(min_gain=-1e9, bandwidth=BANDWIDTH), check=planted)
     with torch.no_grad(), pytest.warns(UserWarning, match="as a whole are too far from float64"):
-        found = compiled()(x)
+        found = compiled(backend)(x)
     assert torch.equal(found, Casts()(x))
     assert checked
     assert checked[0].is_passed
@@ -101,10 +102,10 @@ def test_an_exact_run_says_by_measurement_which_kernels_have_eagers_bits():
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_a_stage_that_changes_a_bit_is_taken_back(monkeypatch, is_same):
+def test_a_stage_that_changes_a_bit_is_taken_back(is_same):
     before, after, notes = object(), object(), []
     results = {before: [torch.ones(2)], after: [torch.tensor([1.0, 1.0 if is_same else 1.0000001])]}
-    monkeypatch.setattr(exact, "_results", results.__getitem__)
-    assert exact.BitJudge(before, is_on=True, note=notes.append).after(MERGE_GEMMS, after) is (after if is_same else before)
+    judges = [BitJudge(before, is_on=is_on, note=notes.append, results=results.__getitem__) for is_on in (True, False)]
+    assert judges[0].after(MERGE_GEMMS, after) is (after if is_same else before)
     assert bool(notes) is not is_same
-    assert exact.BitJudge(before, is_on=False, note=notes.append).after(MERGE_GEMMS, after) is after
+    assert judges[1].after(MERGE_GEMMS, after) is after

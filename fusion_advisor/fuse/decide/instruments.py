@@ -1,0 +1,46 @@
+"""What measures kernels, steps and memory and decides on rewrites, as one value that a run is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
+from fusion_advisor.fuse.decide.step_profile import rested_walls, walls
+from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.records import Timing
+from fusion_advisor.timing.host_timer import HostTimer
+from fusion_advisor.timing.interleaving import compare_alone
+from fusion_advisor.workload.device import memory_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """Measures the device and decides by the clock; a test plants its own answers in place of some of these.
+
+    Attributes:
+        timer: of steps from the host's side; None: the one of the device.
+        compare_alone: times a chain's original ops against its kernel.
+        decide: the keep rule for all candidates at once.
+        on_top: the keep rule for one more rewrite on top of what was kept.
+        saving_alone_ns: times the ops in which two steps differ.
+        walls: times ways to call the model against each other.
+        rested_walls: times them one by one on a device that has rested.
+        memory_bytes: tells how much memory of a device is free, and how much there is.
+    """
+
+    timer: HostTimer | None = None
+    compare_alone: Callable[..., tuple[Timing, Timing]] = compare_alone
+    decide: Callable[..., Decision] = decide
+    on_top: Callable[..., Verdict] = on_top
+    saving_alone_ns: Callable[..., int | None] = saving_alone_ns
+    walls: Callable[..., list[Timing]] = walls
+    rested_walls: Callable[..., list[Timing]] = rested_walls
+    memory_bytes: Callable[[torch.device], tuple[int, int]] = memory_bytes
+
+
+MEASURED = Instruments()
+"""Everything by the clock."""
