@@ -100,8 +100,7 @@ def apply_workload(
     ):  # fmt: skip
         capture, live, plan = _profile(loaded, options, progress, clock, is_timed=options.is_timed, timer=instruments.timer)
         at_the_end.callback(live.written.restore)
-        if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
-            raise NoTensorOutput(model_id=loaded.record.model_id)
+        _refuse_without_output(loaded, live)
         report = _first_report(capture, live, plan, options, clock)
         on_report(report)
         bench = Bench(live, on_cuda=capture.environment.device_kind == "cuda", timer=instruments.timer)
@@ -132,6 +131,12 @@ def _refuse_unready(loaded: LoadedWorkload) -> None:
         raise ModelInTraining(model_id=loaded.record.model_id)
     if loaded.record.device == "cpu" and find_compiler() is None:
         raise NoCompiler
+
+
+def _refuse_without_output(loaded: LoadedWorkload, live: LiveCapture) -> None:
+    """Refuse a step of which no number can be checked."""
+    if not named_tensors(live.output) and not live.written.tensors and not live.written.made:
+        raise NoTensorOutput(model_id=loaded.record.model_id)
 
 
 def _first_report(capture: Capture, live: LiveCapture, plan: Plan, options: ApplyOptions, clock: PhaseClock) -> Report:
