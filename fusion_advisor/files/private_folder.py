@@ -1,4 +1,4 @@
-"""Where machine code is kept between runs: in a folder that this user alone can change, or nowhere.
+"""Where machine code and traced patterns are kept between runs: in a folder that this user alone can change, or nowhere.
 
 A library that is loaded runs its constructors at once. So whoever can put a file into the folder, or put another folder into its
 place, runs code as this user. A folder is used only if it and its parent belong to this user and to nobody else, and if no folder
@@ -29,13 +29,13 @@ def cache_home() -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return a private folder for one kind of machine code, and make it where it is missing.
+    """Return a private folder for one kind of file, and make it where it is missing.
 
     The first that can be trusted is taken: the user's cache, one under the temporary directory that later processes find again,
     one of this process alone, which is removed when the process ends. A folder that is passed over is named in the log, once.
 
     Args:
-        kind: the folder's name, ``cpp`` or ``cubin``.
+        kind: the folder's name, ``cpp``, ``cubin`` or ``patterns``.
 
     Raises:
         OSError: no folder can be made at all.
@@ -46,8 +46,8 @@ def cache_folder(kind: str) -> Path:
         refusal = _make(root / kind)
         if not refusal:
             return root / kind
-        _say_once(f"{root / kind} keeps no compiled kernels: {refusal}")
-    _say_once("compiled kernels are kept for this process alone")
+        _say_once(f"{root / kind} is not used as a cache: {refusal}")
+    _say_once("compiled kernels and patterns are kept for this process alone")
     own = _of_this_process() / kind
     own.mkdir(exist_ok=True)
     return own

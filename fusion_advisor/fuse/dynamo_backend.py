@@ -32,7 +32,7 @@ from fusion_advisor.fuse.plan.options import ApplyOptions
 from fusion_advisor.fuse.plan.plan import make_plan
 from fusion_advisor.fuse.plan.progress import Progress
 from fusion_advisor.fuse.rewrite.graph_rewriter import LayoutChanged
-from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import ModelCheck, OpNode
 from fusion_advisor.runtime.environment import measure_bandwidth
 from fusion_advisor.runtime.external_profiler import attached_profiler
@@ -79,7 +79,7 @@ def optimise(
         return _unfused(region.original, f"{tool} is attached, and torch.profiler, which tells what pays, would get no kernel")
     progress = Progress()
     capture = profile_regions(bench.live, options.bandwidth or measure_bandwidth(device), device)
-    patterns, sources = library_patterns()
+    patterns, sources = library_on_demand()
     plan = make_plan(
         capture, patterns, min_share=options.min_share, sources=sources, is_exact=options.exact, is_timed=options.is_timed
     )

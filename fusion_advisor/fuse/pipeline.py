@@ -38,7 +38,7 @@ from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.progress import PhaseClock, Progress
 from fusion_advisor.fuse.stages.try_linear_kernels import LinearKernels, linear_kernels
 from fusion_advisor.fuse.stages.try_on_top import Trial, try_on_top
-from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, Finding, Report
 from fusion_advisor.runtime.environment import describe_environment, measure_bandwidth
 from fusion_advisor.timing.host_timer import HostTimer
@@ -236,7 +236,7 @@ def _profile(
     for warning in capture.quality.warnings:
         progress.warn(warning)
     with clock.phase("chains"):
-        patterns, sources = library_patterns(options.kernel_dirs)
+        patterns, sources = library_on_demand(options.kernel_dirs)
         plan = make_plan(
             capture,
             patterns,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -22,6 +23,7 @@ from fusion_advisor.records import Tuning
 
 _RELATIVE = 1e-6
 """Constants closer than this are the same: eager code writes sqrt(2/pi) in more than one way."""
+_ARITHMETIC = re.compile(r"=(\w+)\.b?float\d+\(")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +89,20 @@ def structure(program: Program) -> Structure:
     )
 
 
-def find_match(program: Program, patterns: Iterable[Pattern]) -> Found | None:
+Patterns = Iterable[Pattern] | Callable[[str], Iterable[Pattern]]
+"""All of them, or what gives those that a canonical text may be equal to."""
+
+
+def arithmetic_in(text: str) -> frozenset[str]:
+    """Return the ops of a canonical text that compute floating-point values: equal texts have the same ones."""
+    return frozenset(_ARITHMETIC.findall(text))
+
+
+def find_match(program: Program, patterns: Patterns) -> Found | None:
     """Return the first pattern that the Program is an instance of; None when there is none."""
     mine = structure(program)
     floats = {operand.dtype for operand in program.operands if operand.dtype.startswith(("float", "bfloat"))}
-    for pattern in patterns:
+    for pattern in patterns(mine.text) if callable(patterns) else patterns:
         if pattern.structure.text != mine.text or not floats <= set(pattern.dtypes):
             continue
         bound = _bound(pattern, mine.constants)

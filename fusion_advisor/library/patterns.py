@@ -21,8 +21,10 @@ import torch
 from fusion_advisor.capture.graph.op_records import describe
 from fusion_advisor.capture.graph.retrace import trace
 from fusion_advisor.capture.graph.tracer import Region
+from fusion_advisor.content import content_dir
 from fusion_advisor.library.discover import BadReference, list_kernels, load_references
-from fusion_advisor.library.match import Pattern, structure
+from fusion_advisor.library.kept_patterns import keep_patterns, kept_patterns
+from fusion_advisor.library.match import Pattern, arithmetic_in, structure
 from fusion_advisor.library.spec import CHAIN, Input, KernelSpec
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.rules.tables import CannotLower
@@ -42,10 +44,40 @@ def library_patterns(kernel_dirs: Sequence[Path] = ()) -> tuple[tuple[Pattern, .
     return tuple(itertools.chain.from_iterable(map(kernel_patterns, specs))), {spec.name: spec.source for spec in specs}
 
 
+def library_on_demand(kernel_dirs: Sequence[Path] = ()) -> tuple[Callable[[str], Iterator[Pattern]], dict[str, str]]:
+    """Return what gives the patterns that a canonical form may be equal to, and where each kernel's idea comes from.
+
+    A reference's arithmetic is the same at all its example shapes; only where elements lie differs. So a kernel of the library is
+    traced at one shape first (a fifth of the time), and at the others where a chain has the same arithmetic. A user's own kernel
+    is traced at all of them.
+
+    Args:
+        kernel_dirs: folders of a user's own kernels, searched in addition to the shipped ones.
+    """
+    specs, shipped = list_kernels(kernel_dirs), content_dir("kernels")
+
+    def alike(text: str) -> Iterator[Pattern]:
+        wanted = arithmetic_in(text)
+        for spec in specs:
+            if spec.folder.parent != shipped or wanted in _arithmetic_of(spec, _source(spec)):
+                yield from kernel_patterns(spec)
+
+    return alike, {spec.name: spec.source for spec in specs}
+
+
+@functools.cache
+def _arithmetic_of(spec: KernelSpec, source: bytes) -> frozenset[frozenset[str]]:
+    """Return what :func:`arithmetic_in` says of each of a kernel's forms."""
+    if spec.kind != CHAIN:
+        return frozenset()
+    return frozenset(arithmetic_in(pattern.structure.text) for pattern in _first_traced(spec, source))
+
+
 def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
     """Return one pattern per reference, example shape and set of outputs of a kernel.
 
-    Traced once per process: the library takes three seconds, and every apply and check asks for it.
+    Traced once for a user (``library.kept_patterns``): tracing the library takes 10 to 15 s of CPU time, reading it 0.3 s
+    (``docs/measurements/first_minutes.md``).
 
     Args:
         spec: the kernel's manifest.
@@ -55,23 +87,42 @@ def kernel_patterns(spec: KernelSpec) -> tuple[Pattern, ...]:
     """
     if spec.kind != CHAIN:
         return ()
+    return _traced(spec, _source(spec))
+
+
+def _source(spec: KernelSpec) -> bytes:
     file = spec.folder / "reference.py"
-    return _traced(spec, file.read_bytes() if file.is_file() else b"")
+    return file.read_bytes() if file.is_file() else b""
 
 
 @functools.cache
-def _traced(spec: KernelSpec, _source: bytes) -> tuple[Pattern, ...]:
+def _traced(spec: KernelSpec, source: bytes) -> tuple[Pattern, ...]:
     """The patterns of a kernel; its file's content is a part of the key, so that an edit in a notebook counts."""
-    return tuple(_trace_patterns(spec))
+    return _kept_or_traced(spec, source, of="all")
 
 
-def _trace_patterns(spec: KernelSpec) -> Iterator[Pattern]:
+@functools.cache
+def _first_traced(spec: KernelSpec, source: bytes) -> tuple[Pattern, ...]:
+    """The patterns of a kernel at its references' first example shape; those of all shapes where they are at hand."""
+    return kept_patterns(spec, source, of="all") or _kept_or_traced(spec, source, of="first")
+
+
+def _kept_or_traced(spec: KernelSpec, source: bytes, *, of: str) -> tuple[Pattern, ...]:
+    kept = kept_patterns(spec, source, of=of)
+    if kept is not None:
+        return kept
+    found = tuple(_trace_patterns(spec, most_shapes=1 if of == "first" else None))
+    keep_patterns(spec, source, found, of=of)
+    return found
+
+
+def _trace_patterns(spec: KernelSpec, most_shapes: int | None = None) -> Iterator[Pattern]:
     marks = sentinels(spec)
     for variant, function in load_references(spec).references:
         seen: set[str] = set()
         is_masked = False
         most = 2
-        for sizes in _example_sizes(spec):
+        for sizes in itertools.islice(_example_sizes(spec), most_shapes):
             try:
                 found = _in_both_widths(spec, function, sizes, marks)
             except CannotLower as error:

@@ -13,7 +13,7 @@ from fusion_advisor.fuse.passes.registry import REWRITES
 from fusion_advisor.fuse.plan.options import ProfileOptions
 from fusion_advisor.fuse.plan.plan import Plan, make_plan
 from fusion_advisor.fuse.plan.without_kernel import candidate_sites
-from fusion_advisor.library.patterns import library_patterns
+from fusion_advisor.library.patterns import library_on_demand
 from fusion_advisor.records import Capture, ChainPlan, PlanPreview, RewriteCandidate
 from fusion_advisor.records.serialize import read_capture
 
@@ -31,7 +31,7 @@ def plan_capture(path: Path, options: ProfileOptions) -> PlanPreview:
         BadReference: a kernel of ``kernel_dirs`` cannot be traced.
     """
     capture = read_capture(path)
-    patterns, sources = library_patterns(options.kernel_dirs)
+    patterns, sources = library_on_demand(options.kernel_dirs)
     plan = make_plan(
         capture,
         patterns,

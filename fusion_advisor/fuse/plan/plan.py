@@ -15,7 +15,7 @@ from fusion_advisor.codegen.common.interface import Header, library_origin
 from fusion_advisor.fuse.plan.options import MIN_SHARE
 from fusion_advisor.ir.operand_names import names_in, with_names
 from fusion_advisor.ir.program import Program, layout_key
-from fusion_advisor.library.match import Pattern, find_match
+from fusion_advisor.library.match import Patterns, find_match
 from fusion_advisor.lowering.lower import Lowered, lower
 from fusion_advisor.lowering.memo import lower_sites
 from fusion_advisor.lowering.rules.tables import CannotLower
@@ -63,7 +63,7 @@ def judge_with(ops: Sequence[OpNode], members: tuple[int, ...], outputs: tuple[i
 
 def make_plan(
     capture: Capture,
-    patterns: Sequence[Pattern],
+    patterns: Patterns,
     *,
     min_share: float = MIN_SHARE,
     top: int = 20,
@@ -77,7 +77,7 @@ def make_plan(
 
     Args:
         capture: from ``profile`` or from ``capture.json``.
-        patterns: the library's, from ``library.patterns``.
+        patterns: the library's, from ``library.patterns``: all, or on demand.
         min_share: chains below this share of device time are ranked but get no kernel.
         top: at most this many rows.
         only: shell patterns of kernel names; when given, nothing else is tried.
@@ -153,7 +153,7 @@ def recall(
 def _answer(
     ops: Sequence[OpNode],
     row: Ranked,
-    patterns: Sequence[Pattern],
+    patterns: Patterns,
     sources: Mapping[str, str],
     *,
     is_exact: bool,

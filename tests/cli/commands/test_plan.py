@@ -29,9 +29,9 @@ GPT2, QWEN = (CAPTURES / f"{name}.json.gz" for name in ("gpt2-fp32-1x1024-h200",
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The references are traced once for all tests of the process; a user's folder is traced as it is."""
-    library = plan_only.library_patterns
+    library = plan_only.library_on_demand
     sources = {spec.name: spec.source for spec in list_kernels()}
-    monkeypatch.setattr(plan_only, "library_patterns", lambda dirs: library(dirs) if dirs else (patterns(), sources))
+    monkeypatch.setattr(plan_only, "library_on_demand", lambda dirs: library(dirs) if dirs else (patterns(), sources))
 
 
 def planned(run: Run, *arguments: str) -> PlanPreview:
