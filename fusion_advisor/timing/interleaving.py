@@ -89,7 +89,13 @@ def always(_: object) -> bool:
     return True
 
 
+def never(_: object) -> bool:
+    """Say no, where an answer is wanted."""
+    return False
+
+
 _WALL = WallTimer()
+_LEAST_LOOK_S = 0.5
 TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
@@ -111,6 +117,7 @@ def interleave(
     least_s: float = 0.0,
     most_s: float = 0.0,
     is_settled: Callable[[list[list[int]]], bool] = always,
+    is_decided: Callable[[list[list[int]]], bool] = never,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
     timer: HostTimer = _WALL,
@@ -128,6 +135,8 @@ def interleave(
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
+        is_decided: whether they answer what was asked, so that no further round is made; asked once half a second was timed, for
+            rounds of a few milliseconds may all be disturbed by one thing.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
         timer: times the runs where CUDA events do not, and the budget.
@@ -149,7 +158,8 @@ def interleave(
     for number in itertools.count():
         taken_s = timer.seconds() - started
         is_over = number >= least and taken_s > budget_s and (taken_s > most_s or is_settled(times))
-        if taken_s >= least_s and (number >= rounds or is_over):
+        is_answered = taken_s >= _LEAST_LOOK_S and is_decided(times)
+        if taken_s >= least_s and (number >= rounds or is_over or is_answered):
             break
         if number % 2 == 0:
             orders.shuffle(order)
