@@ -88,7 +88,13 @@ def always(_: object) -> bool:
     return True
 
 
+def never(_: object) -> bool:
+    """Say no, where an answer is wanted."""
+    return False
+
+
 _WALL = WallTimer()
+_LEAST_LOOK_S = 0.5
 TURN_S = 0.2
 """Timed, of each candidate that runs on and on, where the power limit sets the clock. Longer turns leave too few rounds for an
 interval: of 7 runs in a row the means differed by 0.22 ms on one H200, but on another by 0.8, where single runs did by 1.2."""
@@ -110,6 +116,7 @@ def interleave(
     least_s: float = 0.0,
     most_s: float = 0.0,
     is_settled: Callable[[list[list[int]]], bool] = always,
+    is_decided: Callable[[list[list[int]]], bool] = never,
     before: Callable[[], object] = nothing,
     after: Callable[[int, int, int], object] = nothing,
     timer: HostTimer = _WALL,
@@ -127,6 +134,8 @@ def interleave(
         least_s: go on for so many seconds, beyond ``rounds`` and ``budget_s``.
         most_s: go on for so many seconds at most, beyond ``budget_s``, where the times are not settled.
         is_settled: whether the times so far, of each candidate, will do.
+        is_decided: whether they answer what was asked, so that no further round is made; asked once half a second was timed, for
+            rounds of a few milliseconds may all be disturbed by one thing.
         before: called ahead of each run and not timed (it puts back what a run moves on).
         after: called after each turn and not timed, with the round's number, the candidate's position and its nanoseconds.
         timer: times the runs where CUDA events do not, and the budget.
@@ -134,7 +143,9 @@ def interleave(
     Returns:
         Nanoseconds per candidate and round: of a run, in a turn of several the mean of the middle half of them.
     """
-    schedule = _Schedule(rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled)
+    schedule = _Schedule(
+        rounds, budget_s, least=least, least_s=least_s, most_s=most_s, is_settled=is_settled, is_decided=is_decided
+    )
     turns = _Turns(candidates, functools.partial(_timed_on_host, timer) if not on_cuda else _timed_on_device, before, timer)
     turns.warm_up(turn_s, rest)
     times: list[list[int]] = [[] for _ in candidates]
@@ -161,6 +172,7 @@ class _Schedule:
     least_s: float
     most_s: float
     is_settled: Callable[[list[list[int]]], bool]
+    is_decided: Callable[[list[list[int]]], bool]
 
     def is_over(self, number: int, taken_s: float, times: list[list[int]]) -> bool:
         """Whether to end ahead of a round.
@@ -171,7 +183,8 @@ class _Schedule:
             times: of each candidate so far.
         """
         is_spent = number >= self.least and taken_s > self.budget_s and (taken_s > self.most_s or self.is_settled(times))
-        return taken_s >= self.least_s and (number >= self.rounds or is_spent)
+        is_answered = taken_s >= _LEAST_LOOK_S and self.is_decided(times)
+        return taken_s >= self.least_s and (number >= self.rounds or is_spent or is_answered)
 
 
 class _Turns:

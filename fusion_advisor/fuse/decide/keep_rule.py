@@ -25,7 +25,7 @@ from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.runtime.torch_internals import cuda_state
-from fusion_advisor.timing import interleaving
+from fusion_advisor.timing import interleaving, looks
 from fusion_advisor.timing.clock_sampler import is_held_down
 from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
@@ -60,6 +60,8 @@ class Candidate:
 _LEAST_ROUNDS, _MOST_ROUNDS = 6, 200
 _UNTIMED_ROUNDS = 6
 """Of a step whose rewrites stay whatever their time: enough for the report to show the step, before and after."""
+_FEW_ROUNDS = 20
+"""Of a step that has no rewrite to judge: for its time and its noise."""
 
 
 def untimed(name: str) -> Verdict:
@@ -113,25 +115,22 @@ def decide(
         alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
     """
     runner = StepRunner(bench)
-    control, *stacked = _timed_prefixes(
-        runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step
-    )
+    times = _timed_prefixes(runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step)
     runner.forget()
+    control, *stacked = times
     untouched_ns = median_interval(stacked[0])[0]
     noise_share = interleaving.noise_ns(control, stacked[0], confidence) / max(untouched_ns, 1)
     verdicts = {}
-    for number, candidate in enumerate(candidates):
-        step_ns = median_interval(stacked[number])[0]
-        change = interleaving.difference(stacked[number], stacked[number + 1], confidence)
-        by_step = verdict_of(candidate.id, change, step_ns=step_ns, noise_ns=noise_share * step_ns, min_gain=min_gain)
+    for candidate, one in zip(candidates, runner.changes(times, min_gain, confidence), strict=True):
+        by_step = verdict_of(candidate.id, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain)
         own = (alone or {}).get(candidate.id)
-        verdicts[candidate.id] = judged_alone(by_step, own, step_ns=step_ns, min_gain=min_gain)
+        verdicts[candidate.id] = judged_alone(by_step, own, step_ns=one.step_ns, min_gain=min_gain)
     verdicts = _with_small_ones(
         runner, candidates, verdicts,
         step_ns=median_interval(stacked[-1])[0], min_gain=min_gain, confidence=confidence, budget_s=budget_s,
     )  # fmt: skip
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
-    before, after = _timed_twice(runner, runner.calls([(), kept]), budget_s=budget_s / 3)
+    before, after = _timed_twice(runner, runner.calls([(), kept]), rounds=100 if kept else _FEW_ROUNDS, budget_s=budget_s / 3)
     return Decision(
         verdicts=verdicts,
         noise_share=noise_share,
@@ -161,18 +160,21 @@ def _timed_prefixes(
     calls = runner.calls([prefixes[0], *prefixes])
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     return interleaving.interleave(
-        calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
-        rest=runner.rest([calls[0], calls[-1]]), is_settled=interleaving.is_quiet(min_gain, confidence),
+        calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
+        most_s=PATIENCE * budget_s if runner.on_cuda else 0.0, rest=runner.rest([calls[0], calls[-1]]),
+        is_settled=interleaving.is_quiet(min_gain, confidence), is_decided=runner.is_decided(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
 
 
-def _timed_twice(runner: StepRunner, calls: Sequence[Callable[[], Any]], *, budget_s: float) -> tuple[Timing, Timing]:
+def _timed_twice(
+    runner: StepRunner, calls: Sequence[Callable[[], Any]], *, budget_s: float, rounds: int = 100
+) -> tuple[Timing, Timing]:
     """Time two steps of a runner against each other, after rests where the power limit throttles them."""
     rest = runner.rest(calls)
     one, other = interleaving.interleave(
-        calls, rounds=100, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
+        calls, rounds=rounds, budget_s=budget_s, rest=rest, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
     )
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
@@ -257,6 +259,17 @@ def once_more(first: Verdict, second: Verdict) -> Verdict:
     return replace(second, id=first.id, reason=reason)
 
 
+def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
+    """Whether each rewrite is kept, or is no gain of the least share, and what others there are need no longer look together."""
+    left = [
+        one for one in seen
+        if verdict_of("", one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain).status is not Status.KEPT
+    ]  # fmt: skip
+    most = [-one.change.low_ns / (min_gain * one.step_ns) if min_gain else 1.0 for one in left]
+    has_signs = all(one.change.high_ns < 0 or one.change.low_ns >= 0 for one in left)
+    return bool(seen) and all(share < 1 for share in most) and (has_signs or sum(max(share, 0) for share in most) < 1)
+
+
 def is_unclear(verdict: Verdict, step_ns: float, min_gain: float) -> bool:
     """Whether a rewrite is faster for certain and by more than it must be, but not past it for certain: worth a longer look."""
     return is_small_gain(verdict) and -verdict.delta_ns > min_gain * step_ns
@@ -311,16 +324,15 @@ def _once_on_top(
 ) -> tuple[Verdict, float]:
     """Return the verdict of one run, and the step without the rewrite."""
     calls = runner.recorded([before, before, after])
-    control, without, together = interleaving.interleave(
+    times = interleaving.interleave(
         calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
         rest=runner.rest(calls[-1:]), is_settled=interleaving.is_quiet(min_gain, confidence),
-        on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
+        is_decided=runner.is_decided(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
     runner.forget()
-    step_ns = median_interval(without)[0]
-    change, noise_ns = interleaving.difference(without, together, confidence), interleaving.noise_ns(control, without, confidence)
-    return verdict_of(name, change, step_ns=step_ns, noise_ns=noise_ns, min_gain=min_gain), step_ns
+    (one,) = runner.changes(times, min_gain, confidence)
+    return verdict_of(name, one.change, step_ns=one.step_ns, noise_ns=one.noise_ns, min_gain=min_gain), one.step_ns
 
 
 def confirmed(
@@ -383,6 +395,16 @@ class StepRunner:
         if self._rest is None:
             self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
         return self._rest
+
+    def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+        """Return whether a look at the rounds so far decides each rewrite (``timing.looks``); on a GPU none is taken."""
+        return lambda times: not self.on_cuda and len(times) > 2 and _is_clear(looks.at_look(times, confidence), min_gain)
+
+    def changes(self, times: Sequence[Sequence[int]], min_gain: float, confidence: float) -> tuple[looks.Change, ...]:
+        """Return what each rewrite changes, by rounds that may have ended at a look."""
+        if self.on_cuda:
+            return looks.changes_at_once(times, confidence)
+        return looks.changes(times, confidence, lambda seen: _is_clear(seen, min_gain))
 
     def forget(self) -> None:
         """Free the graphs of the tournament before the confirmation records its own."""
