@@ -17,6 +17,7 @@ from fusion_advisor.fuse.passes.merge_gemms import merge_all
 from fusion_advisor.fuse.passes.slice_pushdown import narrow_all
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.fuse.rewrite.record import CopyRoom
+from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from tests.fuse.stages.test_try_layout_change_merge import gated
 from tests.fuse.stages.test_try_layout_change_narrow import classifier
@@ -333,3 +334,10 @@ def test_what_costs_nothing_saves_what_the_ops_take():
     before, after = with_call(bench, targets, lambda x: x, reads=["aten.linear.default"])
     saved_ns = stage.saving_alone_ns(StepRunner(bench), before, after)
     assert saved_ns > 1000  # two ops on 9,216 numbers
+
+
+def test_an_interval_is_of_the_rounds_differences_and_one_side_may_be_nothing():
+    assert stage._change([0] * 9, [3_000] * 9, 0.95, 3) == Difference(median_ns=1_000, low_ns=1_000, high_ns=1_000)
+    found = stage._change([10, 20, 30, 40, 50, 60, 70, 80], [8, 21, 27, 36, 45, 54, 63, 72], 0.95, 1)
+    assert (found.low_ns, found.high_ns) == (-8, 1)
+    assert found.median_ns == -4
