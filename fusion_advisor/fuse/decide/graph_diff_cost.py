@@ -21,6 +21,7 @@ from fusion_advisor.capture.graph.split_bias import LAUNCHES_OF
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.session import Step
 from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.timing.wall_timer import median_interval
 from fusion_advisor.workload.device import is_out_of_memory
 
@@ -49,25 +50,33 @@ class _Alone:
         self.module(*(args[value] if isinstance(value, int) else value for value in self.given))
 
 
-def saving_alone_ns(
+def saving_alone_ns(runner: StepRunner, before: Step, after: Step) -> int | None:
+    """Return what the ops in which two steps differ save by themselves: :func:`change_alone`, as one figure."""
+    change = change_alone(runner, before, after)
+    return None if change is None else -change.median_ns
+
+
+def change_alone(
     runner: StepRunner,
     before: Step,
     after: Step,
+    confidence: float = 0.95,
     *,
     least_ops: int = _LEAST_OPS,
     interleave: Callable[..., list[list[int]]] = interleaving.interleave,
-) -> int | None:
-    """Return what the ops in which two steps differ take in the one beyond what they take in the other.
+) -> Difference | None:
+    """Return what the ops in which two steps differ take in the second beyond what they take in the first.
 
     Args:
         runner: of the step; it tells how such calls are timed.
         before: a step.
         after: the same with one more rewrite; its regions stand for those of ``before``, in order.
+        confidence: of the interval.
         least_ops: in one timed run; fewer run several times over.
         interleave: times the two sides against each other.
 
     Returns:
-        Nanoseconds per step, negative where the second takes longer; None where the ops cannot run by themselves: they write to
+        Nanoseconds per step, negative where the second is faster; None where the ops cannot run by themselves: they write to
         what the model holds or is given, run in autocast that the model enters, divide integers that are not known, cannot be
         recorded as the step can, or do not fit into memory together with the model.
     """
@@ -76,7 +85,7 @@ def saving_alone_ns(
         found = _differing(before, after)
         differing = sum(len(nodes) for pair in found.values() for nodes in pair)
         times_over = max(1, least_ops // max(1, differing))
-        took_ns, takes_ns = _took_ns(runner, before, after, found, times_over, interleave) if found else (0.0, 0.0)
+        one, other = _took_ns(runner, before, after, found, times_over, interleave) if found else ([0], [0])
     except _CannotRunAlone:
         return None
     except (RuntimeError, MemoryError) as error:
@@ -87,7 +96,17 @@ def saving_alone_ns(
         runner.forget()
         is_as_the_step = runner.method == method
         runner.method = method
-    return round((took_ns - takes_ns) / times_over) if is_as_the_step else None
+    return _change(one, other, confidence, times_over) if is_as_the_step else None
+
+
+def _change(before_ns: Sequence[int], after_ns: Sequence[int], confidence: float, times_over: int) -> Difference:
+    """Return a difference in nanoseconds and its interval: one side may be no op at all, and its times say nothing as a ratio."""
+    rounds = [after - before for before, after in zip(before_ns, after_ns, strict=True)]
+    _, low_ns, high_ns = median_interval(rounds, confidence)
+    middle_ns = median_interval(after_ns)[0] - median_interval(before_ns)[0]
+    ends = (middle_ns, min(low_ns, middle_ns), max(high_ns, middle_ns))
+    median_ns, low_ns, high_ns = (round(value / times_over) for value in ends)
+    return Difference(median_ns=median_ns, low_ns=low_ns, high_ns=high_ns)
 
 
 _Pair = tuple[list[Node], list[Node]]
@@ -118,7 +137,7 @@ def _took_ns(
     found: Mapping[int, _Pair],
     times_over: int,
     interleave: Callable[..., list[list[int]]],
-) -> tuple[float, float]:
+) -> list[list[int]]:
     """Time both sides, as often as a step runs each region and on the tensors of each run."""
     made: dict[Hashable, torch.Tensor] = {}
     runs = [run for run in before.bench.live.in_order() if run.place in found]
@@ -135,11 +154,9 @@ def _took_ns(
         return call
 
     calls = runner.recorded([all_of(before, 0), all_of(after, 1)])
-    times = interleave(
+    return interleave(
         calls, rounds=_ROUNDS, budget_s=_BUDGET_S, on_cuda=runner.on_cuda, rest=runner.rest(calls), timer=runner.timer
     )
-    one_ns, other_ns = (median_interval(series)[0] for series in times)
-    return one_ns, other_ns
 
 
 def _only_in(module: GraphModule, other: GraphModule) -> list[Node]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.decide.graph_diff_cost import change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import Decision, decide, on_top
 from fusion_advisor.fuse.decide.step_profile import rested_walls, walls
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Timing
 from fusion_advisor.timing.host_timer import HostTimer
-from fusion_advisor.timing.interleaving import compare_alone
+from fusion_advisor.timing.interleaving import Difference, compare_alone
 from fusion_advisor.workload.device import memory_bytes
 
 
@@ -26,6 +26,7 @@ class Instruments:
         compare_alone: times a chain's original ops against its kernel.
         decide: the keep rule for all candidates at once.
         on_top: the keep rule for one more rewrite on top of what was kept.
+        change_alone: times the ops in which two steps differ, with an interval.
         saving_alone_ns: times the ops in which two steps differ.
         walls: times ways to call the model against each other.
         rested_walls: times them one by one on a device that has rested.
@@ -36,6 +37,7 @@ class Instruments:
     compare_alone: Callable[..., tuple[Timing, Timing]] = compare_alone
     decide: Callable[..., Decision] = decide
     on_top: Callable[..., Verdict] = on_top
+    change_alone: Callable[..., Difference | None] = change_alone
     saving_alone_ns: Callable[..., int | None] = saving_alone_ns
     walls: Callable[..., list[Timing]] = walls
     rested_walls: Callable[..., list[Timing]] = rested_walls

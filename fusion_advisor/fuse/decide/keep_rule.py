@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from fusion_advisor import units
 from fusion_advisor.codegen.cuda.graph_memsets import Memsets
-from fusion_advisor.fuse.decide.alone import judged_alone
+from fusion_advisor.fuse.decide.alone import judged_alone, negligible
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
-from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.decide.verdict import Verdict, is_small_gain, is_unclear, once_more, span_of, untimed, verdict_of
 from fusion_advisor.records import Status, Timing
 from fusion_advisor.runtime.torch_internals import cuda_state
 from fusion_advisor.timing import interleaving, looks
@@ -64,12 +63,6 @@ _FEW_ROUNDS = 20
 """Of a step that has no rewrite to judge: for its time and its noise."""
 
 
-def untimed(name: str) -> Verdict:
-    """Return the verdict on a rewrite whose numbers pass, where no timing decides (``keep="verified"``)."""
-    reason = "its numbers pass; it was not chosen by time (--keep verified)"
-    return Verdict(id=name, status=Status.KEPT, reason=reason, delta_ns=0, interval_ns=(0, 0), is_timed=False)
-
-
 def keep_all(bench: Bench, candidates: Sequence[Candidate]) -> Decision:
     """Keep all candidates; the step without and with them is timed for the report, a few rounds of it.
 
@@ -100,6 +93,7 @@ def decide(
     note: Callable[[str], None] = lambda _: None,
     step: Callable[[int, int, str], None] = lambda *_: None,
     alone: Mapping[str, interleaving.Difference] | None = None,
+    passes_alone: Callable[[], Mapping[str, interleaving.Difference]] = dict,
 ) -> Decision:
     """Time all candidates and decide.
 
@@ -113,8 +107,12 @@ def decide(
         note: gets a sentence on how the step is timed.
         step: given the rounds made, the rounds expected and what is timed.
         alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
+        passes_alone: times what graph passes change by themselves, in a step; asked on a CPU, where rewrites that can save
+            next to nothing are left out before the step is timed with each of them.
     """
     runner = StepRunner(bench)
+    left_out = {} if bench.on_cuda else _left_out(runner, {**passes_alone(), **(alone or {})}, min_gain)
+    candidates = [candidate for candidate in candidates if candidate.id not in left_out]
     times = _timed_prefixes(runner, candidates, min_gain=min_gain, confidence=confidence, budget_s=budget_s, note=note, step=step)
     runner.forget()
     control, *stacked = times
@@ -132,7 +130,7 @@ def decide(
     kept = [candidate for candidate in candidates if verdicts[candidate.id].status is Status.KEPT]
     before, after = _timed_twice(runner, runner.calls([(), kept]), rounds=100 if kept else _FEW_ROUNDS, budget_s=budget_s / 3)
     return Decision(
-        verdicts=verdicts,
+        verdicts={**verdicts, **left_out},
         noise_share=noise_share,
         before=before,
         after=after,
@@ -179,6 +177,16 @@ def _timed_twice(
     return as_timing(one, runner.method, rest=rest), as_timing(other, runner.method, rest=rest)
 
 
+def _left_out(runner: StepRunner, alone: Mapping[str, interleaving.Difference], min_gain: float) -> dict[str, Verdict]:
+    """Return the verdicts on what is not worth timing in the step: it saves next to nothing by itself."""
+    if not alone:
+        return {}
+    (times,) = interleaving.interleave(
+        runner.calls([()]), rounds=2, least=2, budget_s=0.0, on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer
+    )
+    return negligible(alone, step_ns=min(times), min_gain=min_gain)
+
+
 def _shown(
     step: Callable[[int, int, str], None], candidates: Sequence[Candidate], budget_s: float, timer: HostTimer
 ) -> Callable[[int, int, int], None]:
@@ -194,32 +202,6 @@ def _shown(
         step(seen[0], max(rounds, number + 1) * turns, f"{names}: round {number + 1} of about {max(rounds, number + 1)}")
 
     return after
-
-
-def verdict_of(name: str, change: interleaving.Difference, *, step_ns: float, noise_ns: float, min_gain: float) -> Verdict:
-    """Apply the keep rule to one measured difference.
-
-    Args:
-        name: of the rewrite.
-        change: the step with it minus the step without it.
-        step_ns: the step without it.
-        noise_ns: how far that step differs from itself.
-        min_gain: share of the step that it must save.
-    """
-    threshold = max(min_gain * step_ns, noise_ns)
-    span = _span(change.median_ns, (change.low_ns, change.high_ns))
-    if change.high_ns < -threshold:
-        status, reason = Status.KEPT, f"{span}; the whole interval is past the threshold of {units.delta(-threshold)}"
-    elif change.low_ns > noise_ns:
-        status, reason = Status.SLOWER, f"{span}: the step became slower"
-    else:
-        status = Status.TOO_LITTLE if change.high_ns < -noise_ns else Status.WITHIN_NOISE
-        reason = f"{span}: not past the threshold of {units.delta(-threshold)} (A/A noise {units.duration(noise_ns)})"
-    return Verdict(id=name, status=status, reason=reason, delta_ns=change.median_ns, interval_ns=(change.low_ns, change.high_ns))
-
-
-def _span(delta_ns: int, interval_ns: tuple[int, int]) -> str:
-    return f"{units.delta(delta_ns)} {units.delta_interval(*interval_ns)} per step"
 
 
 def _with_small_ones(
@@ -246,17 +228,11 @@ def _with_small_ones(
     changed = {}
     for candidate in small:
         own, others = verdicts[candidate.id], ", ".join(name for name in names if name != candidate.id)
-        little = f"{_span(own.delta_ns, own.interval_ns)}, too little by itself"
+        little = f"{span_of(own.delta_ns, own.interval_ns)}, too little by itself"
         # Each was faster by itself: where all of them are slower, none of them is known to be.
         status = {Status.KEPT: Status.KEPT, Status.SLOWER: Status.WITHIN_NOISE}.get(joint.status, own.status)
         changed[candidate.id] = replace(own, status=status, reason=f"{little}; together with {others}: {joint.reason}")
     return {**verdicts, **changed}
-
-
-def once_more(first: Verdict, second: Verdict) -> Verdict:
-    """Return the verdict of the second run of a rewrite, which decides, in words that name the first one too."""
-    reason = f"{_span(first.delta_ns, first.interval_ns)}, too little to tell; once more: {second.reason}"
-    return replace(second, id=first.id, reason=reason)
 
 
 def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
@@ -268,16 +244,6 @@ def _is_clear(seen: Sequence[looks.Change], min_gain: float) -> bool:
     most = [-one.change.low_ns / (min_gain * one.step_ns) if min_gain else 1.0 for one in left]
     has_signs = all(one.change.high_ns < 0 or one.change.low_ns >= 0 for one in left)
     return bool(seen) and all(share < 1 for share in most) and (has_signs or sum(max(share, 0) for share in most) < 1)
-
-
-def is_unclear(verdict: Verdict, step_ns: float, min_gain: float) -> bool:
-    """Whether a rewrite is faster for certain and by more than it must be, but not past it for certain: worth a longer look."""
-    return is_small_gain(verdict) and -verdict.delta_ns > min_gain * step_ns
-
-
-def is_small_gain(verdict: Verdict) -> bool:
-    """Whether a rewrite is faster by its whole interval, and not kept all the same."""
-    return verdict.status in (Status.WITHIN_NOISE, Status.TOO_LITTLE) and verdict.interval_ns[1] < 0
 
 
 def on_top(

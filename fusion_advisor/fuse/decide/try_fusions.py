@@ -19,7 +19,7 @@ from fusion_advisor.fuse.decide.exact import inexact_passes
 from fusion_advisor.fuse.decide.instruments import MEASURED, Instruments
 from fusion_advisor.fuse.decide.keep_rule import Candidate, Decision, StepRunner, keep_all
 from fusion_advisor.fuse.decide.laid_out import layout_refusals
-from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Variant, step_of
+from fusion_advisor.fuse.decide.session import Bench, BuiltFusion, Step, Variant, step_of
 from fusion_advisor.fuse.decide.trial import Trial, try_fusion, untried
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.fuse.passes.registry import PASSES, row_of
@@ -30,6 +30,7 @@ from fusion_advisor.fuse.rewrite.record import PassRewrite
 from fusion_advisor.ir.program import Program
 from fusion_advisor.records import Fusion, GraphRewrite, Status
 from fusion_advisor.timing.host_timer import CPU_TIME
+from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.workload.device import fault_of
 
 FASTEST = "fastest"
@@ -196,12 +197,19 @@ def choose(
     refused = layout_refusals(bench, candidates)
     tried = [name for name in tried if name not in refused]
     candidates = [candidate for candidate in candidates if candidate.id not in refused]
+    timed_passes: dict[str, Difference] = {}
+
+    def passes_alone() -> dict[str, Difference]:
+        found = {name: instruments.change_alone(*_with_and_without(bench, tried, name), options.confidence) for name in tried}
+        timed_passes.update({name: change for name, change in found.items() if change is not None})
+        return timed_passes
+
     if options.is_timed:
         chains = {item.planned.chain.id: item.planned.chain.runs for item in built}
         timed = [fusion for fusion in fusions if fusion.chain_id in chains and bench.timer.method == CPU_TIME]
         decision = instruments.decide(
             bench, candidates, min_gain=options.min_gain, confidence=options.confidence, budget_s=budget_s, note=progress.note,
-            step=progress.step, alone=savings_alone(timed, chains, options.confidence),
+            step=progress.step, alone=savings_alone(timed, chains, options.confidence), passes_alone=passes_alone,
         )  # fmt: skip
         _tell(candidates, decision, fusions, progress)
     else:
@@ -209,7 +217,8 @@ def choose(
     decision = replace(decision, verdicts={**decision.verdicts, **refused})
     rewrites = []
     for name in names:
-        timed_ns = _timed_saving_ns(bench, tried, name, instruments) if PASSES[name].is_in_trace and options.is_timed else None
+        is_asked = PASSES[name].is_in_trace and options.is_timed and name in tried
+        timed_ns = _saving_ns(timed_passes.get(name), bench, tried, name, instruments) if is_asked else None
         rewrites.append(_pass_row(PASSES[name], every, decision.verdicts.get(name), timed_ns))
     judged = [_with_verdict(fusion, decision.verdicts.get(fusion.id)) for fusion in fusions]
     kept = {fusion.id for fusion in judged if fusion.status is Status.KEPT}
@@ -276,12 +285,17 @@ def _with_verdict(fusion: Fusion, verdict: Verdict | None) -> Fusion:
     )
 
 
-def _timed_saving_ns(bench: Bench, names: Sequence[str], name: str, instruments: Instruments) -> int | None:
-    """Return what a pass saves alone, on top of the passes that were timed before it; None where it was not timed."""
-    if name not in names:
-        return None
+def _saving_ns(timed: Difference | None, bench: Bench, names: Sequence[str], name: str, instruments: Instruments) -> int | None:
+    """Return what a pass saves alone, on top of the passes before it; ``timed`` where it was measured already."""
+    if timed is not None:
+        return -timed.median_ns
+    return instruments.saving_alone_ns(*_with_and_without(bench, names, name))
+
+
+def _with_and_without(bench: Bench, names: Sequence[str], name: str) -> tuple[StepRunner, Step, Step]:
+    """Return the step with the passes that come before one of ``names``, and the same with that one."""
     before = list(names[: names.index(name)])
-    return instruments.saving_alone_ns(StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name]))
+    return StepRunner(bench), step_of(bench, (), before), step_of(bench, (), [*before, name])
 
 
 def _predicted(fusions: Sequence[Fusion], item: BuiltFusion) -> int:

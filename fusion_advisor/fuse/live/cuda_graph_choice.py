@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fusion_advisor.fuse.cuda_graph.replay import Graphs
-from fusion_advisor.fuse.decide.keep_rule import PATIENCE, is_unclear, once_more, untimed, verdict_of
-from fusion_advisor.fuse.decide.verdict import Verdict
+from fusion_advisor.fuse.decide.keep_rule import PATIENCE
+from fusion_advisor.fuse.decide.verdict import Verdict, is_unclear, once_more, untimed, verdict_of
 from fusion_advisor.fuse.live.fused_model import FusedModel
 from fusion_advisor.fuse.passes.cuda_graph import CUDA_GRAPH
 from fusion_advisor.fuse.passes.registry import row_of

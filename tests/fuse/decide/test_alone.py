@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_advisor.fuse.decide.alone import judged_alone, savings_alone
+from fusion_advisor.fuse.decide.alone import judged_alone, negligible, savings_alone
 from fusion_advisor.fuse.decide.verdict import Verdict
 from fusion_advisor.records import Status
 from fusion_advisor.timing.interleaving import Difference
@@ -60,3 +60,54 @@ def test_a_loud_step_keeps_what_its_chain_shows_and_nothing_else(clock):  # noqa
         assert (found["gelu"].status, found["idle"].status is Status.KEPT) == (Status.KEPT, False)
         without = decided(clock, effects, noise=0.2, seed=seed).verdicts
         assert without["gelu"].status is not Status.KEPT
+
+
+def span(low_ns, high_ns):
+    return Difference(median_ns=(low_ns + high_ns) // 2, low_ns=low_ns, high_ns=high_ns)
+
+
+def test_what_saves_next_to_nothing_by_itself_is_left_out():
+    alone = {"none": span(-10, 10), "loss": span(5_000, 9_000), "some": span(-900, -700), "gain": span(-22_000, -18_000)}
+    found = negligible(alone, step_ns=1_000_000, min_gain=0.005)
+    assert set(found) == {"none", "loss", "some"}
+    assert {verdict.status for verdict in found.values()} == {Status.TOO_LITTLE}
+    assert found["some"].interval_ns == (-900, -700)
+    assert "by itself" in found["some"].reason and "the step was not timed with it" in found["some"].reason
+
+
+def test_what_might_pass_together_is_timed_in_the_step():
+    """Each may save 0.1 % of the step; five times 0.1 % are the least gain, and a step may double it."""
+    alone = {str(number): span(-1_000, 0) for number in range(5)}
+    assert len(negligible(alone, step_ns=1_000_000, min_gain=0.005)) == 1
+    assert negligible({"wide": span(-2_000, 5_000)}, step_ns=1_000_000, min_gain=0.005) == {}
+    assert negligible({"any": span(-1, 1)}, step_ns=1_000_000, min_gain=0.0) == {}
+
+
+def test_the_step_is_not_timed_with_what_is_left_out(clock):  # noqa: F811
+    alone = {"gelu": GAIN, "idle": span(-100, 100)}
+    turns = []
+
+    def run(**options):
+        turns.clear()
+        effects = {"gelu": -20_000, "idle": 0}
+        return decided(clock, effects, noise=0.001, step=lambda *told: turns.append(told[2]), alone=alone, **options).verdicts
+
+    found = run()
+    assert all(told.startswith("gelu:") for told in turns)
+    assert list(found) == ["gelu", "idle"]
+    assert (found["gelu"].status, found["idle"].status) == (Status.KEPT, Status.TOO_LITTLE)
+    assert run(min_gain=0.0)["idle"].status is not Status.TOO_LITTLE
+    assert turns[0].startswith("gelu, idle:")
+
+
+def test_passes_are_timed_by_themselves_once(clock):  # noqa: F811
+    asked = []
+
+    def passes_alone():
+        asked.append(1)
+        return {"idle": span(0, 0)}
+
+    found = decided(clock, {"idle": 0, "gelu": -20_000}, noise=0.001, passes_alone=passes_alone).verdicts
+    assert asked == [1]
+    assert found["idle"].status is Status.TOO_LITTLE
+    assert found["gelu"].status is Status.KEPT

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_advisor.capture.graph.tracer import capture_regions
-from fusion_advisor.fuse.decide.graph_diff_cost import saving_alone_ns
+from fusion_advisor.fuse.decide.graph_diff_cost import _change, change_alone, saving_alone_ns
 from fusion_advisor.fuse.decide.keep_rule import StepRunner
 from fusion_advisor.fuse.decide.replan import changed_bench
 from fusion_advisor.fuse.decide.session import Bench, BuiltLinear, Step
@@ -16,6 +16,7 @@ from fusion_advisor.fuse.passes.merge_gemms import merge_all
 from fusion_advisor.fuse.passes.slice_pushdown import narrow_all
 from fusion_advisor.fuse.rewrite.graph_rewriter import SiteRewrite
 from fusion_advisor.fuse.rewrite.record import CopyRoom
+from fusion_advisor.timing.interleaving import Difference
 from fusion_advisor.workload.weight_packing import lay_out_siblings, leave_room
 from tests.fuse.stages.test_try_layout_change_merge import gated
 from tests.fuse.stages.test_try_layout_change_narrow import classifier
@@ -41,7 +42,8 @@ class Ran(list):
 
     def saving(self, runner, before, after, *, least_ops=1):
         """Return what is saved where each op takes a microsecond."""
-        return saving_alone_ns(runner, before, after, least_ops=least_ops, interleave=self._interleave)
+        change = change_alone(runner, before, after, least_ops=least_ops, interleave=self._interleave)
+        return None if change is None else -change.median_ns
 
     def _interleave(self, calls, **_):
         for call in calls:
@@ -323,9 +325,9 @@ def test_without_memory_there_is_no_figure_and_other_failures_are_not_swallowed(
     bench = bench_of(gated())
     before, after = steps(bench, merge_all(bench.live.regions, CopyRoom())[0])
     full, lost = torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("an illegal memory access was encountered")
-    assert saving_alone_ns(StepRunner(bench), before, after, interleave=failing(full)) is None
+    assert change_alone(StepRunner(bench), before, after, interleave=failing(full)) is None
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        saving_alone_ns(StepRunner(bench), before, after, interleave=failing(lost))
+        change_alone(StepRunner(bench), before, after, interleave=failing(lost))
 
 
 def test_what_costs_nothing_saves_what_the_ops_take():
@@ -334,3 +336,10 @@ def test_what_costs_nothing_saves_what_the_ops_take():
     before, after = with_call(bench, targets, lambda x: x, reads=["aten.linear.default"])
     saved_ns = saving_alone_ns(StepRunner(bench), before, after)
     assert saved_ns > 1000  # two ops on 9,216 numbers
+
+
+def test_an_interval_is_of_the_rounds_differences_and_one_side_may_be_nothing():
+    assert _change([0] * 9, [3_000] * 9, 0.95, 3) == Difference(median_ns=1_000, low_ns=1_000, high_ns=1_000)
+    found = _change([10, 20, 30, 40, 50, 60, 70, 80], [8, 21, 27, 36, 45, 54, 63, 72], 0.95, 1)
+    assert (found.low_ns, found.high_ns) == (-8, 1)
+    assert found.median_ns == -4
