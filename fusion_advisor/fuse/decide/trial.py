@@ -17,6 +17,7 @@ from fusion_advisor.capture.profile import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher
+from fusion_advisor.fuse.decide.alone import why_implausible
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
@@ -24,9 +25,12 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Tolerance
 from fusion_advisor.timing import interleaving
+from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
 
 _SOURCE_CONTEXT = 3
+_TIMED_AGAIN = 3
+"""Times that cannot be right are measured again; those of the last attempt are not shown either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +187,15 @@ def _timed(
     with_nvtx: bool,
 ) -> tuple[Fusion, str | None]:
     """Time the kernel against the ops it replaces; the second result says why it is out, None when it is not."""
-    with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
-        before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda, timer=bench.timer)
+    cache = cache_bytes(torch.device("cuda" if bench.on_cuda else "cpu"))
+    for _ in range(_TIMED_AGAIN):
+        with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
+            before, after = interleaving.compare_alone(original, fused, on_cuda=bench.on_cuda, timer=bench.timer)
+        implausible = why_implausible(planned.chain, before, after, cache_bytes=cache)
+        if not implausible:
+            break
+    else:
+        return replace(base, implausible=implausible, predicted_saving_ns=None), None
     saving_ns = max(0, planned.chain.device_ns - after.median_ns * planned.chain.runs)
     base = replace(base, chain_before=before, chain_after=after, predicted_saving_ns=saving_ns)
     if after.ci_low_ns >= before.ci_high_ns:
