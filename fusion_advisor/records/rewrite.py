@@ -160,6 +160,8 @@ class Fusion:
     """Lines of the model's own source around the chain: (line number, text)."""
     kernel_bytes: int | None = None
     """Bytes that its kernel moves at one site, weights included; None where its chain has the figure."""
+    implausible: str = ""
+    """Why the times of one site alone, measured again and again, cannot be right and are left out; empty where they may be."""
 
     def __post_init__(self) -> None:
         passed = self.numerics is not None and self.numerics.is_passed

@@ -129,6 +129,9 @@ def caveats(report: Report) -> tuple[str, ...]:
             f"The call has {plural(len(report.quality.graph_breaks), 'graph break')}: the verdict on a rewrite is of the "
             "captured graphs alone, the headline of the whole call."
         )
+    for fusion in report.fusions:
+        if fusion.implausible:
+            lines.append(f"{fusion.id}: its times alone are left out: {fusion.implausible}, measured again and again.")
     if report.environment.device_kind == "cpu":
         lines.append("Measured on a CPU: nothing here predicts a GPU.")
     return tuple(lines)

@@ -7,12 +7,13 @@ can neither confirm nor refute is judged by its chain's own times, once for each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fusion_advisor import units
 from fusion_advisor.fuse.decide.verdict import Verdict
-from fusion_advisor.records import Fusion, Status
+from fusion_advisor.records import Chain, Fusion, Status, Timing
 from fusion_advisor.timing.interleaving import Difference, difference
 
 
@@ -31,6 +32,34 @@ def savings_alone(fusions: Iterable[Fusion], runs: Mapping[str, int], confidence
         times, once = runs[fusion.chain_id], difference(fusion.chain_before.times_ns, fusion.chain_after.times_ns, confidence)
         found[fusion.id] = Difference(median_ns=once.median_ns * times, low_ns=once.low_ns * times, high_ns=once.high_ns * times)
     return found
+
+
+_OF_CACHE, _OF_MEMORY = 16, 1.5
+"""How many times quicker than the measured copy bandwidth a chain's bytes may move: from a cache, and where none holds them."""
+_CACHE_FACTOR = 3
+
+
+def why_implausible(chain: Chain, before: Timing, after: Timing, *, cache_bytes: int) -> str:
+    """Say why a chain's own times cannot be right: a scheduler's slice makes 7.96 µs of 8.00 ms; empty where they may be.
+
+    Args:
+        chain: with its floor by the measured bandwidth, and what it takes of the step.
+        before: its original ops, once.
+        after: its kernel, once.
+        cache_bytes: of the device's last-level cache, in which what runs again and again may lie.
+    """
+    runs = max(chain.runs, 1)
+    step_ns = chain.device_ns / chain.share if chain.share else math.inf
+    if before.median_ns * runs > step_ns:
+        took = f"the original ops took {units.duration(before.median_ns)} at each of {runs} runs"
+        return f"{took}, more than the whole step ({units.duration(step_ns)})"
+    is_past_cache = chain.floor_bytes / runs > _CACHE_FACTOR * cache_bytes
+    least_ns = chain.floor_ns / runs / (_OF_MEMORY if is_past_cache else _OF_CACHE)
+    for name, timing in (("the original ops", before), ("the kernel", after)):
+        if timing.median_ns < least_ns:
+            moved = f"{chain.floor_bytes // runs:,} bytes"
+            return f"{name} took {units.duration(timing.median_ns)}, in which this device cannot move {moved}"
+    return ""
 
 
 _IN_STEP = 2.0

@@ -17,6 +17,7 @@ from fusion_advisor.capture.unchanged_step import named_range
 from fusion_advisor.codegen.common.interface import BuiltKernel, KernelBuildFailed, Launcher
 from fusion_advisor.codegen.registry import backend as backend_named
 from fusion_advisor.codegen.standalone import with_launcher
+from fusion_advisor.fuse.decide.alone import why_implausible
 from fusion_advisor.fuse.decide.session import Bench, BuiltFusion
 from fusion_advisor.fuse.plan.plan import PlannedFusion
 from fusion_advisor.fuse.rewrite.first_call import call_in_child
@@ -24,9 +25,12 @@ from fusion_advisor.fuse.rewrite.graph_rewriter import fused_call
 from fusion_advisor.lowering.builder.rounding import why_bits_differ
 from fusion_advisor.records import Fusion, Receipt, RenderedKernel, Status, TensorMeta, Timing, Tolerance
 from fusion_advisor.timing.interleaving import compare_alone
+from fusion_advisor.timing.kernel_timer import cache_bytes
 from fusion_advisor.verify import check_chain
 
 _SOURCE_CONTEXT = 3
+_TIMED_AGAIN = 3
+"""Times that cannot be right are measured again; those of the last attempt are not shown either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +96,13 @@ def try_fusion(
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
-            times = compare(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda, timer=bench.timer)
-        base, slower = _with_times(planned, base, *times)
+            times, implausible = _plausible_times(
+                planned,
+                lambda: compare(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda, timer=bench.timer),
+                on_cuda=bench.on_cuda,
+            )
+        unshown = replace(base, implausible=implausible, predicted_saving_ns=None)
+        base, slower = (unshown, None) if implausible else _with_times(planned, base, *times)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     return _installed(bench, planned, made, base)
@@ -180,6 +189,19 @@ def _operand_layouts(
         None if position in in_place else bench.ops[index].outputs[0] for position, index in enumerate(planned.sites[0].outputs)
     ]
     return [*map(check_chain.layout_of, roots[:count]), *outputs]
+
+
+def _plausible_times(
+    planned: PlannedFusion, measure: Callable[[], tuple[Timing, Timing]], *, on_cuda: bool
+) -> tuple[tuple[Timing, Timing], str]:
+    """Time the original ops and the kernel, again where the times cannot be right; the second result says why they cannot."""
+    cache, implausible = cache_bytes(torch.device("cuda" if on_cuda else "cpu")), ""
+    for _ in range(_TIMED_AGAIN):
+        times = measure()
+        implausible = why_implausible(planned.chain, *times, cache_bytes=cache)
+        if not implausible:
+            break
+    return times, implausible
 
 
 def _with_times(planned: PlannedFusion, base: Fusion, before: Timing, after: Timing) -> tuple[Fusion, str | None]:

@@ -273,6 +273,8 @@ def _fusion_columns(report: Report) -> list[Column]:
 
     def site(index: int) -> str:
         row = rows[index]
+        if isinstance(row, Fusion) and row.implausible:
+            return "implausible"
         if not isinstance(row, Fusion) or row.chain_before is None or row.chain_after is None:
             return "–"
         return f"{units.duration(row.chain_before.median_ns)} → {units.duration(row.chain_after.median_ns)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from types import SimpleNamespace
 
@@ -11,9 +12,12 @@ import torch
 from fusion_advisor.autotune.tune import Tuned
 from fusion_advisor.codegen.common.interface import KernelBuildFailed, Rendered
 from fusion_advisor.fuse.decide import trial
+from fusion_advisor.fuse.decide.alone import savings_alone
 from fusion_advisor.fuse.decide.trial import original_source, try_fusion
 from fusion_advisor.library.discover import load_kernel
 from fusion_advisor.records import Status, Timing
+from fusion_advisor.timing.interleaving import compare_alone
+from tests.timing.planted import PlantedTimer
 from tests.tiny import EvaluatedKernel, bench_of, planned, profiled
 
 
@@ -52,11 +56,11 @@ def attempt(monkeypatch, tmp_path):
     bench, _ = bench_of(live, plan)
     fusion = next(fusion for fusion in plan.fusions if fusion.match.kernel == "gelu_tanh")
 
-    def run(backend, before=(90, 100, 110), after=(40, 50, 60), log=lambda _: None):
+    def run(backend, before=(90, 100, 110), after=(40, 50, 60), log=lambda _: None, sequence=()):
         monkeypatch.setattr(trial, "backend_named", lambda _: backend)
-        return try_fusion(bench, fusion, backend="cpp", fast_math=False, kernel_dir=tmp_path, seed=0, log=log,
-            compare=lambda *_, **__: (timing(*before), timing(*after)),
-        )  # fmt: skip
+        made = itertools.chain(sequence or (), itertools.repeat((timing(*before), timing(*after))))
+        planted = compare_alone if sequence is None else lambda *_, **__: next(made)
+        return try_fusion(bench, fusion, backend="cpp", fast_math=False, kernel_dir=tmp_path, seed=0, log=log, compare=planted)
 
     run.bench, run.planned = bench, fusion
     return run
@@ -106,6 +110,37 @@ def test_a_kernel_that_is_slower_alone_is_out(attempt):
 
 def test_intervals_that_overlap_go_on_to_the_step(attempt):
     assert attempt(Backend(), before=(40, 50, 70), after=(60, 65, 80)).built is not None
+
+
+def test_times_that_cannot_be_right_are_measured_again(attempt):
+    """7.96 µs of 8.00 ms: the scheduler took the core away from one side alone."""
+    pairs = [(8_000_000, 7_960), (100, 50)]
+    made = iter([(timing(*3 * (before,)), timing(*3 * (after,))) for before, after in pairs])
+    run = attempt(Backend(), sequence=made)
+    assert (run.fusion.chain_before.median_ns, run.fusion.chain_after.median_ns) == (100, 50)
+    assert run.fusion.implausible == "" and next(made, None) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ((8_000_000,) * 3, (50,) * 3, "more than the whole step"),
+        ((100,) * 3, (1,) * 3, "the kernel took 0.00100 µs, in which this device cannot move 65,536 bytes"),
+        ((1,) * 3, (100,) * 3, "the original ops took 0.00100 µs"),
+    ],
+)
+def test_times_that_are_never_right_are_left_out_and_said(attempt, before, after, words):
+    found = attempt(Backend(), before=before, after=after)
+    fusion = found.fusion
+    assert words in fusion.implausible
+    assert fusion.chain_before is None and fusion.chain_after is None and fusion.predicted_saving_ns is None
+    assert found.built is not None, "the step decides"
+    assert savings_alone([fusion], {fusion.chain_id: 1}, 0.95) == {}
+
+
+def test_a_runs_own_timer_that_stands_still_shows_no_figure(attempt, monkeypatch):
+    monkeypatch.setattr(attempt.bench, "timer", PlantedTimer())
+    assert "in which this device cannot move" in attempt(Backend(), sequence=None).fusion.implausible
 
 
 def test_nothing_replaced_is_said_with_the_first_refusal(attempt):

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from fusion_advisor import units
 from fusion_advisor.records import GenerationCheck, Status, Tolerance
+from fusion_advisor.records.serialize import dump_report, load_report
 from fusion_advisor.report import background_rows, kernel_rows, quality, shared_rows
 from fusion_advisor.report.headline import headline
 from fusion_advisor.report.html.page import render_html
 from fusion_advisor.report.markdown import render_markdown
 from fusion_advisor.report.terminal.layout import Column, column_table, simple_table
-from fusion_advisor.report.terminal.result import details, result_table, summary_line
+from fusion_advisor.report.terminal.result import apply_table, details, result_table, summary_line
 from tests.report.fixtures import ALL, applied, numerics, profiled, timing, with_a_copy
 
 WIDTHS = (40, 60, 80, 100, 120)
@@ -238,3 +239,21 @@ def test_faults_and_declared_exceptions_are_in_every_report() -> None:
     text = render_markdown(shown).replace("\\", "")
     assert f"{first.id} on special values: declared exceptions: 12 elements are fp64" in text
     assert f"{second.id} on special values: faults: special rows: 3 of 8 elements are wrong" in text
+
+
+def test_times_that_cannot_be_right_are_marked_in_every_report() -> None:
+    report = applied()
+    first, *others = report.fusions
+    doubt = "the kernel took 7.96 µs, in which this device cannot move 1,572,864 bytes"
+    marked = replace(first, chain_before=None, chain_after=None, predicted_saving_ns=None, implausible=doubt)
+    shown = replace(report, fusions=(marked, *others))
+    assert load_report(dump_report(shown)).fusions[0].implausible == doubt
+    html = unescape(render_html(shown))
+    assert f"Implausible, and left out: {doubt}." in html and ">implausible</td>" in html
+    assert "its times alone are left out" in render_markdown(shown)
+    stream = io.StringIO()
+    console = Console(file=stream, width=200)
+    console.print(result_table(shown, console))
+    console.print(apply_table(shown, console))
+    assert "implausible" in stream.getvalue() and doubt in stream.getvalue()
+    assert ">implausible<" not in render_html(report) and "times alone are left out" not in render_markdown(report)
