@@ -106,7 +106,7 @@ class Graphs:
     @outputs.setter
     def outputs(self, outputs: Outputs) -> None:
         if outputs != self._outputs:
-            self.forget()  # what a graph leaves to what runs behind it depends on this
+            self.forget()  # which ops run after the graph depends on this
         self._outputs = outputs
 
     @property

@@ -396,13 +396,13 @@ def test_an_odd_weight_without_room_ends_it(odd):
     assert fused.fallbacks
 
 
-def test_the_report_says_what_runs_behind(fused):
+def test_the_report_says_what_runs_after_the_graph(fused):
     x = values(1)[0]
     row = choose_graph(
         fused, lambda: fused.dispatch(x), lambda: fused.dispatch(x), min_gain=0.005, confidence=0.95, rounds=4,
         budget_s=0.1, wait=lambda: None, on_cuda=False,
     )  # fmt: skip
-    assert "`head` runs behind it" in row.reason
+    assert "`head` runs after the graph and writes into memory that the caller keeps" in row.reason
 
 
 def test_where_the_odd_product_stands_in_the_graph(odd):
