@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import time
 from collections.abc import Callable, Sequence
@@ -96,13 +97,8 @@ def try_fusion(
         return Trial(fusion=replace(base, status=Status.WRONG_NUMBERS, reason=reason), built=None)
     if is_timed:
         with named_range(f"fa:{planned.id}:time", is_on=with_nvtx):
-            times, implausible = _plausible_times(
-                planned,
-                lambda: compare(lambda: chain.run(roots), lambda: call(*roots), on_cuda=bench.on_cuda, timer=bench.timer),
-                on_cuda=bench.on_cuda,
-            )
-        unshown = replace(base, implausible=implausible, predicted_saving_ns=None)
-        base, slower = (unshown, None) if implausible else _with_times(planned, base, *times)
+            pair = functools.partial(compare, lambda: chain.run(roots), lambda: call(*roots), timer=bench.timer)
+            base, slower = _timed(planned, base, pair, on_cuda=bench.on_cuda)
         if slower is not None:
             return Trial(fusion=replace(base, status=Status.SLOWER, reason=slower), built=None)
     return _installed(bench, planned, made, base)
@@ -191,17 +187,17 @@ def _operand_layouts(
     return [*map(check_chain.layout_of, roots[:count]), *outputs]
 
 
-def _plausible_times(
-    planned: PlannedFusion, measure: Callable[[], tuple[Timing, Timing]], *, on_cuda: bool
-) -> tuple[tuple[Timing, Timing], str]:
-    """Time the original ops and the kernel, again where the times cannot be right; the second result says why they cannot."""
+def _timed(
+    planned: PlannedFusion, base: Fusion, compare: Callable[..., tuple[Timing, Timing]], *, on_cuda: bool
+) -> tuple[Fusion, str | None]:
+    """Time the original ops and the kernel, again where the times cannot be right; the second result says why it is out."""
     cache, implausible = cache_bytes(torch.device("cuda" if on_cuda else "cpu")), ""
     for _ in range(_TIMED_AGAIN):
-        times = measure()
+        times = compare(on_cuda=on_cuda)
         implausible = why_implausible(planned.chain, *times, cache_bytes=cache)
         if not implausible:
-            break
-    return times, implausible
+            return _with_times(planned, base, *times)
+    return replace(base, implausible=implausible, predicted_saving_ns=None), None
 
 
 def _with_times(planned: PlannedFusion, base: Fusion, before: Timing, after: Timing) -> tuple[Fusion, str | None]:
