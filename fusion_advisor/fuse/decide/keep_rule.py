@@ -30,8 +30,10 @@ from fusion_advisor.timing.host_timer import HostTimer
 from fusion_advisor.timing.wall_timer import as_timing, median_interval
 
 PATIENCE = 2.0
-"""How many times longer than planned a step on a GPU is timed that differs from itself by more than the least gain; on a CPU more
-rounds make little difference."""
+"""How many times longer than planned a step is timed that differs from itself by more than the least gain, or on a CPU by more
+than :data:`_CPU_NOISE`."""
+_CPU_NOISE = 0.05
+"""Of the step. On a busy machine ten rounds differed by 6 to 9 %, twenty by 3 to 6 % (``docs/measurements/cpu_clock.md``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,8 @@ def decide(
         candidates: in the order they are stacked.
         min_gain: share of the step that a rewrite must save.
         confidence: of the intervals.
-        budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs from itself by more
-            than ``min_gain``; small gains take as long again, the confirmation a third.
+        budget_s: seconds for the tournament, up to :data:`PATIENCE` times as many while the step differs too much from itself;
+            small gains take as long again, the confirmation a third.
         note: gets a sentence on how the step is timed.
         step: given the rounds made, the rounds expected and what is timed.
         alone: what rewrites change by their chains' own times, in a step; asked where the step leaves a rewrite open.
@@ -159,8 +161,8 @@ def _timed_prefixes(
     note(f"{len(candidates)} rewrites, each timed in the step ({runner.method})")
     return interleaving.interleave(
         calls, rounds=_MOST_ROUNDS if candidates else _FEW_ROUNDS, budget_s=budget_s,
-        most_s=PATIENCE * budget_s if runner.on_cuda else 0.0, rest=runner.rest([calls[0], calls[-1]]),
-        is_settled=interleaving.is_quiet(min_gain, confidence), is_decided=runner.is_decided(min_gain, confidence),
+        most_s=PATIENCE * budget_s if candidates else 0.0, rest=runner.rest([calls[0], calls[-1]]),
+        is_settled=runner.is_settled(min_gain, confidence), is_decided=runner.is_decided(min_gain, confidence),
         on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
         after=_shown(step, candidates, budget_s, runner.timer),
     )  # fmt: skip
@@ -291,8 +293,8 @@ def _once_on_top(
     """Return the verdict of one run, and the step without the rewrite."""
     calls = runner.recorded([before, before, after])
     times = interleaving.interleave(
-        calls, rounds=200, budget_s=budget_s, most_s=PATIENCE * budget_s if runner.on_cuda else 0.0,
-        rest=runner.rest(calls[-1:]), is_settled=interleaving.is_quiet(min_gain, confidence),
+        calls, rounds=_MOST_ROUNDS, budget_s=budget_s, most_s=PATIENCE * budget_s,
+        rest=runner.rest(calls[-1:]), is_settled=runner.is_settled(min_gain, confidence),
         is_decided=runner.is_decided(min_gain, confidence), on_cuda=runner.on_cuda, before=runner.rewind, timer=runner.timer,
     )  # fmt: skip
     del calls
@@ -361,6 +363,10 @@ class StepRunner:
         if self._rest is None:
             self._rest = interleaving.REST if is_held_down(calls, on_cuda=self.on_cuda, before=self.rewind) else 0.0
         return self._rest
+
+    def is_settled(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
+        """Return whether the step differs so little from itself that no further time is worth it."""
+        return interleaving.is_quiet(min_gain if self.on_cuda else max(min_gain, _CPU_NOISE), confidence)
 
     def is_decided(self, min_gain: float, confidence: float) -> Callable[[list[list[int]]], bool]:
         """Return whether a look at the rounds so far decides each rewrite (``timing.looks``); on a GPU none is taken."""

@@ -179,3 +179,11 @@ def test_nothing_that_may_do_nothing_rides_along(clock):
     for seed in range(20):
         found = decided(clock, {"fast": -60_000, "a": 0, "b": 0, "c": 0}, seed=seed).verdicts
         assert all(found[name].status is not Status.KEPT for name in "abc")
+
+
+@pytest.mark.parametrize(("noise", "is_longer"), [(0.002, False), (0.3, True)])
+def test_a_step_that_differs_from_itself_is_timed_for_longer_on_a_cpu_too(clock, noise, is_longer):
+    budget_s, seen = 0.05, []  # ten to twenty rounds of three runs
+    decided(clock, {"none": 0}, noise=noise, budget_s=budget_s, step=lambda *_: seen.append(clock.seconds()))
+    assert (seen[-1] - seen[0] > 1.5 * budget_s) is is_longer
+    assert seen[-1] - seen[0] < 2.5 * budget_s
